@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.control.settings import SupervisionSettings
-from fleet.errors import ConfigurationRefused, why_and_where
+from fleet.errors import ConfigurationRefused, split_validation_error
 from fleet.hub import HubSettings
 from fleet.ids import ModelName
 from fleet.roles import KvPath, Role
@@ -171,7 +171,7 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
 
-def changes_of(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
+def parse_changes(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """``path=value`` from a command line, with values as TOML writes them; what is no such value is a string.
 
     Args:
@@ -187,16 +187,16 @@ def changes_of(assignments: Iterable[str], option: str = "--set") -> dict[str, A
         if not equals or not all(path.split(".")):
             raise ConfigurationRefused(f"{option}: {assignment!r} is not PATH=VALUE, as in router.policy=random")
         changes.pop(path, None)
-        changes[path] = value_of(value)
+        changes[path] = parse_value(value)
     return changes
 
 
-def overlaid(changes: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+def merge_changes(changes: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Both, in the order in which they are made: also what stands at a path that `changes` has is made after all of these."""
     return {path: value for path, value in changes.items() if path not in later} | dict(later)
 
 
-def files_of(assignments: Iterable[str]) -> dict[str, Any]:
+def read_file_changes(assignments: Iterable[str]) -> dict[str, Any]:
     """``path=file`` from a command line: what is in each file. Of a `.json` file what that says; any other is a text.
 
     So a mounted Secret stands in no settings file and in no list of processes. A line break at the end of a text is not part of it.
@@ -222,7 +222,7 @@ def files_of(assignments: Iterable[str]) -> dict[str, Any]:
     return changes
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A value as TOML writes it; what is none is a string."""
     try:
         read = tomllib.loads(f"value = {text}")
@@ -254,7 +254,7 @@ def _element(array: Any, index: str, where: str) -> Any:
     return array[int(index)]
 
 
-def checked(kind: Callable[..., Settings], **fields: Any) -> Settings:
+def build_settings(kind: Callable[..., Settings], **fields: Any) -> Settings:
     """Settings put together in the program, from command-line options say.
 
     Raises:
@@ -356,7 +356,7 @@ def _not_finite(value: Any) -> str | None:
 
 def _with_path(error: msgspec.ValidationError) -> str:
     """'Object contains unknown field `x` - at `$.router`' as 'router.x: is not a known key'."""
-    cause, path = why_and_where(error)
+    cause, path = split_validation_error(error)
     path = path.removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
         return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"

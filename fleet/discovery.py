@@ -18,7 +18,7 @@ LabelValue = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Z
 LeaseSeconds = Annotated[int, Meta(ge=2, le=3600)]
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class WorkerRecord(Struct, frozen=True, kw_only=True):
     """One worker, as it is written down. Fields that a later version adds are passed over."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]

@@ -30,7 +30,7 @@ class Reason(StrEnum):
     INTERNAL = "internal"
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request that was not, or not completely, served.
 
     Attributes:
@@ -50,22 +50,22 @@ class Refused(Exception):
         self.cause = cause
 
 
-def invalid(field: str, message: str) -> Refused:
+def invalid(field: str, message: str) -> RequestRejected:
     """The refusal of a request whose `field` is wrong."""
-    return Refused(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
+    return RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
 
 
-def internal_error() -> Refused:
+def internal_error() -> RequestRejected:
     """A bug of ours, which the log has."""
-    return Refused(Reason.INTERNAL, "internal error; the router's log has the details")
+    return RequestRejected(Reason.INTERNAL, "internal error; the router's log has the details")
 
 
-def shutting_down() -> Refused:
+def draining_rejection() -> RequestRejected:
     """Of a router that takes no more requests."""
-    return Refused(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
+    return RequestRejected(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
 
 
-def why_and_where(error: Exception) -> tuple[str, str]:
+def split_validation_error(error: Exception) -> tuple[str, str]:
     """A `msgspec.ValidationError` in two parts: its cause, and the path at which its message ends.
 
     The path is as in ``.pools[0].gpu``, and empty where the whole value is wrong.

@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-HUB = "https://huggingface.co"
-BRANCH = "main"
+HUB_URL = "https://huggingface.co"
+DEFAULT_REVISION = "main"
 
 _REPOSITORY = re.compile(
     r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([A-Za-z0-9][\w./-]{0,127}))?", re.ASCII
@@ -27,7 +27,7 @@ class Repository(Struct, frozen=True):
     name: str
     """owner/name"""
 
-    revision: str = BRANCH
+    revision: str = DEFAULT_REVISION
 
     @property
     def is_pinned(self) -> bool:
@@ -35,10 +35,10 @@ class Repository(Struct, frozen=True):
         return _COMMIT.fullmatch(self.revision) is not None
 
 
-def repository_of(named: str) -> Repository | None:
+def parse_repository(named: str) -> Repository | None:
     """What a model is named by, if it has the form of a repository's name; relative paths of one folder in another do as well."""
     found = _REPOSITORY.fullmatch(named)
-    return None if found is None else Repository(found[1], found[2] or BRANCH)
+    return None if found is None else Repository(found[1], found[2] or DEFAULT_REVISION)
 
 
 class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Folder that keeps what was fetched, laid out as the hub's own tools do; any number of processes may share it. Empty: one in the
     user's cache folder."""
 
-    endpoint: Annotated[str, Meta(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")] = HUB
+    endpoint: Annotated[str, Meta(pattern=r"^https?://[^/\s?#@]+(/[^\s?#@]*)?$")] = HUB_URL
     """The hub, or a mirror of it."""
 
     token_file: str = ""

@@ -12,6 +12,6 @@ ModelName = NewType("ModelName", str)
 StoreId = NewType("StoreId", str)
 
 
-def longest_beginning(worker_id: WorkerId, names: Iterable[str]) -> str | None:
+def longest_prefix(worker_id: WorkerId, names: Iterable[str]) -> str | None:
     """Of these names the longest that the worker's begins with: workers are named after their pools. None: none fits."""
     return max((name for name in names if worker_id.startswith(name)), key=len, default=None)

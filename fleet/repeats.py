@@ -10,21 +10,21 @@ from collections.abc import Hashable
 
 from fleet.clock import SECOND, Nanos
 
-QUIET = Nanos(60 * SECOND)
+REPEAT_AFTER = Nanos(60 * SECOND)
 
 
-class Repeats:
+class LogDeduplicator:
     """The latest causes that were logged, by subject."""
 
     def __init__(self) -> None:
         self._logged: dict[Hashable, tuple[str, Nanos]] = {}
 
-    def is_news(self, subject: Hashable, cause: str, now: Nanos) -> bool:
+    def is_new(self, subject: Hashable, cause: str, now: Nanos) -> bool:
         """Return whether an event is worth a line now; the caller then writes it."""
         latest = self._logged.get(subject)
-        if latest is not None and latest[0] == cause and now - latest[1] < QUIET:
+        if latest is not None and latest[0] == cause and now - latest[1] < REPEAT_AFTER:
             return False
-        self._logged = {each: (said, at) for each, (said, at) in self._logged.items() if now - at < QUIET}
+        self._logged = {each: (said, at) for each, (said, at) in self._logged.items() if now - at < REPEAT_AFTER}
         self._logged[subject] = (cause, now)
         return True
 

@@ -43,7 +43,7 @@ class Choice(Struct, frozen=True, tag=True):
     strings: tuple[str, ...]
 
 
-Form = AnyObject | JsonSchema | Pattern | Grammar | Choice
+StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice
 """What an answer must be, as text."""
 
 
@@ -63,7 +63,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
-    form: Form | None = None  # None: any
+    form: StructuredOutput | None = None  # None: any
 
     @property
     def stateless(self) -> bool:
@@ -181,7 +181,7 @@ class Usage(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
-class Remaining(Struct, frozen=True, kw_only=True):
+class RemainingLimit(Struct, frozen=True, kw_only=True):
     """What is left of a limit."""
 
     limit: int  # a minute
@@ -189,11 +189,11 @@ class Remaining(Struct, frozen=True, kw_only=True):
     full_in_seconds: float
 
 
-class Allowance(Struct, frozen=True, kw_only=True):
+class RateLimitStatus(Struct, frozen=True, kw_only=True):
     """What is left to a tenant; None where it has no limit."""
 
-    requests: Remaining | None = None
-    tokens: Remaining | None = None
+    requests: RemainingLimit | None = None
+    tokens: RemainingLimit | None = None
 
 
 class Admitted(Struct, frozen=True, kw_only=True):
@@ -202,7 +202,7 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
-    allowance: Allowance | None = None
+    allowance: RateLimitStatus | None = None
 
 
 class Delta(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 TOKEN_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 
 
-class Metrics:
+class RouterProcessMetrics:
     """Metrics of a router process. Label values come from enums, so that their number is fixed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -88,11 +88,11 @@ class Metrics:
 def configure_logging(level: str = "INFO") -> None:
     """Log to standard error, one line an entry, with what was passed as `extra` after the message."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(LogLineFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-class LineFormatter(logging.Formatter):
+class LogLineFormatter(logging.Formatter):
     """``time level logger message key=value …`` on one line; line breaks are escaped, but for a traceback's."""
 
     _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}

@@ -1,7 +1,7 @@
 """What is wrong with a request, found before anything is started.
 
 Field paths are those of proto/fleet/v1/inference.proto; a front whose clients write other names translates the path of
-the refusal (`fleet.adapters.status.renamed`).
+the refusal (`fleet.adapters.status.rename_field`).
 """
 
 import re
@@ -12,20 +12,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from fleet.errors import Refused, invalid, why_and_where
+from fleet.errors import RequestRejected, invalid, split_validation_error
 from fleet.requests import (
     TOKEN_BYTES,
     AnyObject,
     ChatMessage,
     ChatPrompt,
     Choice,
-    Form,
     GenerateRequest,
     Grammar,
     JsonSchema,
     ModelCard,
     Pattern,
     Sampling,
+    StructuredOutput,
     TextPrompt,
     TokenPrompt,
 )
@@ -37,7 +37,7 @@ MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables o
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
 MAX_LABELS = 16
-MAX_FORM_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI takes schemas of 120,000
+MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI takes schemas of 120,000
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
@@ -154,7 +154,7 @@ def _check_names(request: GenerateRequest) -> None:
     check_hints(request)
 
 
-class Hints(Protocol):
+class RequestHints(Protocol):
     """What a client may say besides its prompt; see `fleet.requests.GenerateRequest`."""
 
     @property
@@ -171,7 +171,7 @@ class Hints(Protocol):
     def priority(self) -> int: ...
 
 
-def check_hints(hints: Hints) -> None:
+def check_hints(hints: RequestHints) -> None:
     """Assert that hints are of a size that a router may remember.
 
     Raises:
@@ -217,20 +217,20 @@ def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
             assert_never(request.prompt)
 
 
-class Function(Struct, frozen=True):
+class ToolFunction(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Struct, frozen=True):
+class OfferedTool(Struct, frozen=True):
     """As the OpenAI API has it; what templates make of the rest is theirs."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
-class Called(Struct, frozen=True):
+class CalledFunction(Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     arguments: str | dict[str, Any]
 
@@ -238,10 +238,10 @@ class Called(Struct, frozen=True):
 class ToolCall(Struct, frozen=True):
     """Likewise."""
 
-    function: Called
+    function: CalledFunction
 
 
-_TOOLS: "msgspec.json.Decoder[list[Tool]]" = msgspec.json.Decoder(list[Tool])
+_TOOLS: "msgspec.json.Decoder[list[OfferedTool]]" = msgspec.json.Decoder(list[OfferedTool])
 _TOOL_CALLS: "msgspec.json.Decoder[list[ToolCall]]" = msgspec.json.Decoder(list[ToolCall])
 _OBJECT: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
 
@@ -264,33 +264,33 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Non
     try:
         decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise misfit(error, field) from error
+        raise invalid_value(error, field) from error
     except RecursionError as error:
         raise invalid(field, "is nested too deeply") from error
     except msgspec.DecodeError as error:
         raise invalid(field, f"is not valid JSON: {error}") from error
 
 
-def misfit(error: msgspec.ValidationError, field: str) -> Refused:
+def invalid_value(error: msgspec.ValidationError, field: str) -> RequestRejected:
     """The refusal of a value with the wrong type or range, in `field`; the library ends its message with the path."""
-    message, path = why_and_where(error)
+    message, path = split_validation_error(error)
     field += path
     if (missing := _MISSING.search(message)) is not None:
         field += f".{missing[1]}"
     return invalid(field, message[0].lower() + message[1:])
 
 
-def _check_form(form: Form) -> None:
+def _check_structured_output(form: StructuredOutput) -> None:
     match form:
         case AnyObject():
             pass
         case JsonSchema(schema=schema):
-            _check_size("sampling.form", schema, MAX_FORM_CHARACTERS)
+            _check_size("sampling.form", schema, MAX_STRUCTURED_OUTPUT_CHARACTERS)
             _decoded(schema, _OBJECT, "sampling.form")
         case Pattern(regex=regex):
             _check_size("sampling.form", regex, MAX_REGEX_CHARACTERS)
         case Grammar(text=text):
-            _check_size("sampling.form", text, MAX_FORM_CHARACTERS)
+            _check_size("sampling.form", text, MAX_STRUCTURED_OUTPUT_CHARACTERS)
         case Choice(strings=strings):
             if not 1 <= len(strings) <= MAX_CHOICES:
                 raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
@@ -318,7 +318,7 @@ def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
         if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
     if sampling.form is not None:
-        _check_form(sampling.form)
+        _check_structured_output(sampling.form)
 
 
 def _check_stop(stop: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from fleet.roles import KvPath, Phase, Role
 from kvstore.fingerprint import Fingerprint
 
 
-class Adapter(Struct, frozen=True):
+class LoraAdapter(Struct, frozen=True):
     """Weights that are added to those of a model (LoRA); clients ask for it by its name, as for a model."""
 
     name: ModelName
@@ -21,7 +21,7 @@ class Adapter(Struct, frozen=True):
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
-class Golden(Struct, frozen=True, kw_only=True):
+class TokenizerDigests(Struct, frozen=True, kw_only=True):
     """What a worker makes of the golden prompts, as digests (`fleet.adapters.golden`); empty: it does not say."""
 
     tokens: str = ""
@@ -29,7 +29,7 @@ class Golden(Struct, frozen=True, kw_only=True):
     blocks: str = ""
 
 
-class Description(Struct, frozen=True, kw_only=True):
+class WorkerDescription(Struct, frozen=True, kw_only=True):
     """The description of a worker; for one incarnation fixed but for `kv_paths` and `store_id`, which follow when it joins its store late."""
 
     worker_id: WorkerId
@@ -48,10 +48,12 @@ class Description(Struct, frozen=True, kw_only=True):
     prefill_speed: float = 1.0  # of its hardware, in proportion to the others of its model
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # that a request may ask for
-    adapters: tuple[Adapter, ...] = ()  # that it has, or can load when work for them comes
+    adapters: tuple[LoraAdapter, ...] = ()  # that it has, or can load when work for them comes
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: it has all of them at once
-    golden: Golden | None = None
-    keeps_forms: bool = False  # whether it can see to it that an answer is of a form (`fleet.requests.Form`)
+    golden: TokenizerDigests | None = None
+    keeps_forms: bool = (
+        False  # whether it can see to it that an answer is of a form (`fleet.requests.StructuredOutput`)
+    )
     generation: str = ""  # of what is deployed: only workers of the same one hand prompts over to each other
 
 
@@ -102,7 +104,7 @@ class Rejected(Struct, frozen=True, kw_only=True):
     field: str = ""
 
 
-class Load(Struct, frozen=True, kw_only=True):
+class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     kv_blocks_used: int  # held by running requests
@@ -126,7 +128,7 @@ class KvCleared(Struct, frozen=True, tag=True):
 KvEvent = KvStored | KvRemoved | KvCleared
 
 
-class Hello(Struct, frozen=True, kw_only=True):
+class RouterHello(Struct, frozen=True, kw_only=True):
     """First message of a router on its stream."""
 
     router_id: str
@@ -159,5 +161,5 @@ class Goodbye(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-RouterMessage = Hello | Start | Cancel
-WorkerMessage = Description | Step | KvEvents | Load | Rejected | Draining | Goodbye
+RouterMessage = RouterHello | Start | Cancel
+WorkerMessage = WorkerDescription | Step | KvEvents | LoadReport | Rejected | Draining | Goodbye

@@ -17,7 +17,7 @@ from fleet.requests import (
 )
 from fleet.roles import KvPath, Phase, Role
 from fleet.router.messages import Arrived, WorkerJoined
-from fleet.work import Description, Handoff, Load, Progress, Start
+from fleet.work import Handoff, LoadReport, Progress, Start, WorkerDescription
 from kvstore.block import blocks_for
 from kvstore.fingerprint import Fingerprint
 
@@ -79,8 +79,8 @@ def a_description(
     model: ModelName = MODEL,
     engine: str = "simulated 1",
     kv: Fingerprint | None = None,
-) -> Description:
-    return Description(
+) -> WorkerDescription:
+    return WorkerDescription(
         worker_id=WorkerId(worker_id),
         incarnation=Incarnation(incarnation),
         model=model,
@@ -164,5 +164,5 @@ def some_progress(
     )
 
 
-def a_load(*, running: int = 0, waiting: int = 0, kv_blocks_used: int = 0) -> Load:
-    return Load(running=running, waiting=waiting, kv_blocks_used=kv_blocks_used)
+def a_load(*, running: int = 0, waiting: int = 0, kv_blocks_used: int = 0) -> LoadReport:
+    return LoadReport(running=running, waiting=waiting, kv_blocks_used=kv_blocks_used)

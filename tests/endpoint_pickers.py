@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.endpoint_picker import EndpointPicker, open_endpoint_picker
-from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
-from fleet.adapters.picker_prompts import RoutersPrompts
+from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService
+from fleet.adapters.picker_prompts import ApiPromptReader
 from fleet.adapters.text_codec import load_codec
 from fleet.roles import Role
 from fleet.router.generation import Generation
@@ -22,7 +22,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from tests.builders import MODEL, a_description
 from tests.fake_workers import Untouched
 from tests.gateways import a_completion, a_gateway
@@ -85,7 +85,7 @@ async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None,
     """With these workers, which need not be there: nothing is sent to them."""
     clock, threads = SystemClock(), TokenisingThreads()
     known = Tenants(tenants or {}, clock.now())
-    selecting = SelectingWorkers(Untouched())
+    selecting = SelectionAwareWorkers(Untouched())
     router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)
     for worker in workers:
         router.hear(worker)
@@ -95,12 +95,12 @@ async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None,
         clock=clock,
         tenants=known,
         tenant_secret=b"",
-        metrics=Metrics(CollectorRegistry()),
+        metrics=RouterProcessMetrics(CollectorRegistry()),
         threads=threads,
     )
     selection = SelectionService(router, selecting, SelectionSettings(), tenant_secret=b"")
     limits = EndpointPickerSettings(**{"host": "127.0.0.1", "port": 0, **(picker or {})})
-    made = EndpointPicker(limits, router, selection, RoutersPrompts(generation, None, known, clock), standing)
+    made = EndpointPicker(limits, router, selection, ApiPromptReader(generation, None, known, clock), standing)
     async with (
         asyncio.timeout(60),
         open_endpoint_picker(limits, made, connection_seconds=connection_seconds),

@@ -11,13 +11,13 @@ import msgspec
 from fleet.ids import RequestId
 from fleet.requests import KvReport, Sampling, Source, TokenBytes
 from fleet.roles import KvPath, Phase
-from fleet.work import Handoff, KvCleared, KvRemoved, KvStored, Load, Progress, Rejected, Start
+from fleet.work import Handoff, KvCleared, KvRemoved, KvStored, LoadReport, Progress, Rejected, Start
 from tests.builders import token_bytes
 from tests.waiting import until
 from workers.ports import Engine
 
 SECONDS = 60  # for anything that an engine does in a test
-IDLE = Load(running=0, waiting=0, kv_blocks_used=0)
+IDLE = LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 _numbers = count()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.roles import Phase
@@ -29,7 +29,7 @@ class FakeRouter:
         self.cards = tuple(cards)
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
-        self.refuse: Refused | None = None  # on entering
+        self.refuse: RequestRejected | None = None  # on entering
         self.break_after: int | None = None  # steps, then WORKER_LOST
         self.start_over_after: int | None = None  # steps, then it begins anew, once
         self.bug: Exception | None = None  # raised while iterating
@@ -132,7 +132,7 @@ class FakeStream:
             self._started_over, self._sent = True, 0
             return StartedOver(request_id=self._arrived.request_id)
         if self._steps == router.break_after:
-            raise Refused(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
+            raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:
             await router.release.wait()
         await asyncio.sleep(router.pause_seconds)

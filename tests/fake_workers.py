@@ -17,14 +17,14 @@ from fleet.router.messages import (
 from fleet.router.ports import WorkerUnreachable
 from fleet.work import (
     Cancel,
-    Description,
     Draining,
     KvEvents,
-    Load,
+    LoadReport,
     Rejected,
     RouterMessage,
     Start,
     Step,
+    WorkerDescription,
     WorkerMessage,
 )
 
@@ -32,7 +32,7 @@ from fleet.work import (
 class FakeWorker:
     """One worker: hears what the router says to it, and says what the test makes it say."""
 
-    def __init__(self, description: Description, workers: "FakeWorkers"):
+    def __init__(self, description: WorkerDescription, workers: "FakeWorkers"):
         self.description = description
         self._workers = workers
         self.inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
@@ -46,7 +46,7 @@ class FakeWorker:
         match message:
             case Step():
                 event: WorkerEvent = Stepped(worker_id=worker_id, progress=message.progress)
-            case Load():
+            case LoadReport():
                 event = LoadReported(worker_id=worker_id, load=message)
             case KvEvents():
                 event = KvChanged(worker_id=worker_id, events=message.events)
@@ -70,7 +70,7 @@ class FakeWorkers:
         self._untold: list[WorkerEvent] = []
         self._up: dict[WorkerId, FakeWorker] = {}
 
-    def join(self, description: Description) -> FakeWorker:
+    def join(self, description: WorkerDescription) -> FakeWorker:
         worker = FakeWorker(description, self)
         self._up[description.worker_id] = worker
         self.tell(WorkerJoined(description=description, address=f"fake:{description.worker_id}"))

@@ -8,7 +8,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.control_access import ANYBODY
+from fleet.adapters.control_access import OPEN_ACCESS
 from fleet.adapters.grpc_control import open_control_port
 from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
@@ -18,7 +18,7 @@ from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from tests.builders import MODEL, token_ids
 from tests.fake_router import FakeRouter
 
@@ -63,7 +63,7 @@ async def open_fronts(
         clock=clock,
         tenants=Tenants(tenants or {}, clock.now()),
         tenant_secret=b"secret",
-        metrics=Metrics(registry),
+        metrics=RouterProcessMetrics(registry),
         threads=threads,
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
@@ -72,7 +72,7 @@ async def open_fronts(
         open_grpc_frontend(
             "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
         ) as grpc_front,
-        open_control_port("", ANYBODY, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
+        open_control_port("", OPEN_ACCESS, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
     ):
         yield Fronts(router, codec, generation, http, grpc_front, control)
     threads.close()

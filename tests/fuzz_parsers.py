@@ -19,11 +19,11 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.adapters.connection_table import ConnectionTable
     from fleet.adapters.http_messages import HeldBodies, KnownHeads
     from fleet.adapters.http_protocol import Connection
-    from fleet.adapters.limit_log import SlowLog
+    from fleet.adapters.limit_log import SlowClientLog
     from fleet.adapters.openai_failures import explain
     from fleet.adapters.openai_requests import read_chat, read_completion
     from fleet.clock import Nanos
-    from fleet.errors import Refused
+    from fleet.errors import RequestRejected
     from fleet.ids import ModelName, RequestId
     from fleet.requests import ModelCard
     from fleet.router.http_settings import HttpSettings

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
-from fleet.adapters.openai_workers import OpenAiWorkers
+from fleet.adapters.openai_workers import ExternalBackends
 from fleet.adapters.prompt_keys import PrivateKeys, PromptReader
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_metrics import RelayMetrics
@@ -29,7 +29,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from tests.fleet_processes import serve
 from tests.servers import a_free_port
 from tests.waiting import until
@@ -237,7 +237,7 @@ class RelayWorld(Struct):
     http: HttpFrontend
     router: RouterServer
     machine: RouterMachine
-    workers: OpenAiWorkers
+    workers: ExternalBackends
     registry: CollectorRegistry
     reader: PromptReader
     tenants: Tenants
@@ -287,7 +287,7 @@ async def a_relay(
     machine = RouterMachine(settings, Random(1))
     codec = load_codec(model_dir) if model_dir else None
     codecs = {MODEL: codec} if codec else {}
-    workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock, codecs)
+    workers = ExternalBackends(settings.openai_workers, settings.connect_timeout_seconds, clock, codecs)
     router = RouterServer(machine, workers, clock)
     registry = CollectorRegistry()
     shared = Tenants(tenants or {}, clock.now())
@@ -305,7 +305,13 @@ async def a_relay(
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
     relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only)
     generation = Generation(
-        router, {}, clock=clock, tenants=shared, tenant_secret=b"", metrics=Metrics(registry), threads=threads
+        router,
+        {},
+        clock=clock,
+        tenants=shared,
+        tenant_secret=b"",
+        metrics=RouterProcessMetrics(registry),
+        threads=threads,
     )
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
         async with open_http_frontend(

@@ -15,14 +15,14 @@ from fleet.router.messages import WorkerEvent
 from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import decode_router_message, encode_worker_message
-from fleet.work import Description, Hello, RouterMessage, WorkerMessage
+from fleet.work import RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from kvstore.frames import FrameConnection, open_server
 
 
 class StreamPeer:
     """A worker process as the router sees it."""
 
-    def __init__(self, description: Description, folder: Path):
+    def __init__(self, description: WorkerDescription, folder: Path):
         self.description = description
         self.address = f"unix:{folder}/{description.worker_id}-{description.incarnation}"
         self.hellos: list[str] = []
@@ -40,7 +40,7 @@ class StreamPeer:
 
     def received(self, payload: bytes, connection: FrameConnection) -> None:
         message = decode_router_message(pb.RouterMessage.FromString(payload))
-        if isinstance(message, Hello):
+        if isinstance(message, RouterHello):
             self.hellos.append(message.router_id)
             self.connection = connection
             if not self.silent:
@@ -112,14 +112,14 @@ class StreamWorld:
         while True:
             yield await self.changes.get()
 
-    async def peer(self, description: Description) -> StreamPeer:
+    async def peer(self, description: WorkerDescription) -> StreamPeer:
         """A worker that listens and has not been announced."""
         peer = StreamPeer(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)
         return peer
 
-    async def join(self, description: Description) -> StreamPeer:
+    async def join(self, description: WorkerDescription) -> StreamPeer:
         peer = await self.peer(description)
         self.announce(peer)
         return peer

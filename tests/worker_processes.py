@@ -12,7 +12,7 @@ import msgspec
 
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import decode_worker_message, encode_router_message
-from fleet.work import Goodbye, Hello, Rejected, RouterMessage, Step, WorkerMessage
+from fleet.work import Goodbye, Rejected, RouterHello, RouterMessage, Step, WorkerMessage
 from kvstore.frames import FrameConnection, connect
 from workers.settings import WorkerSettings
 
@@ -193,7 +193,7 @@ class Stream:
 @asynccontextmanager
 async def a_stream(address: str, router_id: str = "router") -> AsyncIterator[Stream]:
     async with a_mute_stream(address) as stream:
-        await stream.say(Hello(router_id=router_id))
+        await stream.say(RouterHello(router_id=router_id))
         yield stream
 
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
-from fleet.work import Adapter, KvEvent, Load, Progress, Rejected, Start, WorkerMessage
+from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import ChainHash
 from kvstore.fingerprint import Fingerprint
 from workers.holds import Hold, Release
@@ -29,8 +29,10 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     kv_paths: tuple[KvPath, ...]
     store_id: StoreId | None = None  # of the KV store node that the engine writes to
     kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
-    keeps_forms: bool = False  # whether it can see to it that an answer is of a form (`fleet.requests.Form`)
-    adapters: tuple[Adapter, ...] = ()  # that it can load
+    keeps_forms: bool = (
+        False  # whether it can see to it that an answer is of a form (`fleet.requests.StructuredOutput`)
+    )
+    adapters: tuple[LoraAdapter, ...] = ()  # that it can load
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: all of them
 
 
@@ -106,7 +108,7 @@ class Engine(Protocol):
         """Changes of the prefix cache, from an empty cache on; one consumer."""
         ...
 
-    def load(self) -> Load: ...
+    def load(self) -> LoadReport: ...
 
     def pulses(self) -> Sequence[Pulse]:
         """The progress of each of its schedulers, always in the same order. Cheap: it is asked ten times a second.

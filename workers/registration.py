@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
-from fleet.repeats import Repeats
+from fleet.repeats import LogDeduplicator
 from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, Superseded
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Registration(Struct, kw_only=True):
         """Stay registered until cancelled, or until another process has the id for good; returns why that is so."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
-        failures = Repeats()
+        failures = LogDeduplicator()
         registered = False  # once
         waits_until: float | None = None  # for another process to give the id up
         while True:
@@ -58,7 +58,7 @@ class Registration(Struct, kw_only=True):
                 lease = await self.registry.register(self.worker_id, self.incarnation, self.address)
             except RegistryUnreachable as error:
                 now = Nanos(round(asyncio.get_running_loop().time() * SECOND))
-                if failures.is_news(self.worker_id, str(error), now):
+                if failures.is_new(self.worker_id, str(error), now):
                     _log_failure(error)
                 reachable = False
                 await asyncio.sleep(pause)

@@ -16,7 +16,7 @@ import msgspec
 
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.ids import Incarnation
-from fleet.work import Description, Golden, Load, Progress, Rejected
+from fleet.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from workers.cache_view import CacheView
 from workers.holds import SessionHolds
 from workers.machine import GRACE, LifePhase, WorkerMachine
@@ -64,7 +64,7 @@ class WorkerServer:
         incarnation: Incarnation,
         *,
         keeper: HoldKeeper | None = None,
-        golden: Golden | None = None,
+        golden: TokenizerDigests | None = None,
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
     ) -> None:
@@ -81,7 +81,7 @@ class WorkerServer:
             store_goes: Whether its store's memory ends with this process.
         """
         facts = self._facts = engine.facts
-        self.description = Description(
+        self.description = WorkerDescription(
             worker_id=settings.worker_id,
             incarnation=incarnation,
             model=facts.model,
@@ -238,7 +238,7 @@ class WorkerServer:
         """Deadlines, and load on change, at most every interval and at least every heartbeat."""
         interval = self._settings.load_interval_ms
         heartbeat = self._settings.heartbeat_ms * MILLISECOND
-        reported: Load | None = None
+        reported: LoadReport | None = None
         reported_at = Nanos(0)
         while True:
             self._absorb(Ticked(lent=self._engine.lent))

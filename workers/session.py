@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.work import Cancel, Description, KvEvent, KvEvents, Start, WorkerMessage
+from fleet.work import Cancel, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
 from workers.messages import CancelRequested, Requested, StreamId
 from workers.ports import Outlet
 
@@ -20,7 +20,7 @@ class Session:
         stream: StreamId,
         outlet: Outlet,
         *,
-        description: Description,
+        description: WorkerDescription,
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
         absorb: Callable[[Requested | CancelRequested], None],

@@ -1,13 +1,13 @@
 """What is left of a tenant's limits, in the headers that OpenAI's clients know."""
 
-from fleet.requests import Allowance, Remaining
+from fleet.requests import RateLimitStatus, RemainingLimit
 
 
-def what_is_left(allowance: Allowance | None) -> tuple[tuple[str, str], ...]:
+def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
     """Headers of an answer; none for a tenant without limits."""
     headers: list[tuple[str, str]] = []
     for name in () if allowance is None else ("requests", "tokens"):
-        bucket: Remaining | None = getattr(allowance, name)
+        bucket: RemainingLimit | None = getattr(allowance, name)
         if bucket is not None:
             headers += [
                 (f"x-ratelimit-limit-{name}", str(bucket.limit)),

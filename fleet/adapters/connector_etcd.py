@@ -14,7 +14,7 @@ from aetcd import rpc
 from msgspec import Struct
 
 from fleet.adapters.connector_virtual import Intent, Kept, Report
-from fleet.adapters.etcd import CALL_SECONDS, Channels, said
+from fleet.adapters.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
 from fleet.planner.ports import Unreachable
 from fleet.planner.settings import EtcdTarget
 
@@ -24,7 +24,7 @@ Record = TypeVar("Record", bound=Struct)
 class EtcdRecords:
     """Implements `fleet.adapters.connector_virtual.Records`."""
 
-    def __init__(self, channels: Channels, prefix: str) -> None:
+    def __init__(self, channels: EtcdChannels, prefix: str) -> None:
         self._channels = channels
         self._plan = f"{prefix}plan".encode()
         self._report = f"{prefix}report".encode()
@@ -58,7 +58,7 @@ class EtcdRecords:
         try:
             return await self._channels.call(ask)
         except grpc.aio.AioRpcError as error:
-            raise Unreachable(said(error)) from error
+            raise Unreachable(etcd_error_text(error)) from error
 
     def _decoded(self, pair: Any, of: type[Record]) -> Record:
         try:
@@ -70,7 +70,7 @@ class EtcdRecords:
 @asynccontextmanager
 async def etcd_records(target: EtcdTarget) -> AsyncIterator[EtcdRecords]:
     """Raises ConfigurationRefused: a file of `credentials` cannot be read."""
-    channels = Channels(target.endpoints, target.credentials, "connector")
+    channels = EtcdChannels(target.endpoints, target.credentials, "connector")
     try:
         yield EtcdRecords(channels, target.prefix)
     finally:

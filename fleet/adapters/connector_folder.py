@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.adapters.connector_virtual import Intent, Kept, Report
-from fleet.adapters.held_files import held, left
+from fleet.adapters.held_files import hold_lock_file, is_abandoned
 from fleet.planner.ports import Gone, Unreachable
 
 PLAN, REPORT, LOCK, ORCHESTRATOR = "plan.json", "report.json", ".lock", ".orchestrator"
@@ -58,11 +58,11 @@ class FolderRecords:
     @contextmanager
     def obeyed(self) -> Iterator[None]:
         """For as long as this is open, or the process lives, there is somebody who obeys. Raises OSError."""
-        with held(self._folder / ORCHESTRATOR):
+        with hold_lock_file(self._folder / ORCHESTRATOR):
             yield
 
     def _read(self) -> Kept:
-        if left(self._folder / ORCHESTRATOR):
+        if is_abandoned(self._folder / ORCHESTRATOR):
             raise Gone(f"{self._folder}: whoever obeyed plans there was killed; start it again (fleet up)")
         intent = self.intent()
         return Kept(intent=intent, report=self._file(REPORT, Report), token=intent.revision)

@@ -47,7 +47,7 @@ class ControlAccess:
         """
         key = self._access.control_key
         options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
-        return grpc.aio.server(options=options, interceptors=[_Proofs(key)] if key else [])
+        return grpc.aio.server(options=options, interceptors=[_ProofInterceptor(key)] if key else [])
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
         """Have the server listen at an address; returns the port.
@@ -77,7 +77,7 @@ class ControlAccess:
         return diagnose_address(address, self._access.files, field=field, timeout_seconds=DIAGNOSIS_SECONDS)
 
 
-ANYBODY = ControlAccess()
+OPEN_ACCESS = ControlAccess()
 """Asks for nothing, and proves nothing."""
 
 
@@ -114,7 +114,7 @@ def is_private(address: str) -> bool:
     return bool(unix_path(address))
 
 
-class _Proofs(ProofAsker):
+class _ProofInterceptor(ProofAsker):
     """The proofs of a control port (rule 3)."""
 
     async def intercept_service(

@@ -27,7 +27,7 @@ CHUNK_BYTES = 64 << 10
 
 
 @asynccontextmanager
-async def relayed(address: str, targets: Sequence[str]) -> AsyncIterator[None]:
+async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncIterator[None]:
     """Listen until the context ends.
 
     Args:
@@ -39,7 +39,7 @@ async def relayed(address: str, targets: Sequence[str]) -> AsyncIterator[None]:
     """
     clear_socket(address)
     path = unix_path(address)
-    relay = _Relay([unix_path(each) for each in targets])
+    relay = _ControlRelay([unix_path(each) for each in targets])
     listener = _bound(path)
     own = identity(path)
     try:
@@ -72,7 +72,7 @@ def _bound(path: str) -> socket.socket:
     return listener
 
 
-class _Relay:
+class _ControlRelay:
     """The connections, and whose turn it is."""
 
     def __init__(self, targets: Sequence[str]) -> None:

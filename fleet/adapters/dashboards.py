@@ -8,7 +8,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from fleet.adapters.metric_catalogue import Described, of_operator, of_router, of_store
+from fleet.adapters.metric_catalogue import (
+    MetricDescription,
+    operator_metric_descriptions,
+    router_metric_descriptions,
+    store_metric_descriptions,
+)
 
 SCOPE = 'namespace=~"$namespace"'
 WINDOW = "$__rate_interval"
@@ -50,10 +55,10 @@ class Row(Struct, frozen=True):
 class Queries:
     """Makes queries and panels about the metrics of one process."""
 
-    def __init__(self, catalogue: Mapping[str, Described]) -> None:
+    def __init__(self, catalogue: Mapping[str, MetricDescription]) -> None:
         self._catalogue = catalogue
 
-    def metric(self, name: str, kind: str, by: Iterable[str] = ()) -> Described:
+    def metric(self, name: str, kind: str, by: Iterable[str] = ()) -> MetricDescription:
         """The metric.
 
         Raises:
@@ -107,7 +112,7 @@ def share(title: str, meaning: str, part: Query, *whole: Query) -> Panel:
 
 def requests() -> dict[str, Any]:
     """Of routers: requests, times, tokens, workers."""
-    of = Queries(of_router())
+    of = Queries(router_metric_descriptions())
     rows = (
         Row(
             "Requests",
@@ -224,7 +229,7 @@ def requests() -> dict[str, Any]:
 
 def store() -> dict[str, Any]:
     """Of KV store nodes: tiers, their hits, times and room."""
-    of = Queries(of_store())
+    of = Queries(store_metric_descriptions())
     tier = ("tier",)
     rows = (
         Row(
@@ -295,7 +300,7 @@ def store() -> dict[str, Any]:
 
 def operator() -> dict[str, Any]:
     """Of the operator: what it looks after, what it does, how long that takes."""
-    of = Queries(of_operator())
+    of = Queries(operator_metric_descriptions())
     rows = (
         Row(
             "Deployments",

@@ -10,7 +10,7 @@ from fleet.errors import ConfigurationRefused
 from workers.ports import Registry
 
 
-class NothingOpen:
+class StatelessDirectory:
     """Of a directory that holds nothing open between two calls: its context does nothing."""
 
     async def __aenter__(self) -> Self:
@@ -22,7 +22,7 @@ class NothingOpen:
         """What is in it stays."""
 
 
-class OpenedDirectory(Directory, Registry, Protocol):
+class OpenDirectory(Directory, Registry, Protocol):
     """For workers a registry, for routers a directory; used within its context."""
 
     async def __aenter__(self) -> Self: ...
@@ -32,7 +32,7 @@ class OpenedDirectory(Directory, Registry, Protocol):
     ) -> None: ...
 
 
-def directory_of(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenedDirectory:
+def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenDirectory:
     """To be entered before it is used; `warm_blocks` of a worker is told where somebody reads it, which is Kubernetes.
 
     Raises:

@@ -23,11 +23,11 @@ import msgspec
 from aetcd import rpc
 from msgspec import Struct
 
-from fleet.adapters.etcd import CALL_SECONDS, Channels, said
+from fleet.adapters.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
 from fleet.clock import Nanos
-from fleet.control.messages import Listed, Missing, Seen, Sighting
+from fleet.control.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
 from fleet.control.ports import DirectoryUnreachable
-from fleet.discovery import EtcdDiscovery, Record
+from fleet.discovery import EtcdDiscovery, WorkerRecord
 from fleet.ids import Incarnation, WorkerId
 from workers.ports import RegistryUnreachable, Superseded
 
@@ -37,7 +37,7 @@ ROUNDS = 3  # in a lease
 LEADER = (("hasleader", "true"),)
 
 
-class Held(Struct, frozen=True):
+class EtcdRegistrationKey(Struct, frozen=True):
     """A worker's key, as this process has written it."""
 
     lease: int
@@ -54,8 +54,8 @@ class EtcdDirectory:
         """
         self._settings = settings
         self._prefix = settings.prefix.encode()
-        self._channels = Channels(settings.endpoints, settings.credentials, "discovery")
-        self._held: dict[tuple[WorkerId, Incarnation], Held] = {}
+        self._channels = EtcdChannels(settings.endpoints, settings.credentials, "discovery")
+        self._held: dict[tuple[WorkerId, Incarnation], EtcdRegistrationKey] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,7 +66,7 @@ class EtcdDirectory:
         await self._channels.close()
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        record = Record(
+        record = WorkerRecord(
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
@@ -75,7 +75,7 @@ class EtcdDirectory:
         try:
             await self._channels.call(lambda channel: self._publish(channel, record))
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(said(error)) from error
+            raise RegistryUnreachable(etcd_error_text(error)) from error
         return record.lease
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -85,24 +85,24 @@ class EtcdDirectory:
         try:
             await self._channels.call(lambda channel: _end_lease(channel, held.lease))
         except grpc.aio.AioRpcError as error:
-            raise RegistryUnreachable(said(error)) from error
+            raise RegistryUnreachable(etcd_error_text(error)) from error
 
-    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+    async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         try:
             found = await self._channels.call(self._all)
-            yield Listed(all=tuple(seen for pair in found.kvs if (seen := self._seen(pair)) is not None))
+            yield DirectoryListing(all=tuple(seen for pair in found.kvs if (seen := self._seen(pair)) is not None))
             async for event in self._changes(found.header.revision + 1):
                 if event.type == rpc.Event.DELETE:
                     if (worker_id := self._named(event.kv.key)) is not None:
-                        yield Missing(worker_id=worker_id)
+                        yield RecordMissing(worker_id=worker_id)
                 elif (seen := self._seen(event.kv)) is not None:
                     yield seen
         except grpc.aio.AioRpcError as error:
-            raise DirectoryUnreachable(said(error)) from error
+            raise DirectoryUnreachable(etcd_error_text(error)) from error
         except TimeoutError as error:
             raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
-    async def _publish(self, channel: grpc.aio.Channel, record: Record) -> None:
+    async def _publish(self, channel: grpc.aio.Channel, record: WorkerRecord) -> None:
         """Write the key, or keep it.
 
         Raises:
@@ -116,10 +116,10 @@ class EtcdDirectory:
         if held is None:
             lease = await _begin_lease(channel, record.lease_seconds)
             await rpc.KVStub(channel).Put(rpc.PutRequest(key=key, value=value, lease=lease), timeout=CALL_SECONDS)
-            self._held[me] = Held(lease)
+            self._held[me] = EtcdRegistrationKey(lease)
             return
         if not await _keep_alive(channel, held.lease):
-            held = self._held[me] = Held(await _begin_lease(channel, record.lease_seconds))
+            held = self._held[me] = EtcdRegistrationKey(await _begin_lease(channel, record.lease_seconds))
         ours = rpc.Compare(target=rpc.Compare.LEASE, result=rpc.Compare.EQUAL, key=key, lease=held.lease)
         nobodys = rpc.Compare(target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, key=key, create_revision=0)
         write = rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=value, lease=held.lease))
@@ -167,14 +167,14 @@ class EtcdDirectory:
         worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
         return worker_id if self._key(worker_id) == key else None
 
-    def _seen(self, pair: Any) -> Seen | None:
+    def _seen(self, pair: Any) -> RecordSeen | None:
         """None where somebody wrote what is no record."""
         try:
-            record = msgspec.json.decode(pair.value, type=Record)
+            record = msgspec.json.decode(pair.value, type=WorkerRecord)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
             log.warning("a key in the directory of workers is no record", extra={"key": pair.key[:200]})
             return None
-        return Seen(record=record) if self._key(record.worker_id) == pair.key else None
+        return RecordSeen(record=record) if self._key(record.worker_id) == pair.key else None
 
 
 async def _begin_lease(channel: grpc.aio.Channel, seconds: int) -> int:

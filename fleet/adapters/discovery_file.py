@@ -20,11 +20,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from fleet.adapters.discovery import NothingOpen
+from fleet.adapters.discovery import StatelessDirectory
 from fleet.clock import SECOND, Nanos
-from fleet.control.messages import Listed, Seen, Sighting
+from fleet.control.messages import DirectoryListing, DirectoryReading, RecordSeen
 from fleet.control.ports import DirectoryUnreachable
-from fleet.discovery import FileDiscovery, Record
+from fleet.discovery import FileDiscovery, WorkerRecord
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
 from workers.ports import RegistryUnreachable, Superseded
@@ -36,13 +36,13 @@ MAX_BYTES = 64 << 10  # of a record, which has a few hundred
 LONGEST_NAME = 200  # file systems take 255 bytes
 
 
-class Entry(Record, frozen=True, kw_only=True):
+class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
     """What is in a file."""
 
     renewals: int
 
 
-class FileDirectory(NothingOpen):
+class FileDirectory(StatelessDirectory):
     """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`."""
 
     def __init__(self, settings: FileDiscovery) -> None:
@@ -60,7 +60,7 @@ class FileDirectory(NothingOpen):
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         renewals = self._renewals.get((worker_id, incarnation), 0) + 1
-        entry = Entry(
+        entry = DiscoveryFileEntry(
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
@@ -81,18 +81,18 @@ class FileDirectory(NothingOpen):
         except OSError as error:
             raise RegistryUnreachable(f"{self._folder}: {error.strerror or error}") from error
 
-    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+    async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         while True:
             try:
                 entries = await asyncio.to_thread(self._read)
             except OSError as error:
                 raise DirectoryUnreachable(f"{self._folder}: {error.strerror or error}") from error
-            yield Listed(all=tuple(map(_seen, entries)))
+            yield DirectoryListing(all=tuple(map(_seen, entries)))
             await asyncio.sleep(self._settings.poll_ms / 1000)
 
     # In a thread.
 
-    def _publish(self, entry: Entry) -> None:
+    def _publish(self, entry: DiscoveryFileEntry) -> None:
         path = self._path(entry.worker_id)
         there = _entry(path)
         if entry.renewals > 1 and there is not None and there.incarnation != entry.incarnation:
@@ -112,8 +112,8 @@ class FileDirectory(NothingOpen):
         if there is not None and there.incarnation == incarnation:
             path.unlink(missing_ok=True)
 
-    def _read(self) -> list[Entry]:
-        entries: list[Entry] = []
+    def _read(self) -> list[DiscoveryFileEntry]:
+        entries: list[DiscoveryFileEntry] = []
         passed_over: set[str] = set()
         for path in sorted(self._folder.iterdir()):
             if path.name.startswith(".") or not path.name.endswith(SUFFIX):
@@ -136,23 +136,23 @@ class FileDirectory(NothingOpen):
         return self._folder / f"{name}{SUFFIX}"
 
 
-def _entry(path: Path) -> Entry | None:
+def _entry(path: Path) -> DiscoveryFileEntry | None:
     """What a file says; None where there is none, or no record in it. Whoever opens a pipe waits for its writer."""
     try:
         if not path.is_file():
             return None
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        return msgspec.json.decode(content, type=Entry) if len(content) <= MAX_BYTES else None
+        return msgspec.json.decode(content, type=DiscoveryFileEntry) if len(content) <= MAX_BYTES else None
     except (FileNotFoundError, PermissionError, UnicodeDecodeError, msgspec.DecodeError, RecursionError):
         return None
 
 
-def _seen(entry: Entry) -> Seen:
-    record = Record(
+def _seen(entry: DiscoveryFileEntry) -> RecordSeen:
+    record = WorkerRecord(
         worker_id=entry.worker_id,
         incarnation=entry.incarnation,
         address=entry.address,
         lease_seconds=entry.lease_seconds,
     )
-    return Seen(record=record, renewal=str(entry.renewals))
+    return RecordSeen(record=record, renewal=str(entry.renewals))

@@ -33,13 +33,13 @@ from msgspec import Struct
 
 from fleet.adapters.clock import SystemClock, unix_milliseconds
 from fleet.adapters.endpoint_slices import endpoint_slice
-from fleet.adapters.kubernetes_objects import CONFLICT, FORBIDDEN, LEASES, NOT_FOUND, Manifest, Objects
-from fleet.adapters.own_pod import Pod, own_namespace, own_pod
-from fleet.adapters.unrenewed import Ended, Unrenewed
+from fleet.adapters.kubernetes_objects import CONFLICT, FORBIDDEN, LEASES, NOT_FOUND, DiscoveryObjects, Manifest
+from fleet.adapters.own_pod import OwnPod, own_namespace, own_pod
+from fleet.adapters.unrenewed import ExpiredLease, LeaseExpiry
 from fleet.clock import Clock, Nanos
-from fleet.control.messages import Listed, Missing, Seen, Sighting
+from fleet.control.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
 from fleet.control.ports import DirectoryUnreachable
-from fleet.discovery import KubernetesDiscovery, Record
+from fleet.discovery import KubernetesDiscovery, WorkerRecord
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
 from operators.kubeconfig import api_configuration
@@ -64,7 +64,7 @@ TRIES = 3  # of a write that others' writes come before
 MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # what is not as the API has it
 
 
-class Event(Struct, frozen=True):
+class LeaseWatchEvent(Struct, frozen=True):
     """A line of a watch."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
@@ -93,8 +93,8 @@ class KubernetesDirectory:
         self._clock = clock or SystemClock()
         self._now_unix_ms = now_unix_ms
         self._warm_blocks = warm_blocks
-        self._pod = Pod(settings.pod, settings.pod_uid) if settings.pod else None
-        self._unrenewed = Unrenewed()
+        self._pod = OwnPod(settings.pod, settings.pod_uid) if settings.pod else None
+        self._unrenewed = LeaseExpiry()
         self._may_remove = True
         self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as they were last written here
         self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # their EndpointSlices, likewise
@@ -110,7 +110,7 @@ class KubernetesDirectory:
             self._pod = own_pod()
         self._client = await _client(self._settings)
         self._namespace = _namespace(self._settings)
-        self._objects = Objects(self._client, self._namespace, MANAGER)
+        self._objects = DiscoveryObjects(self._client, self._namespace, MANAGER)
         return self
 
     async def __aexit__(
@@ -119,7 +119,7 @@ class KubernetesDirectory:
         await self._client.close()  # type: ignore[no-untyped-call]  # it says what it takes, not what it gives
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        record = Record(
+        record = WorkerRecord(
             worker_id=worker_id,
             incarnation=incarnation,
             address=address,
@@ -148,13 +148,13 @@ class KubernetesDirectory:
                     return
                 held = await self._objects.lease(name)
 
-    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+    async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         selected = f"{REGISTRATION}=worker,{CLUSTER}={self._settings.cluster}"
         async with _directory_errors():
             listed, revision = await self._objects.leases(selected)
             found = [seen for item in listed if (seen := self._look(item)) is not None]
             self._unrenewed.only(item["metadata"]["name"] for item in listed)
-        yield Listed(all=tuple(found))
+        yield DirectoryListing(all=tuple(found))
         async with _directory_errors():
             answer = await self._objects.watch_leases(selected, revision, SILENCE_SECONDS)
         async with answer, _directory_errors():
@@ -164,9 +164,9 @@ class KubernetesDirectory:
                     continue
                 seen = self._look(event.object, gone=event.type == "DELETED")
                 if seen is not None:
-                    yield Missing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
+                    yield RecordMissing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
 
-    async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[Event, None]:
+    async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[LeaseWatchEvent, None]:
         """Of a watch, until it ends, has expired or fallen silent. Meanwhile leases that have ended are removed."""
         begun, silent = b"", 0.0
         while silent < SILENCE_SECONDS:
@@ -189,7 +189,7 @@ class KubernetesDirectory:
             for ended in self._unrenewed.ended(self._clock.now()):
                 await self._remove(ended)
 
-    def _look(self, lease: Manifest, *, gone: bool = False) -> Seen | None:
+    def _look(self, lease: Manifest, *, gone: bool = False) -> RecordSeen | None:
         """What is to be known of a Lease that the API tells of; None: it is no worker's."""
         if (seen := _seen(lease)) is not None:
             name = lease["metadata"]["name"]
@@ -200,7 +200,7 @@ class KubernetesDirectory:
                 self._unrenewed.saw(name, version, seen.record.lease, self._clock.now())
         return seen
 
-    async def _remove(self, ended: Ended) -> None:
+    async def _remove(self, ended: ExpiredLease) -> None:
         """A Lease that nobody renews, if it is still as it was."""
         if not self._may_remove:
             return
@@ -213,7 +213,7 @@ class KubernetesDirectory:
             self._may_remove = False
             log.warning("leases of dead workers stay: the service account has not the verb delete")
 
-    async def _renew(self, record: Record) -> bool:
+    async def _renew(self, record: WorkerRecord) -> bool:
         """False where there is nothing to renew.
 
         Raises:
@@ -243,7 +243,7 @@ class KubernetesDirectory:
             held = found
         raise RegistryUnreachable(f"the lease {held['metadata']['name']} changes all the time")
 
-    async def _take(self, record: Record) -> None:
+    async def _take(self, record: WorkerRecord) -> None:
         """Make the Lease, or take it over from an incarnation before.
 
         Raises:
@@ -268,7 +268,7 @@ class KubernetesDirectory:
                 return
         raise RegistryUnreachable(f"the lease {self._namespace}/{name} changes all the time")
 
-    def _lease(self, record: Record, found: Manifest | None) -> Manifest:
+    def _lease(self, record: WorkerRecord, found: Manifest | None) -> Manifest:
         """The Lease with the record in it, renewed now, in place of what was found."""
         now = self._now()
         before: Manifest = {} if found is None else found["spec"]
@@ -293,7 +293,7 @@ class KubernetesDirectory:
             },
         }
 
-    async def _apply_slice(self, record: Record) -> Manifest:
+    async def _apply_slice(self, record: WorkerRecord) -> Manifest:
         ours = self._metadata(record)
         try:
             body = endpoint_slice(
@@ -311,7 +311,7 @@ class KubernetesDirectory:
             ) from error
         return await self._objects.apply_slice(body)
 
-    def _metadata(self, record: Record) -> Manifest:
+    def _metadata(self, record: WorkerRecord) -> Manifest:
         metadata: Manifest = {
             "name": _name(record.worker_id),
             "namespace": self._namespace,
@@ -360,13 +360,13 @@ def _namespace(settings: KubernetesDiscovery) -> str:
     return namespace
 
 
-def _event(line: bytes) -> Event | None:
+def _event(line: bytes) -> LeaseWatchEvent | None:
     """What a watch says; None: that it has expired.
 
     Raises:
         DirectoryUnreachable: The server says that it cannot watch, for another reason: listing again at once would only add to that.
     """
-    event = msgspec.json.decode(line, type=Event)
+    event = msgspec.json.decode(line, type=LeaseWatchEvent)
     if event.type != "ERROR":
         return event
     code, reason = event.object.get("code"), event.object.get("reason")
@@ -410,11 +410,11 @@ def _incarnation(lease: Manifest) -> Incarnation | None:
     return None if seen is None else seen.record.incarnation
 
 
-def _seen(lease: Manifest) -> Seen | None:
+def _seen(lease: Manifest) -> RecordSeen | None:
     """None where somebody made a Lease with our label and no record."""
     try:
-        record = msgspec.json.decode(lease["metadata"]["annotations"][RECORD], type=Record)
-        return Seen(record=record, renewal=lease["spec"]["renewTime"])
+        record = msgspec.json.decode(lease["metadata"]["annotations"][RECORD], type=WorkerRecord)
+        return RecordSeen(record=record, renewal=lease["spec"]["renewTime"])
     except (KeyError, TypeError, msgspec.DecodeError, RecursionError):
         log.warning(
             "a lease with the label of workers has no record",

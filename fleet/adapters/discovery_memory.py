@@ -3,37 +3,37 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from fleet.adapters.discovery import NothingOpen
+from fleet.adapters.discovery import StatelessDirectory
 from fleet.clock import Nanos
-from fleet.control.messages import Listed, Missing, Seen, Sighting
+from fleet.control.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
 from fleet.control.ports import DirectoryUnreachable
-from fleet.discovery import Record
+from fleet.discovery import WorkerRecord
 from fleet.ids import Incarnation, WorkerId
 from workers.ports import RegistryUnreachable, Superseded
 
 
-class _Content:
+class _SharedRecords:
     """What all views of one directory share."""
 
     def __init__(self) -> None:
-        self.seen: dict[WorkerId, Seen] = {}
+        self.seen: dict[WorkerId, RecordSeen] = {}
         self.replaced: set[tuple[WorkerId, Incarnation]] = set()
         self.renewals = 0
-        self.watchers: set[asyncio.Queue[Sighting | None]] = set()
+        self.watchers: set[asyncio.Queue[DirectoryReading | None]] = set()
 
-    def tell(self, sighting: Sighting) -> None:
+    def tell(self, sighting: DirectoryReading) -> None:
         for watcher in self.watchers:
             watcher.put_nowait(sighting)
 
 
-class MemoryDirectory(NothingOpen):
+class MemoryDirectory(StatelessDirectory):
     """Implements `workers.ports.Registry` and `fleet.control.ports.Directory`."""
 
     def __init__(self, lease_seconds: int = 9) -> None:
         self._lease_seconds = lease_seconds
-        self._content = _Content()
+        self._content = _SharedRecords()
         self._reachable = True
-        self._watchers: set[asyncio.Queue[Sighting | None]] = set()
+        self._watchers: set[asyncio.Queue[DirectoryReading | None]] = set()
 
     def beside(self) -> "MemoryDirectory":
         """Another way to the same content, to be cut by itself."""
@@ -58,10 +58,10 @@ class MemoryDirectory(NothingOpen):
         if before is not None and before.record.incarnation != incarnation:
             content.replaced.add((worker_id, before.record.incarnation))
         content.renewals += 1
-        record = Record(
+        record = WorkerRecord(
             worker_id=worker_id, incarnation=incarnation, address=address, lease_seconds=self._lease_seconds
         )
-        content.seen[worker_id] = Seen(record=record, renewal=str(content.renewals))
+        content.seen[worker_id] = RecordSeen(record=record, renewal=str(content.renewals))
         content.tell(content.seen[worker_id])
         return record.lease
 
@@ -70,16 +70,16 @@ class MemoryDirectory(NothingOpen):
         known = content.seen.get(worker_id)
         if known is not None and known.record.incarnation == incarnation:
             del content.seen[worker_id]
-            content.tell(Missing(worker_id=worker_id))
+            content.tell(RecordMissing(worker_id=worker_id))
 
-    async def sightings(self) -> AsyncGenerator[Sighting, None]:
+    async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         if not self._reachable:
             raise DirectoryUnreachable("it was cut off")
-        watcher: asyncio.Queue[Sighting | None] = asyncio.Queue()  # of what one process writes to itself
+        watcher: asyncio.Queue[DirectoryReading | None] = asyncio.Queue()  # of what one process writes to itself
         for watchers in (self._watchers, self._content.watchers):
             watchers.add(watcher)
         try:
-            yield Listed(all=tuple(self._content.seen.values()))
+            yield DirectoryListing(all=tuple(self._content.seen.values()))
             while (sighting := await watcher.get()) is not None:
                 yield sighting
             raise DirectoryUnreachable("it was cut off")
@@ -87,7 +87,7 @@ class MemoryDirectory(NothingOpen):
             for watchers in (self._watchers, self._content.watchers):
                 watchers.discard(watcher)
 
-    def _reached(self) -> _Content:
+    def _reached(self) -> _SharedRecords:
         if not self._reachable:
             raise RegistryUnreachable("it was cut off")
         return self._content

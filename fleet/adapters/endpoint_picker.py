@@ -28,9 +28,9 @@ from fleet.adapters.grpc_calls import Context, answered, serialize
 from fleet.adapters.grpc_options import client_options
 from fleet.adapters.grpc_port import LIVENESS, open_port
 from fleet.adapters.grpc_selection import SelectionService
-from fleet.adapters.picker_call import Call, Desk
-from fleet.adapters.picker_endpoints import Alone, Endpoints, Router, Standing
-from fleet.adapters.picker_prompts import Prompts
+from fleet.adapters.picker_call import PickerCall, PickerContext
+from fleet.adapters.picker_endpoints import PickerEndpoints, PickerLeadership, RouterApi, SolePicker
+from fleet.adapters.picker_prompts import PromptReaderApi
 from fleet.clock import SECOND, Nanos
 from fleet.router.picker_settings import EndpointPickerSettings
 
@@ -67,10 +67,10 @@ class EndpointPicker:
     def __init__(
         self,
         settings: EndpointPickerSettings,
-        router: Router,
+        router: RouterApi,
         selection: SelectionService,
-        prompts: Prompts,
-        standing: Standing | None = None,
+        prompts: PromptReaderApi,
+        standing: PickerLeadership | None = None,
     ) -> None:
         """Nothing is started.
 
@@ -82,8 +82,8 @@ class EndpointPicker:
             standing: Among other pickers; None: it is the only one.
         """
         self.address = ""  # with the port that was taken
-        self._endpoints = Endpoints(settings, router, standing or Alone())
-        self._desk = Desk(settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts)
+        self._endpoints = PickerEndpoints(settings, router, standing or SolePicker())
+        self._desk = PickerContext(settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts)
         self._calls = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -115,7 +115,7 @@ class EndpointPicker:
     async def _serve(self, messages: AsyncIterator[bytes], context: Context) -> None:
         self._calls += 1
         self._quiet.clear()
-        call = Call(self._desk)
+        call = PickerCall(self._desk)
         try:
             await call.run(messages, context)
         finally:

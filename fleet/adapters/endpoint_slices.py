@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from fleet.adapters.own_pod import Pod
+from fleet.adapters.own_pod import OwnPod
 from kvstore.addresses import host_port
 
 Manifest = dict[str, Any]
@@ -24,7 +24,7 @@ def endpoint_slice(
     *,
     service: str,
     port: str,
-    pod: Pod | None = None,
+    pod: OwnPod | None = None,
     labels: Mapping[str, str] | None = None,
     annotations: Mapping[str, str] | None = None,
 ) -> Manifest:

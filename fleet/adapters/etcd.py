@@ -30,7 +30,7 @@ OPTIONS = (
 )
 
 
-class Channels:
+class EtcdChannels:
     """One channel at a time: to the endpoint that answered last, or else to the next one."""
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
@@ -111,6 +111,6 @@ def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | No
     return grpc.ssl_channel_credentials(*given)
 
 
-def said(error: grpc.aio.AioRpcError) -> str:
+def etcd_error_text(error: grpc.aio.AioRpcError) -> str:
     """In one line, for whoever has called."""
     return f"etcd: {error.code().name}: {error.details()}"

@@ -15,11 +15,11 @@ from fleet.errors import ConfigurationRefused
 from fleet.hardware.coefficients import estimate
 from fleet.hardware.gpus import gpu
 from fleet.hardware.placement import Parallelism, place
-from fleet.ids import longest_beginning
+from fleet.ids import longest_prefix
 from fleet.router.expectations import Expectations, Profile
 from fleet.router.messages import Command, RouterEvent
 from fleet.router.profile_settings import ProfileSettings
-from fleet.work import Description
+from fleet.work import WorkerDescription
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ OF_PREDICTIONS: Mapping[str, str] = {
 class LiveExpectations(Expectations):
     """Implements `fleet.router.observed.Observer`; register it with a `CollectorRegistry`."""
 
-    def __init__(self, profile_of: Callable[[Description], Profile | None]):
+    def __init__(self, profile_of: Callable[[WorkerDescription], Profile | None]):
         super().__init__(profile_of)
         self._over = False
 
@@ -77,8 +77,8 @@ def live_expectations(profiles: Mapping[str, ProfileSettings]) -> LiveExpectatio
     """
     known = {name: _profile(f"profiles.{name}", settings) for name, settings in profiles.items()}
 
-    def profile_of(worker: Description) -> Profile | None:
-        name = longest_beginning(worker.worker_id, known)
+    def profile_of(worker: WorkerDescription) -> Profile | None:
+        name = longest_prefix(worker.worker_id, known)
         return None if name is None else known[name]
 
     return LiveExpectations(profile_of)

@@ -11,8 +11,8 @@ from functools import lru_cache
 from google.protobuf.struct_pb2 import Struct as Fields
 
 from fleet.adapters.openai_answers import error_object
-from fleet.adapters.status import APPEARANCES
-from fleet.errors import Refused
+from fleet.adapters.status import REASON_STATUSES
+from fleet.errors import RequestRejected
 from fleet.router.picker_settings import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb
 
@@ -49,23 +49,25 @@ def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
     if hint is None:
         return None
     texts = hint if isinstance(hint, list) else [hint]
-    return tuple(_spelt(part) for text in texts if isinstance(text, str) for part in text.split(",") if part.strip())
+    return tuple(
+        _endpoint_text(part) for text in texts if isinstance(text, str) for part in text.split(",") if part.strip()
+    )
 
 
 def served_of(message: pb.ProcessingRequest) -> str:
     """The endpoint that gave the answer, as we spell it; empty: it is not told."""
     told = _field(message, NAMESPACE, SERVED)
-    return _spelt(told) if isinstance(told, str) else ""
+    return _endpoint_text(told) if isinstance(told, str) else ""
 
 
-def _spelt(endpoint: str) -> str:
+def _endpoint_text(endpoint: str) -> str:
     """An endpoint as `picked` would say it; what is none stays as it came."""
     endpoint = endpoint.strip()
-    return _known(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
+    return _cached_endpoint(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
 
 
 @lru_cache(maxsize=KNOWN_ENDPOINTS)
-def _known(endpoint: str) -> str:
+def _cached_endpoint(endpoint: str) -> str:
     try:
         return endpoint_in(endpoint)
     except ValueError:
@@ -144,13 +146,13 @@ def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
     return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
 
 
-def refusal(refused: Refused) -> pb.ProcessingResponse:
+def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
     """The answer to a request that goes nowhere, in the shape of the OpenAI API."""
     told = {"content-type": "application/json"}
     if refused.retry_after_ms:
         told["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
     answer = pb.ImmediateResponse(
-        status=pb.HttpStatus(code=APPEARANCES[refused.reason].http),
+        status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
         headers=pb.HeaderMutation(set_headers=_set(told)),
         body=error_object(refused),
         details=f"fleet_{refused.reason}",

@@ -21,7 +21,7 @@ LONG_PROMPT_BLOCKS = 4  # of which some are full, even where only the bytes of a
 REMEMBERED_PROMPTS = 4096  # to know whether one is new
 
 
-class FollowedCache:
+class KvEventFollower:
     """Of one server, while it is there."""
 
     def __init__(self, settings: OpenAiWorkerSettings, clock: Clock) -> None:

@@ -18,7 +18,7 @@ TOP_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
-def keep_large_pieces_apart() -> None:
+def map_large_allocations() -> None:
     """Have the memory of large pieces given back as soon as they are freed, from now on."""
     library = _glibc()
     if library is not None:
@@ -26,7 +26,7 @@ def keep_large_pieces_apart() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, TOP_BYTES)
 
 
-def trim() -> None:
+def trim_heaps() -> None:
     """Give freed memory of all heaps back; takes a millisecond or two, and the interpreter's lock is free meanwhile."""
     library = _glibc()
     if library is not None:

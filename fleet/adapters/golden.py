@@ -22,11 +22,11 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.adapters.text_codec import load_codec
-from fleet.errors import ConfigurationRefused, Refused
+from fleet.errors import ConfigurationRefused, RequestRejected
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import ChatMessage
 from fleet.router.ports import TextCodec
-from fleet.work import Description, Golden
+from fleet.work import TokenizerDigests, WorkerDescription
 from kvstore.block import TOKEN_BYTES, chain, salt_for, salt_of_adapter
 
 log = logging.getLogger(__name__)
@@ -53,16 +53,16 @@ CONVERSATIONS = (
 BLOCKS = 4
 
 
-def golden_of(codec: TextCodec | None, block_tokens: int) -> Golden:
+def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
     """What is made of the golden prompts here."""
-    return Golden(
+    return TokenizerDigests(
         tokens="" if codec is None else _digest([codec.encode(text) for text in TEXTS]),
         template="" if codec is None else _template(codec),
         blocks=_blocks(block_tokens),
     )
 
 
-def golden_of_folder(model_dir: str, block_tokens: int) -> Golden:
+def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
     """The same with the tokenizer of a model folder, if it has one."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
@@ -70,10 +70,10 @@ def golden_of_folder(model_dir: str, block_tokens: int) -> Golden:
             codec = load_codec(model_dir)
         except ConfigurationRefused as error:
             log.warning("the tokenizer cannot be compared with the router's", extra={"cause": str(error)})
-    return golden_of(codec, block_tokens)
+    return tokenizer_digests(codec, block_tokens)
 
 
-class Tokenises(StrEnum):
+class TokenizerMatch(StrEnum):
     """What a foreign server makes of the golden texts, beside this router. Public: a metric label."""
 
     ALIKE = "alike"
@@ -81,7 +81,7 @@ class Tokenises(StrEnum):
     UNKNOWN = "unknown"  # it cannot be asked, or no tokenizer was named for it here
 
 
-def to_tokenise(model: ModelName, text: str) -> bytes:
+def tokenize_request_body(model: ModelName, text: str) -> bytes:
     """The body of a request to ``/tokenize``: llama.cpp calls the text otherwise."""
     return msgspec.json.encode({"model": model, "prompt": text, "content": text})
 
@@ -90,25 +90,25 @@ class _Tokenised(Struct):
     tokens: list[int]
 
 
-def tokenised_alike(codec: TextCodec, text: str, answer: bytes) -> Tokenises:
-    """What the answer to `to_tokenise` says. Whether a token is set before every text is no difference: llama.cpp does it later."""
+def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
+    """What the answer to `tokenize_request_body` says. Whether a token is set before every text is no difference: llama.cpp does it later."""
     try:
         theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Tokenises.UNKNOWN
+        return TokenizerMatch.UNKNOWN
     ours = np.frombuffer(codec.encode(text), "<u4").tolist()
-    return Tokenises.ALIKE if theirs in (ours, ours[1:]) else Tokenises.OTHERWISE
+    return TokenizerMatch.ALIKE if theirs in (ours, ours[1:]) else TokenizerMatch.OTHERWISE
 
 
-class GoldenCheck:
+class TokenizerCheck:
     """Compares workers with this router."""
 
     def __init__(self, codecs: Mapping[ModelName, TextCodec]) -> None:
         self._codecs = codecs
-        self._known: dict[tuple[ModelName, int], Golden] = {}
+        self._known: dict[tuple[ModelName, int], TokenizerDigests] = {}
         self._refused: dict[WorkerId, str] = {}
 
-    def accepts(self, description: Description) -> bool:
+    def accepts(self, description: WorkerDescription) -> bool:
         """Whether a worker that joins may be used; says why not."""
         self._refused.pop(description.worker_id, None)
         if description.golden is None:
@@ -136,17 +136,17 @@ class GoldenCheck:
             counts[field] += 1
         return counts
 
-    def _golden(self, description: Description) -> Golden:
+    def _golden(self, description: WorkerDescription) -> TokenizerDigests:
         key = (description.model, description.block_tokens)
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = golden_of(self._codecs.get(description.model), description.block_tokens)
+            known = self._known[key] = tokenizer_digests(self._codecs.get(description.model), description.block_tokens)
         return known
 
 
 def _template(codec: TextCodec) -> str:
     try:
         return _digest([codec.render(messages) for messages in CONVERSATIONS])
-    except Refused:
+    except RequestRejected:
         return ""  # it has none, or one that takes no such conversations
 
 

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from fleet.adapters.grpc_errors import grpc_status_of
-from fleet.errors import Reason, Refused, internal_error
+from fleet.errors import Reason, RequestRejected, internal_error
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def answered(call: Awaitable[Answer], context: Context) -> Answer:
     """What a call answers; where it is refused, or has a bug, the client is told in its way."""
     try:
         return await call
-    except Refused as refused:
+    except RequestRejected as refused:
         await abort(context, refused)
     except grpc.aio.AbortError:
         raise
@@ -69,14 +69,14 @@ def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
         Refused: It is too large, or no such message.
     """
     if len(content) > MAX_REQUEST_BYTES:
-        raise Refused(
+        raise RequestRejected(
             Reason.TOO_LARGE, f"the message has {len(content)} bytes, and {MAX_REQUEST_BYTES} are allowed in one"
         )
     try:
         return kind.FromString(content)
     except DecodeError as error:
         cause = "the message cannot be parsed: it is no such message, or a string in it is not UTF-8"
-        raise Refused(Reason.INVALID_ARGUMENT, cause) from error
+        raise RequestRejected(Reason.INVALID_ARGUMENT, cause) from error
 
 
 class Writer:
@@ -168,6 +168,6 @@ def authorization(context: Context) -> str:
     return ""
 
 
-async def abort(context: Context, refused: Refused) -> Never:
+async def abort(context: Context, refused: RequestRejected) -> Never:
     await context.abort_with_status(grpc_status_of(refused))
     raise AssertionError  # aborting raises

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from msgspec import structs
 
 from fleet.adapters.grpc_calls import parse, unary
-from fleet.errors import Reason, Refused, invalid, why_and_where
+from fleet.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.ids import RequestId
 from fleet.requests import ModelCard
 from fleet.router.crossover import MIN_SAMPLES
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 STORE_SECONDS = 1.0  # for the store node to say how full it is
 
-AskStore = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
+FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     def status(self) -> RouterSnapshot: ...
@@ -43,8 +43,8 @@ class Router(Protocol):
     def remote_prefill(self) -> RemotePrefill: ...
 
 
-class Others(Protocol):
-    """What is needed of `fleet.adapters.replicas.Replicas`."""
+class PeerRoutersApi(Protocol):
+    """What is needed of `fleet.adapters.replicas.PeerRouters`."""
 
     async def explained(self, request_id: RequestId) -> pb.ExplainResponse | None: ...
 
@@ -54,7 +54,9 @@ class Others(Protocol):
 class ClusterService:
     """The service over one router, which asks the others of its cluster where it has to."""
 
-    def __init__(self, router: Router, ask_store: AskStore | None, others: Others | None = None) -> None:
+    def __init__(
+        self, router: RouterApi, ask_store: FetchStoreStatus | None, others: PeerRoutersApi | None = None
+    ) -> None:
         self._router = router
         self._ask_store = ask_store
         self._others = others
@@ -100,7 +102,7 @@ class ClusterService:
         if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
             return explained
         message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
-        raise Refused(Reason.REQUEST_NOT_FOUND, message, field="request_id")
+        raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:
         asked = parse(pb.TuneRequest, content)
@@ -116,7 +118,7 @@ class ClusterService:
         )
 
 
-def asking_store(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> AskStore:
+def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
     """Asks a store node how full it is."""
 
     async def ask() -> blocks_pb2.StatsResponse | None:
@@ -138,7 +140,7 @@ def checked_thresholds(values: dict[str, Any]) -> Thresholds:
     try:
         return msgspec.convert(values, Thresholds)
     except msgspec.ValidationError as error:
-        cause, path = why_and_where(error)
+        cause, path = split_validation_error(error)
         raise invalid(path.removeprefix("."), cause[0].lower() + cause[1:]) from error
 
 

@@ -13,7 +13,7 @@ import grpc
 
 from fleet.adapters.control_access import ControlAccess
 from fleet.adapters.control_address import clear_socket, control_socket, private_files, private_folder
-from fleet.adapters.grpc_cluster import ClusterService, Others, Router, asking_store
+from fleet.adapters.grpc_cluster import ClusterService, PeerRoutersApi, RouterApi, store_status_call
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.adapters.grpc_port import Server, open_port
 from kvstore.access import OPEN, Access
@@ -28,7 +28,7 @@ CLUSTER = "fleet.v1.Cluster"
 async def open_control_port(
     listen: str,
     access: ControlAccess,
-    router: Router,
+    router: RouterApi,
     serving: Callable[[], bool],
     *,
     grpc_address: str,
@@ -36,7 +36,7 @@ async def open_control_port(
     store: str = "",
     store_access: Access = OPEN,
     shared: bool = False,
-    others: Others | None = None,
+    others: PeerRoutersApi | None = None,
 ) -> AsyncIterator[str]:
     """Listen and serve until the context ends; then running calls are cancelled. Yields the address.
 
@@ -63,7 +63,7 @@ async def open_control_port(
         ask_store = None
         if store:
             channel = await held.enter_async_context(store_access.aio_channel(store, CHANNEL_OPTIONS))
-            ask_store = asking_store(blocks_pb2_grpc.BlockStoreStub(channel))
+            ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
         server = access.server(shared=shared)
         methods = ClusterService(router, ask_store, others).methods()
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))

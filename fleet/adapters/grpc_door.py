@@ -6,16 +6,16 @@ from typing import Protocol
 
 from fleet.adapters.grpc_calls import Context
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused, shutting_down
+from fleet.errors import Reason, RequestRejected, draining_rejection
 from fleet.router.generation import Generation
 from fleet.router.http_settings import ORDINARY_BODY_BYTES
 
 RETRY_AFTER_MS = 1000
 
 
-def too_many_long_requests() -> Refused:
+def too_many_long_requests() -> RequestRejected:
     """Return the refusal of a message for which there is no room."""
-    return Refused(
+    return RequestRejected(
         Reason.QUEUE_FULL, "too many long requests are being taken in; retry later", retry_after_ms=RETRY_AFTER_MS
     )
 
@@ -58,7 +58,7 @@ class Door:
             Refused: DRAINING.
         """
         if self._draining:
-            raise shutting_down()
+            raise draining_rejection()
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:

@@ -7,14 +7,14 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from fleet.adapters.status import APPEARANCES
-from fleet.errors import Refused
+from fleet.adapters.status import REASON_STATUSES
+from fleet.errors import RequestRejected
 from fleet.v1 import inference_pb2 as pb
 
 MAX_MESSAGE_CHARACTERS = 500  # it is sent three times in metadata, of which clients take 8 KiB
 
 
-def grpc_status_of(refused: Refused) -> Any:
+def grpc_status_of(refused: RequestRejected) -> Any:
     """What `ServicerContext.abort_with_status` takes."""
     message = (
         refused.message
@@ -33,7 +33,7 @@ def grpc_status_of(refused: Refused) -> Any:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(refused.retry_after_ms)
         details.append(retry)
-    status = status_pb2.Status(code=APPEARANCES[refused.reason].grpc.value[0], message=message)
+    status = status_pb2.Status(code=REASON_STATUSES[refused.reason].grpc.value[0], message=message)
     for detail in details:
         packed = AnyMessage()
         packed.Pack(detail)

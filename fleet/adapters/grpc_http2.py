@@ -31,7 +31,7 @@ from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersRec
 
 from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
 from fleet.adapters.grpc_http2_call import CallContext
-from fleet.adapters.limit_log import LimitLog, SlowLog
+from fleet.adapters.limit_log import ConnectionLimitLog, SlowClientLog
 from fleet.adapters.listening import prepare
 from fleet.adapters.slow_reader import SlowReader, WriteBuffer
 from fleet.router.http_settings import GRPC_LIMITS, MIB, GrpcSettings
@@ -98,8 +98,8 @@ class Http2Server:
         self._paths: list[Path] = []
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.Task[Never] | None = None
-        self._limit_log = LimitLog(self.table)
-        self.slow_log = SlowLog(limits)
+        self._limit_log = ConnectionLimitLog(self.table)
+        self.slow_log = SlowClientLog(limits)
         self._listen = ""
         self._left = asyncio.Event()  # by all clients
 

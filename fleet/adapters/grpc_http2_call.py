@@ -27,7 +27,7 @@ import ngh2
 from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, UnpacksToTooMuch, unpack
 from fleet.adapters.grpc_door import too_many_long_requests
 from fleet.adapters.grpc_errors import grpc_status_of
-from fleet.adapters.limit_log import SlowLog
+from fleet.adapters.limit_log import SlowClientLog
 from fleet.adapters.slow_reader import SlowReader
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, GrpcSettings
 
@@ -62,7 +62,7 @@ class Server(Protocol):
     """What is needed of `fleet.adapters.grpc_http2.Http2Server`."""
 
     limits: GrpcSettings
-    slow_log: SlowLog
+    slow_log: SlowClientLog
     held_bytes: int  # of requests of all calls together, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...

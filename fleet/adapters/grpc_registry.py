@@ -9,12 +9,12 @@ from typing import Self
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.control_access import ANYBODY, ControlAccess
+from fleet.adapters.control_access import OPEN_ACCESS, ControlAccess
 from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
 from fleet.adapters.grpc_port import Server
-from fleet.adapters.replicas import Replicas
+from fleet.adapters.replicas import PeerRouters
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.control.messages import Deregister, Occupied, Register, Superseded
+from fleet.control.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
 from fleet.control.server import RegistryServer
 from fleet.errors import invalid
 from fleet.ids import Incarnation, WorkerId
@@ -27,14 +27,14 @@ from workers.ports import Superseded as WorkerSuperseded
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
 
-LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
+ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
 """The addresses, with that port, that a host name stands for. Raises OSError where that cannot be said."""
 
 
 class GrpcRegistry:
     """The service `fleet.v1.Registry`."""
 
-    def __init__(self, registry: RegistryServer, replicas: Replicas | None = None) -> None:
+    def __init__(self, registry: RegistryServer, replicas: PeerRouters | None = None) -> None:
         """`replicas` hear of what is registered here."""
         self._registry = registry
         self._replicas = replicas
@@ -55,11 +55,13 @@ class GrpcRegistry:
         )
         name = request.worker_id[:100]
         match self._registry.register(event):
-            case Superseded():
+            case RegistrationSuperseded():
                 why = f"worker_id: {name} is held by a newer process; every worker needs an id of its own"
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
-            case Occupied() as occupied:
-                await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"worker_id: {name} {_held(occupied)}")
+            case NameOccupied() as occupied:
+                await context.abort(
+                    grpc.StatusCode.ALREADY_EXISTS, f"worker_id: {name} {_name_occupied_text(occupied)}"
+                )
             case None:
                 pass
         if self._replicas is not None:
@@ -75,7 +77,7 @@ class GrpcRegistry:
         return pb.DeregisterResponse()
 
 
-def _held(occupied: Occupied) -> str:
+def _name_occupied_text(occupied: NameOccupied) -> str:
     """Say who holds a name and until when; every worker needs one of its own."""
     holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
     if occupied.lease is None:
@@ -88,7 +90,7 @@ def _held(occupied: Occupied) -> str:
 class GrpcRegistryClient:
     """Implements `workers.ports.Registry`; an async context manager that owns its channel."""
 
-    def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = ANYBODY) -> None:
+    def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = OPEN_ACCESS) -> None:
         self._timeout_seconds = timeout / SECOND
         self._address = address
         self._access = access
@@ -162,8 +164,8 @@ class GrpcRegistries:
         self,
         address: str,
         timeout: Nanos = TIMEOUT,
-        look_up: LookUp | None = None,
-        access: ControlAccess = ANYBODY,
+        look_up: ResolveAddresses | None = None,
+        access: ControlAccess = OPEN_ACCESS,
     ) -> None:
         """Nothing is dialled yet.
 

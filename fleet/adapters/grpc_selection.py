@@ -3,7 +3,7 @@
 Rules:
 
 1. To the router a selected request is one like any other: it is placed and booked in one step, waits when it must, is
-   explained, and counts as load. Only the work is never sent: `SelectingWorkers` keeps it back.
+   explained, and counts as load. Only the work is never sent: `SelectionAwareWorkers` keeps it back.
 2. A booking is held by a lease. Whoever reports renews it; one that is not renewed ends as if its client had gone.
 3. When a worker of it is lost the booking ends: where the request really runs, only its proxy knows.
 4. A lease is of the router that gave it. Several of them are behind one port, so what is said here of another one's is passed on to them.
@@ -25,7 +25,7 @@ from fleet.adapters.control_access import caller_of
 from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
 from fleet.adapters.grpc_port import Server
 from fleet.clock import MILLISECOND, SECOND
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
 from fleet.roles import Phase, Placement
@@ -49,7 +49,7 @@ RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each of an answer, which only the proxy knows
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     def open(self, arrived: Arrived, stream: Listener) -> None: ...
@@ -67,8 +67,8 @@ class Router(Protocol):
     def places(self, model: ModelName) -> int: ...
 
 
-class Others(Protocol):
-    """What is needed of `fleet.adapters.replicas.Replicas`."""
+class PeerRoutersApi(Protocol):
+    """What is needed of `fleet.adapters.replicas.PeerRouters`."""
 
     async def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None: ...
 
@@ -79,11 +79,15 @@ Holder = tuple[str, ModelName]
 """The caller that holds leases, and the model of the workers that they are of."""
 
 
-class Booking:
+class SelectedRequest:
     """One selected request. Implements `fleet.router.server.Listener`."""
 
     def __init__(
-        self, request_id: RequestId, lease_seconds: float, end: Callable[["Booking"], None], holder: "Holder | None"
+        self,
+        request_id: RequestId,
+        lease_seconds: float,
+        end: Callable[["SelectedRequest"], None],
+        holder: "Holder | None",
     ) -> None:
         self.request_id = request_id
         self.holder = holder
@@ -96,8 +100,8 @@ class Booking:
         self._answered = 0  # tokens
         self._lease: asyncio.TimerHandle | None = None
 
-    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
-        if isinstance(item, Refused) and not self.placed.done():
+    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
+        if isinstance(item, RequestRejected) and not self.placed.done():
             self.placed.set_exception(item)
         elif not isinstance(item, Emit):
             self._end(self)
@@ -142,12 +146,12 @@ class Booking:
         return Stepped(worker_id=worker_id, progress=(progress,))
 
 
-class SelectingWorkers:
+class SelectionAwareWorkers:
     """Workers, except that what was only selected is not sent. Implements `fleet.router.ports.Workers`."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.bookings: dict[RequestId, Booking] = {}
+        self.bookings: dict[RequestId, SelectedRequest] = {}
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         booking = self.bookings.get(request_of(start.request_id)) if self.bookings else None
@@ -165,14 +169,14 @@ class SelectionService:
     """The service over one router."""
 
     def __init__(
-        self, router: Router, workers: SelectingWorkers, settings: SelectionSettings, *, tenant_secret: bytes
+        self, router: RouterApi, workers: SelectionAwareWorkers, settings: SelectionSettings, *, tenant_secret: bytes
     ) -> None:
         self._router = router
         self._settings = settings
         self._bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: Others | None = None  # routers of the cluster
+        self.others: PeerRoutersApi | None = None  # routers of the cluster
 
     def add(self, server: Server) -> None:
         methods = {
@@ -190,7 +194,7 @@ class SelectionService:
 
     async def book(
         self, arrived: Arrived, *, lease_seconds: float, wait_seconds: float, caller: str = ""
-    ) -> tuple[Booking, Decision]:
+    ) -> tuple[SelectedRequest, Decision]:
         """Place a request and book it, in one step.
 
         Args:
@@ -212,33 +216,33 @@ class SelectionService:
             raise
         return booking, self._begun(booking)
 
-    def book_now(self, arrived: Arrived, *, lease_seconds: float) -> Booking:
+    def book_now(self, arrived: Arrived, *, lease_seconds: float) -> SelectedRequest:
         """The same where there is room at this moment.
 
         Raises:
             Refused: Nobody can serve it now.
         """
         booking = self._opened(arrived, lease_seconds)
-        busy = Refused(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
+        busy = RequestRejected(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
         if (refused := booking.placed.exception() if booking.placed.done() else busy) is not None:
             self.end(booking)
             raise refused
         self._begun(booking)
         return booking
 
-    def _opened(self, arrived: Arrived, lease_seconds: float, holder: Holder | None = None) -> Booking:
+    def _opened(self, arrived: Arrived, lease_seconds: float, holder: Holder | None = None) -> SelectedRequest:
         if len(self._bookings) >= self._settings.max_leases:
-            raise Refused(
+            raise RequestRejected(
                 Reason.QUEUE_FULL, "too many requests are selected and not released", retry_after_ms=RETRY_AFTER_MS
             )
         if holder is not None:
             self._check_share(holder)
             self._held[holder] += 1
-        booking = Booking(arrived.request_id, lease_seconds, self.end, holder)
+        booking = SelectedRequest(arrived.request_id, lease_seconds, self.end, holder)
         self._bookings[arrived.request_id] = booking
         try:
             self._router.open(arrived, booking)
-        except Refused:
+        except RequestRejected:
             self.end(booking)
             raise
         return booking
@@ -251,19 +255,19 @@ class SelectionService:
                 f"{caller} holds {self._held[holder]} leases, its share of the places that workers of {model} have;"
                 " release some, or set the router's selection.caller_share"
             )
-            raise Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
+            raise RequestRejected(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS)
 
-    def _begun(self, booking: Booking) -> Decision:
+    def _begun(self, booking: SelectedRequest) -> Decision:
         decision = self._router.decision(booking.request_id)
         if decision is None:
             self.end(booking)
             message = "the worker was lost as soon as it was selected; select again"
-            raise Refused(Reason.WORKER_LOST, message, retry_after_ms=RETRY_AFTER_MS)
+            raise RequestRejected(Reason.WORKER_LOST, message, retry_after_ms=RETRY_AFTER_MS)
         booking.renew()
         booking.decode = decision.decode
         return decision
 
-    def report(self, booking: Booking, *, prefilled: bool, answer_tokens: int) -> bool:
+    def report(self, booking: SelectedRequest, *, prefilled: bool, answer_tokens: int) -> bool:
         """Tell how a booked request goes on, which renews its lease; False: the booking has ended.
 
         Args:
@@ -281,7 +285,7 @@ class SelectionService:
             self._router.hear(booking.answered(answer_tokens))
         return True
 
-    def end(self, booking: Booking) -> None:
+    def end(self, booking: SelectedRequest) -> None:
         """Give back what is booked; once more is no error."""
         booking.stop_lease()
         self._router.close(booking.request_id, booking)
@@ -328,7 +332,9 @@ class SelectionService:
             )
         except TimeoutError:
             message = "timeout_ms: all workers have been busy for so long"
-            raise Refused(Reason.DEADLINE_PASSED, message, field="timeout_ms", retry_after_ms=RETRY_AFTER_MS) from None
+            raise RequestRejected(
+                Reason.DEADLINE_PASSED, message, field="timeout_ms", retry_after_ms=RETRY_AFTER_MS
+            ) from None
         response = pb.SelectResponse(
             lease_id=arrived.request_id,
             decode=self._worker(decision.decode),
@@ -350,7 +356,7 @@ class SelectionService:
             response = await self.others.reported(report)
         if response is None:
             message = f"lease_id: {report.lease_id[:100]!r} has ended, or a worker of it was lost; select again"
-            raise Refused(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
+            raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="lease_id")
         return response
 
     async def _release(self, content: bytes) -> Message:
@@ -392,7 +398,7 @@ class SelectionService:
             return card
         models = [card for card in cards.values() if not card.parent]
         if name or len(models) != 1:
-            raise Refused(
+            raise RequestRejected(
                 Reason.MODEL_NOT_FOUND,
                 f"model: {name[:100]!r} is not served now; served: {', '.join(cards) or 'none'}",
                 field="model",

@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from fleet.adapters.held_files import ALIVE, held_too, remove_around
+from fleet.adapters.held_files import ALIVE_FILE, remove_locked_folder, share_lock_file
 from fleet.adapters.process_group import end_group
 
 
@@ -23,8 +23,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with its input, and only then
     (folder,) = sys.argv[1:]
     groups: list[int] = []
-    alive = Path(folder) / ALIVE
-    with held_too(alive):  # the run is not dead before this is
+    alive = Path(folder) / ALIVE_FILE
+    with share_lock_file(alive):  # the run is not dead before this is
         for line in sys.stdin:
             change, group = line[0], int(line[1:])
             if change == "+":
@@ -33,7 +33,7 @@ def main() -> None:
                 groups.remove(group)
         for group in groups:
             end_group(group)
-        remove_around(alive)
+        remove_locked_folder(alive)
 
 
 if __name__ == "__main__":

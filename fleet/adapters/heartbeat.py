@@ -1,7 +1,7 @@
 """Heartbeat of a child process: its event loop says every half second that it turns, on the pipe on which it said that it was ready.
 
 A process that is stopped, or whose loop is stuck, keeps its sockets, and with `SO_REUSEPORT` its share of new connections too. What
-a supervisor makes of silence is decided in `fleet.control.liveness`; `look_at` is what it sees besides the beats.
+a supervisor makes of silence is decided in `fleet.control.liveness`; `sample_process` is what it sees besides the beats.
 """
 
 import asyncio
@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from fleet.clock import SECOND, Nanos
-from fleet.control.liveness import BEAT, Look
+from fleet.control.liveness import HEARTBEAT_INTERVAL, ProcessSample
 
 
-def beat(descriptor: int) -> None:
+def send_heartbeats(descriptor: int) -> None:
     """Send beats for as long as the running event loop turns; a pipe that nobody reads may fill up."""
     os.set_blocking(descriptor, False)
     loop = asyncio.get_running_loop()
@@ -21,12 +21,12 @@ def beat(descriptor: int) -> None:
     def again() -> None:
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(descriptor, b".")
-        loop.call_later(BEAT / SECOND, again)
+        loop.call_later(HEARTBEAT_INTERVAL / SECOND, again)
 
     again()
 
 
-def look_at(pid: int) -> Look | None:
+def sample_process(pid: int) -> ProcessSample | None:
     """Return what the kernel says of a process; None when it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -38,7 +38,7 @@ def look_at(pid: int) -> Look | None:
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     state = fields.get("State", "?")[0]
     ran, waited, _ = map(int, scheduled.split())
-    return Look(
+    return ProcessSample(
         stopped=state == "T",
         traced=fields.get("TracerPid", "0") != "0",
         runnable=state == "R" and ran > 0,

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-ALIVE = "alive"
+ALIVE_FILE = "alive"
 """In a runtime folder of this machine: held by its run, and by the guardian."""
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def hold_lock_file(path: Path) -> Iterator[None]:
     """A file there that this process holds, from before anybody can see it; gone at the end.
 
     Raises:
@@ -40,7 +40,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held_too(path: Path) -> Iterator[None]:
+def share_lock_file(path: Path) -> Iterator[None]:
     """A file that another process holds is held by this one as well; nothing, where it is not there."""
     with ExitStack() as stack:
         with suppress(OSError):
@@ -49,7 +49,7 @@ def held_too(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def taken(path: Path) -> Iterator[bool]:
+def take_abandoned(path: Path) -> Iterator[bool]:
     """Whether there is such a file, and whoever held it is dead; while this is open nobody else is told so."""
     with ExitStack() as stack:
         try:
@@ -60,13 +60,13 @@ def taken(path: Path) -> Iterator[bool]:
             yield True
 
 
-def left(path: Path) -> bool:
+def is_abandoned(path: Path) -> bool:
     """Whether there is such a file, and whoever held it is dead."""
-    with taken(path) as dead:
+    with take_abandoned(path) as dead:
         return dead
 
 
-def remove_around(path: Path) -> None:
+def remove_locked_folder(path: Path) -> None:
     """Remove the folder that a held file is in; the file last of all, and only if nothing else is left."""
     with suppress(OSError):
         for each in path.parent.iterdir():

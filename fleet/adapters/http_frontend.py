@@ -14,11 +14,11 @@ from typing import Protocol
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from fleet.adapters.allowances import what_is_left
+from fleet.adapters.allowances import rate_limit_headers
 from fleet.adapters.clock import unix_seconds
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_server import Answer, HttpServer, serving
-from fleet.adapters.merged_metrics import merged
+from fleet.adapters.merged_metrics import merge_metrics
 from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
 from fleet.adapters.openai_failures import fail, refuse
 from fleet.adapters.openai_requests import Asked, read_chat, read_completion
@@ -26,9 +26,9 @@ from fleet.adapters.openapi import document
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_requests import EMBEDDINGS
 from fleet.adapters.relay_requests import PATHS as RELAYED_PATHS
-from fleet.adapters.status import renamed
+from fleet.adapters.status import rename_field
 from fleet.clock import Clock, Nanos
-from fleet.errors import Reason, Refused, shutting_down
+from fleet.errors import Reason, RequestRejected, draining_rejection
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs
 from fleet.router.generation import Generation
@@ -49,7 +49,7 @@ HEALTH_LIMITS = HttpSettings(
 
 
 class Processes(Protocol):
-    """What is needed of `fleet.adapters.replicas.Replicas`."""
+    """What is needed of `fleet.adapters.replicas.PeerRouters`."""
 
     async def metrics(self) -> Mapping[str, str]:
         """Of each process behind the same port, by router."""
@@ -171,14 +171,14 @@ class HttpFrontend(HttpServer):
     async def _embed(self, exchange: Exchange) -> None:
         """Refuse what cannot be relayed; nobody else makes embeddings."""
         if self.draining:
-            raise shutting_down()
+            raise draining_rejection()
         problem = _unsuitable_content(exchange.request.headers)
         assert problem is not None, "else it was relayed"
         refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
     async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
         if self.draining:
-            raise shutting_down()
+            raise draining_rejection()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
             refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
@@ -189,8 +189,8 @@ class HttpFrontend(HttpServer):
                 await self._stream(exchange, asked, shape)
             else:
                 await self._collect(exchange, asked, shape)
-        except Refused as refused:
-            fail(exchange, renamed(refused, asked.names), ("x-request-id", request_id))
+        except RequestRejected as refused:
+            fail(exchange, rename_field(refused, asked.names), ("x-request-id", request_id))
 
     async def _stream(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
         headers: tuple[tuple[str, str], ...] = (
@@ -206,7 +206,7 @@ class HttpFrontend(HttpServer):
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
-                        headers += what_is_left(item.allowance)
+                        headers += rate_limit_headers(item.allowance)
                     case Delta():
                         assert shape is not None
                         if asked.return_token_ids:
@@ -230,7 +230,7 @@ class HttpFrontend(HttpServer):
                 match item:
                     case Admitted():
                         shape = make(asked, item.model, self._generation.token_text, unix_seconds())
-                        headers += what_is_left(item.allowance)
+                        headers += rate_limit_headers(item.allowance)
                     case Delta():
                         texts.append(item.text)
                         token_ids += item.token_ids
@@ -254,7 +254,7 @@ class HttpFrontend(HttpServer):
             if card.name == name:
                 exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, unix_seconds())))
                 return
-        raise Refused(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+        raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
 
     async def _health(self, exchange: Exchange) -> None:
         """For probes, which have no key; what is served is then told only to those who have one."""
@@ -276,7 +276,7 @@ class HttpFrontend(HttpServer):
         if self._processes is None:
             content = generate_latest(self._registry)
         else:
-            content = merged(await self._processes.metrics()).encode()
+            content = merge_metrics(await self._processes.metrics()).encode()
         exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
 
 

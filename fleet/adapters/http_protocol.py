@@ -40,7 +40,7 @@ from fleet.adapters.http_messages import (
     path_of,
     version_problem,
 )
-from fleet.adapters.limit_log import SlowLog
+from fleet.adapters.limit_log import SlowClientLog
 from fleet.adapters.listening import prepare
 from fleet.adapters.slow_reader import SlowReader, WriteBuffer
 from fleet.clock import SECOND, Clock, Nanos
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         table: "ConnectionTable[Connection]",
         heads: KnownHeads,
         held: HeldBodies,
-        slow_log: SlowLog,
+        slow_log: SlowClientLog,
         lasts_seconds: float = 0,
     ) -> None:
         """`lasts_seconds`: for so long it takes requests, and one more, whose answer says that it was the last; 0: as the client likes."""

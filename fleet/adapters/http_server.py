@@ -14,11 +14,11 @@ from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
-from fleet.adapters.limit_log import LimitLog, SlowLog
+from fleet.adapters.limit_log import ConnectionLimitLog, SlowClientLog
 from fleet.adapters.listening import BACKLOG, bind
 from fleet.adapters.openai_failures import explain, fail, refuse
 from fleet.clock import SECOND, Clock
-from fleet.errors import Refused, internal_error
+from fleet.errors import RequestRejected, internal_error
 from fleet.router.http_settings import HttpSettings
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class HttpServer:
         self._connection_seconds = connection_seconds
         self._connections: dict[Connection, None] = {}  # also those that were refused and have not closed
         self._table: ConnectionTable[Connection] = ConnectionTable(settings.max_connections, settings.address_share)
-        self._limit_log = LimitLog(self._table)
-        self._slow_log = SlowLog(settings)
+        self._limit_log = ConnectionLimitLog(self._table)
+        self._slow_log = SlowClientLog(settings)
         self._heads = KnownHeads()
         self._held = HeldBodies()
         self._serving: set[asyncio.Task[None]] = set()
@@ -158,7 +158,7 @@ class HttpServer:
         with suppress(ClientGone):
             try:
                 await self._route(exchange)
-            except Refused as refused:
+            except RequestRejected as refused:
                 fail(exchange, refused)
             except ClientGone:
                 raise

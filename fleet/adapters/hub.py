@@ -18,11 +18,18 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.adapters.hub_download import Event, Failed, Failure, Fetched, Progress, Request
+from fleet.adapters.hub_download import (
+    DownloadComplete,
+    DownloadFailed,
+    DownloadFailure,
+    DownloadProgress,
+    DownloadRequest,
+    Event,
+)
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.config import SIMULATED, Topology, child_environment, default_cache_dir
 from fleet.errors import ConfigurationRefused
-from fleet.hub import HubSettings, Repository, repository_of
+from fleet.hub import HubSettings, Repository, parse_repository
 from fleet.router.settings import RouterSettings
 from workers.settings import WorkerSettings
 
@@ -33,7 +40,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
 MOST_TOKEN_BYTES = 4096
 
 
-class Model(Struct, frozen=True):
+class ModelFolder(Struct, frozen=True):
     """Where a model is."""
 
     folder: str
@@ -41,17 +48,17 @@ class Model(Struct, frozen=True):
     """As it was named, with the commit where it is a repository: the same on every host, wherever the folder is."""
 
 
-async def worker_model(settings: WorkerSettings, clock: Clock) -> Model:
+async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
     """That of a worker; the simulated engine needs no weights.
 
     Raises:
         ConfigurationRefused: It cannot be fetched.
     """
     weights = settings.engine != SIMULATED
-    return await model_of(settings.model_dir, settings.hub, clock, field="model_dir", weights=weights)
+    return await fetch_model(settings.model_dir, settings.hub, clock, field="model_dir", weights=weights)
 
 
-async def with_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
+async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
     """A router's settings with a folder for every model and tokenizer that they name by a repository.
 
     Raises:
@@ -59,12 +66,12 @@ async def with_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
     """
     hub = settings.hub
     models = {
-        name: (await model_of(named, hub, clock, field=f"models.{name}", weights=False)).folder
+        name: (await fetch_model(named, hub, clock, field=f"models.{name}", weights=False)).folder
         for name, named in settings.models.items()
     }
     foreign = [
         structs.replace(
-            worker, tokenizer=(await model_of(worker.tokenizer, hub, clock, field=where, weights=False)).folder
+            worker, tokenizer=(await fetch_model(worker.tokenizer, hub, clock, field=where, weights=False)).folder
         )
         for number, worker in enumerate(settings.openai_workers)
         for where in (f"openai_workers[{number}].tokenizer",)
@@ -74,22 +81,22 @@ async def with_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
     return structs.replace(settings, models=models, openai_workers=tuple(foreign))
 
 
-async def with_fetched(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
+async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
     """A cluster's settings with a folder in place of a repository, whose name it then serves.
 
     Raises:
         ConfigurationRefused: It cannot be fetched.
     """
     cluster = topology.cluster
-    if (repository := repository_of(cluster.model)) is None or _is_folder(relative_to / cluster.model):
+    if (repository := parse_repository(cluster.model)) is None or _is_folder(relative_to / cluster.model):
         return topology
     weights = cluster.engine != SIMULATED
-    model = await model_of(cluster.model, topology.hub, clock, field="cluster.model", weights=weights)
+    model = await fetch_model(cluster.model, topology.hub, clock, field="cluster.model", weights=weights)
     served = cluster.served_name or repository.name
     return structs.replace(topology, cluster=structs.replace(cluster, model=model.folder, served_name=served))
 
 
-async def model_of(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> Model:
+async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> ModelFolder:
     """The folder of a model, which is fetched if it is named by a repository.
 
     Args:
@@ -102,18 +109,18 @@ async def model_of(named: str, hub: HubSettings, clock: Clock, *, field: str, we
     Raises:
         ConfigurationRefused: It cannot be fetched; says why, and what to do.
     """
-    repository = repository_of(named)
+    repository = parse_repository(named)
     if repository is None or _is_folder(named):
-        return Model(named, named)
-    fetched = await _Fetching(repository, hub, clock, field=field, weights=weights).run()
-    return Model(fetched.folder, f"{repository.name}@{fetched.commit}")
+        return ModelFolder(named, named)
+    fetched = await _ModelDownload(repository, hub, clock, field=field, weights=weights).run()
+    return ModelFolder(fetched.folder, f"{repository.name}@{fetched.commit}")
 
 
 def _is_folder(named: str | Path) -> bool:
     return Path(named).is_dir()
 
 
-class _Fetching:
+class _ModelDownload:
     """One model on its way."""
 
     def __init__(self, repository: Repository, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> None:
@@ -126,7 +133,7 @@ class _Fetching:
         self._there = 0  # bytes, at the last look
         self._heard = self._logged = clock.now()
 
-    async def run(self) -> Fetched:
+    async def run(self) -> DownloadComplete:
         told = {"repository": self._repository.name, "revision": self._repository.revision}
         log.info("the model is fetched, unless it is there", extra=told | {"hub": self._hub.endpoint})
         begun = self._clock.now()
@@ -138,7 +145,7 @@ class _Fetching:
             except TimeoutError:
                 break
             match ended:
-                case Fetched():
+                case DownloadComplete():
                     if ended.asked:
                         log.warning(
                             "the hub cannot be reached; the model is the one fetched before",
@@ -147,21 +154,21 @@ class _Fetching:
                     seconds = (self._clock.now() - begun) / SECOND
                     log.info("the model is there", extra=told | {"commit": ended.commit, "seconds": round(seconds, 1)})
                     return ended
-                case Failed(failure=Failure.UNREACHABLE):
+                case DownloadFailed(failure=DownloadFailure.UNREACHABLE):
                     cause = ended.cause
                     log.warning("the hub cannot be reached; it is asked again", extra=told | {"cause": cause})
                     await asyncio.sleep(max(0.0, min(pause, self._left())))
                     pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-                case Failed():
+                case DownloadFailed():
                     raise ConfigurationRefused(self._refusal(ended))
         raise ConfigurationRefused(
             f"hub.endpoint: nothing of {self._repository.name} came from {self._hub.endpoint} for {self._hub.patience_seconds:g} s"
             f" ({cause}); see that it can be reached from here, or name a mirror, or a folder in {self._field}"
         )
 
-    async def _once(self, limit: asyncio.Timeout) -> Fetched | Failed:
+    async def _once(self, limit: asyncio.Timeout) -> DownloadComplete | DownloadFailed:
         """One process that fetches, to its end; each byte that comes moves the limit."""
-        request = Request(
+        request = DownloadRequest(
             repository=self._repository,
             endpoint=self._hub.endpoint.rstrip("/"),
             cache=str(self._cache.absolute()),
@@ -184,18 +191,20 @@ class _Fetching:
                 await process.stdin.drain()
             while line := await process.stdout.readline():
                 event: Event = msgspec.json.decode(line, type=Event)
-                if not isinstance(event, Progress):
+                if not isinstance(event, DownloadProgress):
                     return event
                 self._hear(event)
                 limit.reschedule(asyncio.get_running_loop().time() + self._left())
-            return Failed(Failure.UNREACHABLE, f"the process that fetches it ended with status {await process.wait()}")
+            return DownloadFailed(
+                DownloadFailure.UNREACHABLE, f"the process that fetches it ended with status {await process.wait()}"
+            )
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
             process.stdin.close()
             await process.wait()
 
-    def _hear(self, progress: Progress) -> None:
+    def _hear(self, progress: DownloadProgress) -> None:
         now = self._clock.now()
         if progress.there > self._there:
             self._heard = now
@@ -243,29 +252,29 @@ class _Fetching:
             raise ConfigurationRefused(f"hub.token_file: {path} has no token; it is one line, as in hf_…")
         return token
 
-    def _refusal(self, failed: Failed) -> str:
+    def _refusal(self, failed: DownloadFailed) -> str:
         name, revision, hub = self._repository.name, self._repository.revision, self._hub.endpoint
         if self._hub.token_file:
             token = f"see that the token in {self._hub.token_file} may read it"
         else:
             token = "name a file with a token that may read it in hub.token_file"  # noqa: S105 - none
         match failed.failure:
-            case Failure.REPOSITORY:
+            case DownloadFailure.REPOSITORY:
                 return (
                     f"{self._field}: '{name}' is no folder here, and {hub} shows no model of that name; correct it, or,"
                     f" if the model is private, {token}"
                 )
-            case Failure.REVISION:
+            case DownloadFailure.REVISION:
                 return f"{self._field}: {name} at {hub} has no revision '{revision}'; name a branch, a tag or a commit"
-            case Failure.GATED:
+            case DownloadFailure.GATED:
                 return f"{self._field}: {name} is gated; accept its terms at {hub}/{name}, and {token}"
-            case Failure.TOKEN:
+            case DownloadFailure.TOKEN:
                 return f"hub.token_file: {hub} refuses to hand out {name} ({failed.cause}); {token}"
-            case Failure.INCOMPLETE:
+            case DownloadFailure.INCOMPLETE:
                 return f"{self._field}: {name} at {hub} has no {failed.cause}, which a model needs here; name another"
-            case Failure.SPACE:
+            case DownloadFailure.SPACE:
                 return f"hub.cache: no space for {name} in {self._cache}: {failed.cause}; make room, or name another folder"
-            case Failure.CACHE:
+            case DownloadFailure.CACHE:
                 return f"hub.cache: {failed.cause}; name a folder that this process can write to"
-            case Failure.UNREACHABLE:
+            case DownloadFailure.UNREACHABLE:
                 raise AssertionError("is tried again")

@@ -32,17 +32,17 @@ from fleet.hub import Repository
 SPARE_BYTES = 16 << 20  # beside the files: links, locks, lists of files
 TELL_SECONDS = 1.0
 ASK_SECONDS = 20.0  # for the list of a repository's files
-LANES = 8  # files at a time, as the client has it
+DOWNLOAD_THREADS = 8  # files at a time, as the client has it
 
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
 OF_MODELS = ("config.json", "generation_config.json")
 WEIGHTS = ".safetensors"
-MISTRALS_OWN = "consolidated"
+MISTRAL_WEIGHTS = "consolidated"
 """Such weights stand beside the same ones in the common form."""
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class DownloadRequest(Struct, frozen=True, kw_only=True):
     """What to fetch."""
 
     repository: Repository
@@ -54,7 +54,7 @@ class Request(Struct, frozen=True, kw_only=True):
     token: str = ""
 
 
-class Failure(StrEnum):
+class DownloadFailure(StrEnum):
     """Why it is not there, by what can be done about it."""
 
     REPOSITORY = "repository"  # there is none of that name, or it is not for everybody
@@ -67,14 +67,14 @@ class Failure(StrEnum):
     UNREACHABLE = "unreachable"  # may be otherwise in a moment
 
 
-class Progress(Struct, frozen=True, tag="progress"):
+class DownloadProgress(Struct, frozen=True, tag="progress"):
     """Bytes that the cache has of the repository, and that the snapshot will have."""
 
     there: int
     whole: int
 
 
-class Fetched(Struct, frozen=True, tag="fetched"):
+class DownloadComplete(Struct, frozen=True, tag="fetched"):
     """The snapshot is whole."""
 
     folder: str
@@ -83,13 +83,13 @@ class Fetched(Struct, frozen=True, tag="fetched"):
     """Why the hub was not asked whether there is a newer one; empty: it was, or need not be."""
 
 
-class Failed(Struct, frozen=True, tag="failed"):
-    failure: Failure
+class DownloadFailed(Struct, frozen=True, tag="failed"):
+    failure: DownloadFailure
     cause: str
 
 
-Event = Progress | Fetched | Failed
-Tell = Callable[[Progress], None]
+Event = DownloadProgress | DownloadComplete | DownloadFailed
+ReportEvent = Callable[[DownloadProgress], None]
 
 
 class _Incomplete(Exception):
@@ -107,7 +107,7 @@ def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
     if not weights:
         return [name for name in texts if name in OF_MODELS or name.startswith(OF_TOKENIZERS)]
     tensors = [name for name in top if name.endswith(WEIGHTS)]
-    common = [name for name in tensors if not name.startswith(MISTRALS_OWN)]
+    common = [name for name in tensors if not name.startswith(MISTRAL_WEIGHTS)]
     return [*texts, *(common or tensors)]
 
 
@@ -123,8 +123,8 @@ def lacking(names: Sequence[str], *, weights: bool) -> str:
 
 
 def main() -> None:
-    """Read a `Request`, fetch, write `Event`s."""
-    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    """Read a `DownloadRequest`, fetch, write `Event`s."""
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=DownloadRequest)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     lock = threading.Lock()
 
@@ -142,7 +142,7 @@ def main() -> None:
     os._exit(0)  # threads of the client may still wait for the hub
 
 
-def fetch(request: Request, tell: Tell) -> Fetched:
+def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
     """Bring a snapshot into the cache.
 
     Raises:
@@ -160,7 +160,7 @@ def fetch(request: Request, tell: Tell) -> Fetched:
         commit = revision.resolved
         info = api.model_info(repository.name, revision=commit, files_metadata=True, timeout=ASK_SECONDS)
     except Exception as error:
-        if failed(error).failure is Failure.UNREACHABLE and (there := _whole(request)) is not None:
+        if failed(error).failure is DownloadFailure.UNREACHABLE and (there := _whole(request)) is not None:
             return msgspec.structs.replace(there, asked=failed(error).cause)
         raise
     siblings = {each.rfilename: each for each in info.siblings or ()}
@@ -182,46 +182,46 @@ def fetch(request: Request, tell: Tell) -> Fetched:
             endpoint=request.endpoint,
             token=token,
             allow_patterns=[_literal(name) for name in names],
-            max_workers=LANES,
+            max_workers=DOWNLOAD_THREADS,
             library_name="fleet",
         )
     finally:
         ended.set()
         telling.join()
-    return Fetched(snapshot, commit)
+    return DownloadComplete(snapshot, commit)
 
 
-def failed(error: Exception) -> Failed:
+def failed(error: Exception) -> DownloadFailed:
     """What an exception of the client's means."""
     from huggingface_hub import errors  # noqa: PLC0415 - only this process needs it
 
     cause = _one_line(error)
     match error:
         case _Incomplete():
-            return Failed(Failure.INCOMPLETE, cause)
+            return DownloadFailed(DownloadFailure.INCOMPLETE, cause)
         case _NoSpace():
-            return Failed(Failure.SPACE, cause)
+            return DownloadFailed(DownloadFailure.SPACE, cause)
         case errors.RevisionNotFoundError():
-            return Failed(Failure.REVISION, cause)
+            return DownloadFailed(DownloadFailure.REVISION, cause)
         case errors.GatedRepoError():
-            return Failed(Failure.GATED, cause)
+            return DownloadFailed(DownloadFailure.GATED, cause)
         case errors.RepositoryNotFoundError() | errors.HFValidationError() | errors.DisabledRepoError():
-            return Failed(Failure.REPOSITORY, cause)
+            return DownloadFailed(DownloadFailure.REPOSITORY, cause)
         case errors.HfHubHTTPError():
             status = error.response.status_code
-            by_status = {401: Failure.TOKEN, 403: Failure.TOKEN, 404: Failure.REPOSITORY}
-            return Failed(by_status.get(status, Failure.UNREACHABLE), f"it answers with HTTP {status}")
+            by_status = {401: DownloadFailure.TOKEN, 403: DownloadFailure.TOKEN, 404: DownloadFailure.REPOSITORY}
+            return DownloadFailed(by_status.get(status, DownloadFailure.UNREACHABLE), f"it answers with HTTP {status}")
         case errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
-            return Failed(Failure.UNREACHABLE, _one_line(error.__cause__ or error))
+            return DownloadFailed(DownloadFailure.UNREACHABLE, _one_line(error.__cause__ or error))
         case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
-            return Failed(Failure.SPACE, error.strerror or cause)
+            return DownloadFailed(DownloadFailure.SPACE, error.strerror or cause)
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.ENAMETOOLONG):
-            return Failed(Failure.CACHE, f"{error.filename}: {error.strerror}")
+            return DownloadFailed(DownloadFailure.CACHE, f"{error.filename}: {error.strerror}")
         case _:  # nobody listens there, nothing comes, what came is cut short
-            return Failed(Failure.UNREACHABLE, f"{type(error).__name__}: {cause}")
+            return DownloadFailed(DownloadFailure.UNREACHABLE, f"{type(error).__name__}: {cause}")
 
 
-def _whole(request: Request) -> Fetched | None:
+def _whole(request: DownloadRequest) -> DownloadComplete | None:
     """What the cache has of that revision, if it is whole; the network is not asked."""
     from huggingface_hub import get_cached_repo_tree  # noqa: PLC0415 - only this process needs it
     from huggingface_hub.errors import CachedRepoTreeNotFoundError  # noqa: PLC0415
@@ -240,15 +240,15 @@ def _whole(request: Request) -> Fetched | None:
     snapshot = _storage(request) / "snapshots" / commit
     if lacking(names, weights=request.weights) or not all((snapshot / name).is_file() for name in names):
         return None
-    return Fetched(str(snapshot), commit)
+    return DownloadComplete(str(snapshot), commit)
 
 
-def _storage(request: Request) -> Path:
+def _storage(request: DownloadRequest) -> Path:
     """Folder of the repository in the cache."""
     return Path(request.cache) / f"models--{request.repository.name.replace('/', '--')}"
 
 
-def _remove_unfinished(request: Request) -> None:
+def _remove_unfinished(request: DownloadRequest) -> None:
     """The client gives each process's unfinished files names of their own, and none ever looks at those of another."""
     from filelock import FileLock, Timeout  # noqa: PLC0415 - comes with the client
 
@@ -278,13 +278,13 @@ def _check_space(storage: Path, files: Iterable[Any]) -> None:
         raise _NoSpace(f"{missing / 2**30:.1f} GiB are to be fetched, and {free / 2**30:.1f} GiB are free")
 
 
-def _tell_progress(storage: Path, whole: int, tell: Tell, ended: threading.Event) -> None:
+def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threading.Event) -> None:
     """Until the snapshot is there; what another process fetches counts as well."""
     while not ended.wait(TELL_SECONDS):
         there = 0
         with suppress(OSError):  # the first file has not come
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
-        tell(Progress(there, whole))
+        tell(DownloadProgress(there, whole))
 
 
 def _size(file: Path) -> int:

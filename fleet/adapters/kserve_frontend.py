@@ -35,9 +35,9 @@ from fleet.adapters.grpc_calls import (
 from fleet.adapters.grpc_door import Door, Holding
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
-from fleet.adapters.status import renamed
+from fleet.adapters.status import rename_field
 from fleet.clock import Clock
-from fleet.errors import Reason, Refused, internal_error, invalid
+from fleet.errors import Reason, RequestRejected, internal_error, invalid
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
@@ -45,8 +45,8 @@ from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
     VERSION,
-    Inference,
-    Part,
+    KServePart,
+    KServeRequest,
     check_version,
     decode_infer,
     encode_model,
@@ -143,7 +143,7 @@ class KserveFrontend:
         check_version("version", asked.version)
         if (card := self._card(asked.name)) is None:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
-            raise Refused(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
+            raise RequestRejected(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
         return encode_model(card)
 
     async def _infer(self, content: bytes, context: Context) -> Message:
@@ -204,7 +204,7 @@ class KserveFrontend:
                 message = parse(pb.ModelInferRequest, content)
                 with self.door.holding(len(content)):
                     await self._serve(self._read(message, context), authorization(context), send_one)
-            except Refused as refused:
+            except RequestRejected as refused:
                 await write(encode_refusal(refused, message.id, message.model_name))
             except CallerGone:
                 raise
@@ -212,17 +212,17 @@ class KserveFrontend:
                 log.exception("request failed", extra={"method": "ModelStreamInfer"})
                 await write(encode_refusal(internal_error(), message.id, message.model_name))
 
-    def _read(self, message: pb.ModelInferRequest, context: Context) -> Inference:
+    def _read(self, message: pb.ModelInferRequest, context: Context) -> KServeRequest:
         self.door.check()
         return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
 
-    async def _serve(self, inference: Inference, authorized: str, send: "Send") -> None:
+    async def _serve(self, inference: KServeRequest, authorized: str, send: "Send") -> None:
         try:
             await self._generate(inference, authorized, send)
-        except Refused as refused:
-            raise renamed(refused, inference.names) from refused
+        except RequestRejected as refused:
+            raise rename_field(refused, inference.names) from refused
 
-    async def _generate(self, inference: Inference, authorized: str, send: "Send") -> None:
+    async def _generate(self, inference: KServeRequest, authorized: str, send: "Send") -> None:
         request, form = inference.request, inference.form
         model = request.model
         text: list[str] = []  # of an answer that is sent whole
@@ -238,7 +238,7 @@ class KserveFrontend:
                     case Admitted():
                         model = event.model
                     case Delta() if inference.stream:
-                        part = Part(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
+                        part = KServePart(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
                         await send(encode_part(part, form, request.id, model, token_text), final=False)
                     case Delta():
                         text.append(event.text)
@@ -246,7 +246,7 @@ class KserveFrontend:
                         logprobs.extend(event.logprobs)
                     case Finished():
                         text.append(event.text)
-                        part = Part(text="".join(text), token_ids=token_ids, logprobs=logprobs, finished=event)
+                        part = KServePart(text="".join(text), token_ids=token_ids, logprobs=logprobs, finished=event)
                         await send(encode_part(part, form, request.id, model, token_text), final=True)
 
     def _card(self, name: str) -> ModelCard | None:

@@ -23,7 +23,7 @@ NOT_FOUND, CONFLICT, FORBIDDEN = 404, 409, 403
 Manifest = dict[str, Any]
 
 
-class Objects:
+class DiscoveryObjects:
     """Those of one namespace."""
 
     def __init__(self, connected: client.ApiClient, namespace: str, manager: str) -> None:

@@ -8,10 +8,10 @@ from fleet.router.http_settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
-TOLD_SECONDS = 60.0  # between two messages about one port
+LOG_INTERVAL_SECONDS = 60.0  # between two messages about one port
 
 
-class LimitLog:
+class ConnectionLimitLog:
     def __init__(self, table: ConnectionTable[Any]) -> None:
         self._table = table
         self._displaced = 0  # when it was last logged
@@ -30,14 +30,14 @@ class LimitLog:
         if not (displaced or refused) or now < self._tell_at:
             return
         self._displaced, self._refused = table.displaced, table.refused
-        self._tell_at = now + TOLD_SECONDS
+        self._tell_at = now + LOG_INTERVAL_SECONDS
         log.warning(
             "connection limit reached",
             extra={"listen": listen, "connections": len(table), "displaced": displaced, "refused": refused},
         )
 
 
-class SlowLog:
+class SlowClientLog:
     def __init__(self, limits: ConnectionSettings) -> None:
         self.cuts = 0  # clients cut off, since the beginning
         self._limits = limits
@@ -76,4 +76,4 @@ class SlowLog:
                 "min_read_bytes": self._limits.min_read_bytes,
             },
         )
-        self._told, self._tell_at = self.cuts, now + TOLD_SECONDS
+        self._told, self._tell_at = self.cuts, now + LOG_INTERVAL_SECONDS

@@ -21,12 +21,12 @@ from msgspec import structs
 from fleet.adapters.connector_folder import REPORT, FolderRecords
 from fleet.adapters.connector_virtual import Intent, PoolReport, Report
 from fleet.adapters.grpc_options import SEPARATE_CHANNEL_OPTIONS
-from fleet.adapters.local_processes import Endpoints, LocalProcesses
+from fleet.adapters.local_processes import ChildEndpoints, LocalProcesses
 from fleet.adapters.local_runs import PLANS
-from fleet.adapters.local_topology import LocalPool, Plan, worker_process
+from fleet.adapters.local_topology import LocalPlan, LocalPool, worker_process
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import Topology
-from fleet.control.supervision import Condition
+from fleet.control.supervision import ChildState
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
 from fleet.planner.messages import PoolName, Why
@@ -53,13 +53,13 @@ class LocalPools:
     def __init__(
         self,
         topology: Topology,
-        planned: Plan,
+        planned: LocalPlan,
         processes: LocalProcesses,
         folder: Path,
         say: Callable[[str], None],
     ) -> None:
         self._topology = topology
-        self._pools = {PoolName(pool.name): _Workers(pool) for pool in planned.pools}
+        self._pools = {PoolName(pool.name): _PoolWorkers(pool) for pool in planned.pools}
         self._processes = processes
         self._say = say
         self._runtime = folder
@@ -136,18 +136,18 @@ class LocalPools:
         for name, pool in self._pools.items():
             pool.target = wanted[name]
 
-    def _shrink(self, pool: "_Workers") -> None:
-        conditions = self._processes.conditions()
+    def _shrink(self, pool: "_PoolWorkers") -> None:
+        child_states = self._processes.child_states()
         dispensable = sorted(
             pool.staying,
-            key=lambda name: (conditions.get(name) is Condition.READY, -_number(name)),
+            key=lambda name: (child_states.get(name) is ChildState.READY, -_number(name)),
         )
         for name in dispensable[: max(0, len(pool.staying) - pool.target)]:
             pool.staying.remove(name)
             pool.leaving.add(name)
             self._processes.remove(name, DRAIN)
 
-    def _grow(self, pool: "_Workers") -> None:
+    def _grow(self, pool: "_PoolWorkers") -> None:
         for _ in range(min(pool.target - len(pool.staying), self._room())):
             name = self._free_name(pool.kind)
             self._processes.add(worker_process(pool.kind, name, self._runtime))
@@ -165,7 +165,7 @@ class LocalPools:
 
     def _said(self, name: PoolName) -> PoolReport:
         pool = self._pools[name]
-        conditions, failing = self._processes.conditions(), sorted(self._processes.failing() & set(pool.staying))
+        child_states, failing = self._processes.child_states(), sorted(self._processes.failing() & set(pool.staying))
         why, message = None, ""
         if name in self._limited:
             why, message = Why.LIMITED, self._limited[name]
@@ -176,14 +176,14 @@ class LocalPools:
             why, message = Why.NO_ROOM, f"the machine has room for {most} workers (cluster.most_workers)"
         return PoolReport(
             asked=pool.target,
-            ready=sum(conditions.get(each) is Condition.READY for each in pool.staying),
+            ready=sum(child_states.get(each) is ChildState.READY for each in pool.staying),
             draining=len(pool.leaving),
             why=why,
             message=message,
         )
 
 
-class _Workers:
+class _PoolWorkers:
     """Of one pool."""
 
     def __init__(self, kind: LocalPool) -> None:
@@ -200,7 +200,7 @@ def _number(name: WorkerId) -> int:
     return int(name.rpartition("-")[2])
 
 
-async def drain(endpoints: Endpoints, within: Nanos) -> bool:
+async def drain(endpoints: ChildEndpoints, within: Nanos) -> bool:
     """Have a worker finish what it has, and end. False: it did not answer to that."""
     asked = pb.DrainRequest(deadline_ms=within // MILLISECOND)
     try:

@@ -29,35 +29,35 @@ from typing import assert_never
 import msgspec
 from msgspec import Struct
 
-from fleet.adapters.heartbeat import look_at
-from fleet.adapters.local_runs import TEMPORARY, Part, note_group, note_logs, note_parts
-from fleet.adapters.process_group import end_group, ending
+from fleet.adapters.heartbeat import sample_process
+from fleet.adapters.local_runs import TEMPORARY, ProcessReport, note_group, note_logs, note_parts
+from fleet.adapters.process_group import end_group, kill_group
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.control.liveness import LOOK_EVERY, Limits, Liveness
+from fleet.control.liveness import SAMPLE_INTERVAL, Liveness, LivenessLimits
 from fleet.control.supervision import (
     CONFIGURATION_REFUSED,
-    LONGEST_PAUSE,
-    Added,
+    LONGEST_BACKOFF,
     AnnounceReady,
     AskToDrain,
     AskToStop,
-    BecameReady,
-    Child,
-    Command,
-    Condition,
-    Event,
-    Exited,
-    Finish,
-    Forget,
-    Kill,
-    Removed,
+    ChildAdded,
+    ChildExited,
+    ChildProcess,
+    ChildReady,
+    ChildRemoved,
+    ChildState,
+    ChildUnresponsive,
+    ForgetChild,
+    KillChild,
     ReportFailure,
     ReportRestart,
-    Spawn,
+    SpawnChild,
     StopRequested,
     Supervision,
-    Ticked,
-    Unresponsive,
+    SupervisionCommand,
+    SupervisionEvent,
+    SupervisionFinished,
+    SupervisionTicked,
 )
 from fleet.errors import ConfigurationRefused
 
@@ -65,24 +65,24 @@ LOG_TAIL_LINES = 20
 SHOWN_DEATHS = 3  # in a row, with which the end of the log is shown; it will not say anything else later
 FIRST_PROGRESS = 5.0  # seconds until the first line while children load; the pauses double
 PROGRESS_EVERY = 40.0  # seconds between two lines, at most
-GUARDIAN_SECONDS = 10.0  # in which the guardian clears up, which takes a moment when no child is left
+ORPHAN_REAPER_SECONDS = 10.0  # in which the guardian clears up, which takes a moment when no child is left
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as shells have it
 
-Endpoints = Mapping[str, str]
+ChildEndpoints = Mapping[str, str]
 """Addresses that a child listens on, by protocol."""
 
-Drain = Callable[[Endpoints, Nanos], Awaitable[bool]]
+Drain = Callable[[ChildEndpoints, Nanos], Awaitable[bool]]
 """Has a child finish what it has within a time, and end; False: it was not told so."""
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):
     """A child and how to start it."""
 
-    child: Child
+    child: ChildProcess
     command: tuple[
         str, ...
     ]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before where it is to send beats
-    limits: Limits = Limits()
+    limits: LivenessLimits = LivenessLimits()
 
 
 class ClusterFailed(Exception):
@@ -113,7 +113,7 @@ class LocalProcesses:
         clock: Clock,
         say: Callable[[str], None],
         drain: Drain | None = None,
-        longest_pause: Nanos = LONGEST_PAUSE,
+        longest_pause: Nanos = LONGEST_BACKOFF,
     ):
         self._processes = {process.child.name: process for process in processes}
         self._folder = folder
@@ -123,11 +123,13 @@ class LocalProcesses:
         self._say = say
         self._drain = drain
         self._machine = Supervision([process.child for process in processes], Random(), longest_pause)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by nature: a few events a child, and signals
+        self._events: asyncio.Queue[SupervisionEvent] = (
+            asyncio.Queue()
+        )  # bounded by nature: a few events a child, and signals
         self._running: dict[str, Process] = {}
-        self._noted: Mapping[str, Part] = {}
+        self._noted: Mapping[str, ProcessReport] = {}
         self._unsent: dict[str, signal.Signals] = {}  # to children whose start is under way
-        self._endpoints: dict[str, Endpoints] = {}
+        self._endpoints: dict[str, ChildEndpoints] = {}
         self._ready = asyncio.Event()
         self._stop_asked = False
         self._content: asyncio.Task[None] | None = None
@@ -135,7 +137,7 @@ class LocalProcesses:
         self._guardian: Process | None = None
 
     @property
-    def endpoints(self) -> Mapping[str, Endpoints]:
+    def endpoints(self) -> Mapping[str, ChildEndpoints]:
         """By name of the child; complete when the cluster is ready."""
         return self._endpoints
 
@@ -149,9 +151,9 @@ class LocalProcesses:
         """Of all children; those that are on their way out are among them until they are gone."""
         return frozenset(self._processes)
 
-    def conditions(self) -> Mapping[str, Condition]:
+    def child_states(self) -> Mapping[str, ChildState]:
         """By name; without those that were added a moment ago."""
-        return self._machine.conditions()
+        return self._machine.child_states()
 
     def failing(self) -> frozenset[str]:
         """Children that do not get ready again and again, or never will."""
@@ -161,11 +163,11 @@ class LocalProcesses:
         """Run one more child. Only while a body is held; its name must be nobody's."""
         assert process.child.name not in self._processes, process.child.name
         self._processes[process.child.name] = process
-        self._events.put_nowait(Added(process.child))
+        self._events.put_nowait(ChildAdded(process.child))
 
     def remove(self, name: str, within: Nanos) -> None:
         """Ask a child to finish what it has and to end, within a time; it is gone when `names` does not have it any more."""
-        self._events.put_nowait(Removed(name, within))
+        self._events.put_nowait(ChildRemoved(name, within))
 
     def request_stop(self) -> None:
         """Ask everything to end; the second time, kill it."""
@@ -230,33 +232,33 @@ class LocalProcesses:
     async def _end_guardian(self, guardian: Process) -> None:
         """Wait until the guardian has ended; kill one that does not, because somebody stopped it."""
         try:
-            async with asyncio.timeout(GUARDIAN_SECONDS):
+            async with asyncio.timeout(ORPHAN_REAPER_SECONDS):
                 await guardian.wait()
         except TimeoutError:
             guardian.kill()
             await guardian.wait()
 
-    async def _next_event(self) -> Event:
+    async def _next_event(self) -> SupervisionEvent:
         instant = self._machine.next_instant()
         seconds = None if instant is None else max(0, instant - self._clock.now()) / SECOND
         try:
             async with asyncio.timeout(seconds):
                 return await self._events.get()
         except TimeoutError:
-            return Ticked()
+            return SupervisionTicked()
 
-    def _perform(self, commands: Sequence[Command], tasks: asyncio.TaskGroup) -> bool:
+    def _perform(self, commands: Sequence[SupervisionCommand], tasks: asyncio.TaskGroup) -> bool:
         """Carry out commands; True after the last one of all."""
         finished = False
         for command in commands:
             match command:
-                case Spawn(name):
+                case SpawnChild(name):
                     tasks.create_task(self._run_child(self._processes[name]))
                 case AskToDrain(name, within):
                     tasks.create_task(self._ask_to_drain(name, within))
                 case AskToStop(name):
                     self._send(name, signal.SIGTERM)
-                case Kill(name):
+                case KillChild(name):
                     self._send(name, signal.SIGKILL)
                 case AnnounceReady():
                     self._ready.set()
@@ -265,14 +267,14 @@ class LocalProcesses:
                         self._show_log(name)
                     often = f" for the {deaths}th time in a row" if deaths > SHOWN_DEATHS else ""
                     self._say(f"{name} {_ending(status)}{often}; starting it again in {pause / SECOND:.2g} s")
-                case Forget(name):
+                case ForgetChild(name):
                     del self._processes[name]
                     self._endpoints.pop(name, None)
                 case ReportFailure(name, reason, status):
                     self._failure = self._explain(name, reason, status)
                     if self._content is not None:
                         self._content.cancel()
-                case Finish():
+                case SupervisionFinished():
                     finished = True
                 case _:
                     assert_never(command)
@@ -299,7 +301,7 @@ class LocalProcesses:
         except OSError as error:
             self._say(f"{name} cannot be started: {error}")
             os.close(read_fd)
-            self._events.put_nowait(Exited(name, SPAWN_FAILED))
+            self._events.put_nowait(ChildExited(name, SPAWN_FAILED))
             return
         finally:
             os.close(write_fd)
@@ -318,7 +320,7 @@ class LocalProcesses:
                 status = await running.wait()
                 for task in tasks:
                     task.cancel()
-            for pause in ending(running.pid):
+            for pause in kill_group(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
             end_group(running.pid)  # blocks, for a moment: what was cancelled must not leave processes
@@ -326,7 +328,7 @@ class LocalProcesses:
         finally:
             self._tell_guardian("-", running.pid)
             del self._running[name]
-        self._events.put_nowait(Exited(name, status))
+        self._events.put_nowait(ChildExited(name, status))
 
     async def _ask_to_drain(self, name: str, within: Nanos) -> None:
         running, endpoints = self._running.get(name), self._endpoints.get(name)
@@ -347,7 +349,7 @@ class LocalProcesses:
             if not line.endswith(b"\n"):
                 return
             self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
-            self._events.put_nowait(BecameReady(name))
+            self._events.put_nowait(ChildReady(name))
             while await reader.read(1 << 16):
                 heard.set()
         finally:
@@ -356,14 +358,14 @@ class LocalProcesses:
     async def _watch(self, process: LocalProcess, pid: int, heard: asyncio.Event) -> None:
         """Look at a child until it is found to hang, which ends it, or has ended by itself."""
         name, liveness = process.child.name, Liveness(process.limits, self._clock.now())
-        while (look := look_at(pid)) is not None:
+        while (look := sample_process(pid)) is not None:
             hang = liveness.observe(look, heard=heard.is_set(), now=self._clock.now())
             heard.clear()
             if hang is not None:
                 self._say(f"{name} {hang.why}, and is killed")
-                self._events.put_nowait(Unresponsive(name))
+                self._events.put_nowait(ChildUnresponsive(name))
                 return
-            await asyncio.sleep(LOOK_EVERY / SECOND)
+            await asyncio.sleep(SAMPLE_INTERVAL / SECOND)
 
     def _send(self, name: str, number: signal.Signals) -> None:
         """Signal a child (its group follows when it is gone); one that is just being started gets it then."""
@@ -376,14 +378,14 @@ class LocalProcesses:
         """Write down what each child does, where that has changed. On a full disk nobody learns it, and all else goes on."""
         now = self._clock.now()
         parts = {
-            name: Part(
+            name: ProcessReport(
                 condition=standing.condition,
                 pid=self._running[name].pid if name in self._running else None,
                 deaths=standing.deaths,
                 last_end="" if standing.last_status is None else _ending(standing.last_status),
                 pause_seconds=None if standing.starts_at is None else round((standing.starts_at - now) / SECOND, 1),
             )
-            for name, standing in self._machine.standings().items()
+            for name, standing in self._machine.child_statuses().items()
         }
         if parts != self._noted:
             with suppress(OSError):
@@ -402,8 +404,8 @@ class LocalProcesses:
         while True:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PROGRESS_EVERY)
-            conditions = self._machine.conditions()
-            loading = [name for name, condition in conditions.items() if condition is Condition.STARTING]
+            child_states = self._machine.child_states()
+            loading = [name for name, condition in child_states.items() if condition is ChildState.STARTING]
             if loading and not self._machine.announced:
                 self._say(f"loading {', '.join(loading)} ({Nanos(self._clock.now() - started) // SECOND} s)")
 

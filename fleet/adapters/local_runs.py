@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.adapters.connector_folder import REPORT
-from fleet.adapters.held_files import ALIVE, held, left, remove_around, taken
+from fleet.adapters.held_files import ALIVE_FILE, hold_lock_file, is_abandoned, remove_locked_folder, take_abandoned
 from fleet.adapters.process_group import end_group, members
 from kvstore.credentials import Credentials
 
@@ -44,10 +44,10 @@ class RouterAddresses(Struct, frozen=True):
     control_credentials: Credentials = Credentials()
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class ProcessReport(Struct, frozen=True, kw_only=True):
     """The report of a supervisor about one process of its run."""
 
-    condition: str  # a value of `fleet.control.supervision.Condition`
+    condition: str  # a value of `fleet.control.supervision.ChildState`
     pid: int | None  # None: it does not run now
     deaths: int  # in a row
     last_end: str  # how it ended the last time, in words; empty: it has not
@@ -70,17 +70,17 @@ class LocalRun(Struct, frozen=True):
     def plans(self) -> Path:
         return self.folder / PLANS
 
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, ProcessReport]:
         """Return what its supervisor last said of its processes, by name; nothing where it said nothing that can be read."""
         try:
-            return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, Part])
+            return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, ProcessReport])
         except (OSError, msgspec.DecodeError):
             return {}
 
     @property
     def killed(self) -> bool:
         """It has ended without clearing up. Of a run that does not say that it is alive nobody knows."""
-        return left(self.folder / ALIVE)
+        return is_abandoned(self.folder / ALIVE_FILE)
 
     def answers_at(self, address: str) -> bool:
         """Whether its router was told to listen there."""
@@ -100,7 +100,7 @@ class LocalRun(Struct, frozen=True):
         Returns:
             How many processes there were. None, and nothing is done, where somebody else is at it, or the run is alive.
         """
-        with taken(self.folder / ALIVE) as dead:
+        with take_abandoned(self.folder / ALIVE_FILE) as dead:
             if not dead:
                 return None
             ended = 0
@@ -108,7 +108,7 @@ class LocalRun(Struct, frozen=True):
                 if its := _of_run(members(group), self.folder):
                     ended += len(its)
                     end_group(group)
-            remove_around(self.folder / ALIVE)
+            remove_locked_folder(self.folder / ALIVE_FILE)
             return ended
 
 
@@ -118,14 +118,14 @@ def runtime_folder() -> Iterator[Path]:
     parent = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
     try:
-        with held(folder / ALIVE):
+        with hold_lock_file(folder / ALIVE_FILE):
             try:
                 (folder / TEMPORARY).mkdir()
                 yield folder
             finally:
-                remove_around(folder / ALIVE)
+                remove_locked_folder(folder / ALIVE_FILE)
     finally:  # where it could not even be held
-        remove_around(folder / ALIVE)
+        remove_locked_folder(folder / ALIVE_FILE)
 
 
 def local_runs() -> Sequence[LocalRun]:
@@ -136,7 +136,7 @@ def local_runs() -> Sequence[LocalRun]:
         with suppress(OSError):  # it has just ended, or may not be looked into
             if folder.lstat().st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
                 continue
-            if (folder / ALIVE).exists() or (folder / PLANS).is_dir():
+            if (folder / ALIVE_FILE).exists() or (folder / PLANS).is_dir():
                 found.add(folder)
     return [LocalRun(folder) for folder in sorted(found)]
 
@@ -159,7 +159,7 @@ def note_logs(folder: Path, logs: Path) -> None:
             (folder / LOGS).symlink_to(logs.resolve())
 
 
-def note_parts(folder: Path, parts: Mapping[str, Part]) -> None:
+def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
     """Write down what the processes of a run do; whoever reads it sees all of it.
 
     Raises:

@@ -25,10 +25,10 @@ from msgspec import Struct, structs
 
 from fleet.adapters.local_processes import LocalProcess
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, checked, save
-from fleet.control.liveness import Limits
+from fleet.config import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, Topology, build_settings, save
+from fleet.control.liveness import LivenessLimits
 from fleet.control.settings import SupervisionSettings
-from fleet.control.supervision import Child
+from fleet.control.supervision import ChildProcess
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
@@ -68,10 +68,10 @@ class LocalPool(Struct, frozen=True, kw_only=True):
     """Of a worker by that name. Raises ConfigurationRefused, of a pool without workers that can have none."""
 
     ready_within: Nanos
-    limits: Limits = Limits()
+    limits: LivenessLimits = LivenessLimits()
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class LocalPlan(Struct, frozen=True, kw_only=True):
     """What to run, and where it will be reached."""
 
     processes: tuple[LocalProcess, ...]
@@ -91,7 +91,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return tuple(worker for pool in self.pools for worker in pool.workers)
 
 
-def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName) -> Plan:
+def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName) -> LocalPlan:
     """Settle a topology, and write the settings files of its processes.
 
     Args:
@@ -106,19 +106,21 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     """
     _check_engine(topology.cluster.engine)
     with ExitStack() as held:  # all at once, or two could be the same
-        http = claim("router.http_listen", topology.router.http_listen, held)
-        grpc = claim("router.grpc_listen", topology.router.grpc_listen, held)
-        health = claim("router.health_listen", topology.router.health_listen or ANY_PORT, held)
+        http = claim_address("router.http_listen", topology.router.http_listen, held)
+        grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
+        health = claim_address("router.health_listen", topology.router.health_listen or ANY_PORT, held)
         control = topology.router.control_listen or f"unix:{folder / 'control.sock'}"
         if not unix_path(control):
-            control = claim("router.control_listen", control, held)
-        kserve = topology.router.kserve_listen and claim("router.kserve_listen", topology.router.kserve_listen, held)
+            control = claim_address("router.control_listen", control, held)
+        kserve = topology.router.kserve_listen and claim_address(
+            "router.kserve_listen", topology.router.kserve_listen, held
+        )
     node = _store(topology, folder) if KvPath.STORE in topology.cluster.kv_paths else None
     is_embedded = topology.store.place is StorePlace.WORKER
     store = node.listen[0] if node is not None else ""
     processes = []
     if node is not None and not is_embedded:
-        processes.append(_store_process(folder, node, limits_of(topology.supervision, STORE)))
+        processes.append(_store_process(folder, node, liveness_limits(topology.supervision, STORE)))
     router = structs.replace(
         topology.router,
         http_listen=http,
@@ -131,7 +133,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     )
     processes.append(
         _process(
-            Child(
+            ChildProcess(
                 name=ROUTER,
                 start_stage=START_ROUTER,
                 stop_stage=STOP_ROUTER,
@@ -140,7 +142,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             ),
             folder,
             router,
-            limits_of(topology.supervision, ROUTER),
+            liveness_limits(topology.supervision, ROUTER),
         )
     )
     pools = _pools(
@@ -154,7 +156,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         embedded_store=node if is_embedded else None,
     )
     processes += [worker_process(pool, worker, folder) for pool in pools for worker in pool.workers]
-    return Plan(
+    return LocalPlan(
         processes=tuple(processes),
         model=model,
         model_dir=model_dir,
@@ -190,8 +192,8 @@ def _store(topology: Topology, folder: Path) -> StoreSettings:
     )
 
 
-def _store_process(folder: Path, settings: StoreSettings, limits: Limits) -> LocalProcess:
-    child = Child(
+def _store_process(folder: Path, settings: StoreSettings, limits: LivenessLimits) -> LocalProcess:
+    child = ChildProcess(
         name=STORE, start_stage=START_STORE, stop_stage=STOP_STORE, ready_within=READY_WITHIN, stop_within=STOP_WITHIN
     )
     return _process(child, folder, settings, limits)
@@ -199,7 +201,7 @@ def _store_process(folder: Path, settings: StoreSettings, limits: Limits) -> Loc
 
 def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProcess:
     """A worker of a pool, by that name; its settings file is written."""
-    child = Child(
+    child = ChildProcess(
         name=name,
         start_stage=START_WORKERS,
         stop_stage=STOP_WORKERS,
@@ -224,7 +226,7 @@ def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
                 workers=tuple(WorkerId(f"{pool.role}-{number}") for number in range(first, numbers[pool.role])),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
                 ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
-                limits=limits_of(topology.supervision, name),
+                limits=liveness_limits(topology.supervision, name),
             )
         )
     return pools
@@ -233,7 +235,7 @@ def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
 def _worker(
     cluster: ClusterSection, pool: PoolSection, folder: Path, fields: Mapping[str, Any], name: WorkerId
 ) -> WorkerSettings:
-    return checked(
+    return build_settings(
         WorkerSettings,
         worker_id=name,
         role=pool.role,
@@ -246,7 +248,7 @@ def _worker(
         adapters=cluster.adapters,
         adapter_slots=cluster.adapter_slots,
         drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
-        vllm=_exact(pool.vllm) if cluster.model == TINY else pool.vllm,
+        vllm=_exact_settings(pool.vllm) if cluster.model == TINY else pool.vllm,
         simulated=pool.simulated,
         watchdog=pool.watchdog,
         **fields,
@@ -262,19 +264,19 @@ def pool_names(topology: Topology) -> list[str]:
     ]
 
 
-def _exact(settings: VllmSettings) -> VllmSettings:
+def _exact_settings(settings: VllmSettings) -> VllmSettings:
     """The tiny model in its own precision, which "auto" would halve: its answers are the same whatever the batch."""
     return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 
-def limits_of(settings: SupervisionSettings, name: str) -> Limits:
+def liveness_limits(settings: SupervisionSettings, name: str) -> LivenessLimits:
     """Return how long a process of this name may not respond; any name but the router's and the store's is a worker's."""
     silences = {ROUTER: settings.router_silence_seconds, STORE: settings.store_silence_seconds}
     silence = silences.get(name, settings.worker_silence_seconds)
-    return Limits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
+    return LivenessLimits(stopped=nanos(settings.stopped_seconds), silent=nanos(silence))
 
 
-def _process(child: Child, folder: Path, settings: Struct, limits: Limits) -> LocalProcess:
+def _process(child: ChildProcess, folder: Path, settings: Struct, limits: LivenessLimits) -> LocalProcess:
     part = child.name if child.name in (ROUTER, STORE) else "worker"
     path = folder / f"{child.name}.json"
     save(settings, path)
@@ -292,7 +294,7 @@ def _length_limit(model_dir: Path) -> int:
         raise ConfigurationRefused(f"cluster.model: {path} is not a model's configuration: {error}") from error
 
 
-def claim(field: str, listen: str, held: ExitStack) -> str:
+def claim_address(field: str, listen: str, held: ExitStack) -> str:
     """The address with a definite port that nobody listens on, and nobody can while `held` is open.
 
     Somebody may still take it between that and the router's start; then the router refuses its settings.
@@ -320,7 +322,7 @@ def _dialled(listen: str) -> str:
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else listen  # noqa: S104 - compared, not bound
 
 
-def addresses(plan_: Plan) -> Sequence[str]:
+def addresses(plan_: LocalPlan) -> Sequence[str]:
     """Lines for a person: how the cluster is reached."""
     lines = [f"http  http://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
     lines += [f"health  http://{plan_.health}/health, /metrics", f"control  {plan_.control}"]

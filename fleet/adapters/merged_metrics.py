@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 LABEL = "router"
 
 
-def merged(expositions: Mapping[str, str]) -> str:
+def merge_metrics(expositions: Mapping[str, str]) -> str:
     """All samples, each with the label ``router``; what is said of a metric is said once.
 
     Args:

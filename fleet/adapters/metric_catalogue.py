@@ -14,7 +14,7 @@ from fleet.adapters.tenant_metrics import TenantMetrics
 from fleet.requests import Finish
 from fleet.router.snapshot import Counters, RouterSnapshot
 from fleet.router.tenants import Usage
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from kvstore.messages import Stats
 from kvstore.metrics import NodeMetrics, Snapshot
 from operators import telemetry
@@ -41,7 +41,7 @@ IDLE_NODE = Snapshot(
 )
 
 
-class Described(Struct, frozen=True, kw_only=True):
+class MetricDescription(Struct, frozen=True, kw_only=True):
     """One metric; a counter's samples are called `<name>_total`, a histogram's `<name>_bucket` and so on."""
 
     name: str
@@ -51,8 +51,8 @@ class Described(Struct, frozen=True, kw_only=True):
 
 
 @cache
-def of_router() -> Mapping[str, Described]:
-    metrics = Metrics(CollectorRegistry())
+def router_metric_descriptions() -> Mapping[str, MetricDescription]:
+    metrics = RouterProcessMetrics(CollectorRegistry())
     metrics.ended(Finish.STOP, (), None, 0.0)
     parts = (
         RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict, directory=bool),
@@ -64,26 +64,26 @@ def of_router() -> Mapping[str, Described]:
 
 
 @cache
-def of_store() -> Mapping[str, Described]:
+def store_metric_descriptions() -> Mapping[str, MetricDescription]:
     metrics = NodeMetrics(CollectorRegistry(), lambda: IDLE_NODE)
     metrics.moved("ssd", "fetch", 0.0)
     return _described(metrics.registry.collect())
 
 
 @cache
-def of_operator() -> Mapping[str, Described]:
+def operator_metric_descriptions() -> Mapping[str, MetricDescription]:
     metrics = telemetry.Metrics(CollectorRegistry())
     metrics.wrote("apply")
     gauges = telemetry.Gauges(leads=bool, waiting=int, objects=dict, restarts=int, ready=dict)
     return _described(metrics.registry.collect(), gauges.collect())
 
 
-def _described(*collected: Iterable[Metric]) -> dict[str, Described]:
-    found: dict[str, Described] = {}
+def _described(*collected: Iterable[Metric]) -> dict[str, MetricDescription]:
+    found: dict[str, MetricDescription] = {}
     for family in (each for families in collected for each in families):
         declared = getattr(family, "_labelnames", ())  # which have no sample yet
         sampled = {label for sample in family.samples for label in sample.labels}
-        found[family.name] = Described(
+        found[family.name] = MetricDescription(
             name=family.name,
             kind=family.type,
             meaning=family.documentation,

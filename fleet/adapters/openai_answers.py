@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from fleet.adapters.openai_requests import Asked
-from fleet.adapters.status import APPEARANCES
-from fleet.errors import Refused
+from fleet.adapters.status import REASON_STATUSES
+from fleet.errors import RequestRejected
 from fleet.ids import ModelName
 from fleet.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
 
@@ -30,10 +30,10 @@ class TokenText(Protocol):
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
 
-def _error(refused: Refused) -> Json:
+def _error(refused: RequestRejected) -> Json:
     error: Json = {
         "message": refused.message,
-        "type": APPEARANCES[refused.reason].openai,
+        "type": REASON_STATUSES[refused.reason].openai,
         "param": refused.field or None,
         "code": refused.reason,
     }
@@ -42,12 +42,12 @@ def _error(refused: Refused) -> Json:
     return error
 
 
-def error_object(refused: Refused) -> bytes:
+def error_object(refused: RequestRejected) -> bytes:
     """The body of a failed call; `refused` names the field as the client wrote it."""
     return encode({"error": _error(refused)})
 
 
-def error_event(refused: Refused) -> bytes:
+def error_event(refused: RequestRejected) -> bytes:
     """Return the last event of a stream that failed. It has the hint that else is in a header: when a retry may succeed."""
     error = _error(refused)
     if refused.retry_after_ms:

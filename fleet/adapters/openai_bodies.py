@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.errors import Reason, Refused, invalid, why_and_where
+from fleet.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.requests import Sampling
 from fleet.roles import KvPath, Placement
 from fleet.validation import MAX_EXPECTED_TOKENS
@@ -215,19 +215,19 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBod
     except msgspec.ValidationError as error:
         raise refusal_of(error) from error
     except UnicodeDecodeError as error:
-        raise Refused(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
+        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
     except RecursionError as error:
-        raise Refused(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
+        raise RequestRejected(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
     except msgspec.DecodeError as error:
-        raise Refused(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
+        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
 
 
-def refusal_of(error: msgspec.ValidationError, parent: str = "") -> Refused:
+def refusal_of(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
     """Of a value in `parent` that has the wrong type or range; msgspec ends its message with the path."""
-    message, path = why_and_where(error)
+    message, path = split_validation_error(error)
     field = parent + path
     if (named := _NAMED_FIELD.search(message)) is not None:
         field += f".{named[1]}"
     message = message[0].lower() + message[1:]
     field = field.removeprefix(".")
-    return invalid(field, message) if field else Refused(Reason.INVALID_ARGUMENT, f"the body: {message}")
+    return invalid(field, message) if field else RequestRejected(Reason.INVALID_ARGUMENT, f"the body: {message}")

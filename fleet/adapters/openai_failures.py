@@ -7,11 +7,11 @@ import msgspec
 from fleet.adapters.http_exchange import Exchange
 from fleet.adapters.http_messages import Malformed
 from fleet.adapters.openai_answers import EVENT_STREAM, error_event, error_object
-from fleet.adapters.status import APPEARANCES
-from fleet.errors import Reason, Refused
+from fleet.adapters.status import REASON_STATUSES
+from fleet.errors import Reason, RequestRejected
 
 
-def fail(exchange: Exchange, refused: Refused, *more: tuple[str, str]) -> None:
+def fail(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
     """Answer a request that is refused; what has begun as a stream ends with an event that says so.
 
     Args:
@@ -31,7 +31,7 @@ def fail(exchange: Exchange, refused: Refused, *more: tuple[str, str]) -> None:
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # a 401 has to say how (RFC 9110, 15.5.2)
-    exchange.respond(APPEARANCES[refused.reason].http, error_object(refused), headers=headers)
+    exchange.respond(REASON_STATUSES[refused.reason].http, error_object(refused), headers=headers)
 
 
 def refuse(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:

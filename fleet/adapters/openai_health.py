@@ -2,8 +2,14 @@
 
 import logging
 
-from fleet.adapters.golden import TEXTS, Tokenises, to_tokenise, tokenised_alike
-from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, ServerAddress, Starved, Unreachable, ask
+from fleet.adapters.golden import TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
+from fleet.adapters.openai_questions import (
+    FIRST_SERVER_ERROR,
+    BackendUnreachable,
+    OutOfSockets,
+    ServerAddress,
+    http_request,
+)
 from fleet.ids import ModelName
 from fleet.router.ports import TextCodec
 from fleet.router.settings import OpenAiWorkerSettings
@@ -28,7 +34,7 @@ class ServerHealth:
         self._address = address
         self._within_seconds = max(settings.probe_seconds, connect_timeout_seconds)
         self._codec = codec
-        self.tokenises = Tokenises.UNKNOWN
+        self.tokenises = TokenizerMatch.UNKNOWN
         self.cause = ""
         """Why it is not healthy, or what it answered."""
 
@@ -38,9 +44,9 @@ class ServerHealth:
             status, _ = await self._ask(b"GET", self._settings.health_path)
             if status in NO_SUCH_PATH:
                 status, _ = await self._ask(b"GET", "/v1/models")
-        except Starved:
+        except OutOfSockets:
             return None
-        except Unreachable as error:
+        except BackendUnreachable as error:
             self.cause = str(error)
             return False
         self.cause = f"it answered with status {status}"
@@ -50,20 +56,22 @@ class ServerHealth:
         """Have it tokenise the golden texts, if it can, and note what it makes of them."""
         if (codec := self._codec) is None:
             return
-        settings, tokenises = self._settings, Tokenises.UNKNOWN
+        settings, tokenises = self._settings, TokenizerMatch.UNKNOWN
         for text in TEXTS:
             try:
-                status, answer = await self._ask(b"POST", "/tokenize", to_tokenise(ModelName(settings.model), text))
-            except Unreachable:
+                status, answer = await self._ask(
+                    b"POST", "/tokenize", tokenize_request_body(ModelName(settings.model), text)
+                )
+            except BackendUnreachable:
                 break
-            if status != OK or (tokenises := tokenised_alike(codec, text, answer)) is not Tokenises.ALIKE:
+            if status != OK or (tokenises := compare_tokens(codec, text, answer)) is not TokenizerMatch.ALIKE:
                 break
         self.tokenises = tokenises
-        if tokenises is Tokenises.OTHERWISE:
+        if tokenises is TokenizerMatch.OTHERWISE:
             told = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
             log.error(
                 "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
             )
 
     async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        return await ask(self._address, method, path, body, within_seconds=self._within_seconds)
+        return await http_request(self._address, method, path, body, within_seconds=self._within_seconds)

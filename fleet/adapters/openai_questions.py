@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httptools
 from msgspec import Struct
 
-STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """What a process meets that has no socket left."""
 
 MAX_ANSWER_BYTES = 1 << 20
@@ -17,11 +17,11 @@ FIRST_FINAL_STATUS = 200  # those before say that an answer will follow
 FIRST_SERVER_ERROR = 500
 
 
-class Unreachable(Exception):
+class BackendUnreachable(Exception):
     """A server does not answer; the message says why."""
 
 
-class Starved(Unreachable):
+class OutOfSockets(BackendUnreachable):
     """Not for its own reasons: this process or machine has no socket left."""
 
 
@@ -58,7 +58,7 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
         return b"%s %s%s HTTP/1.1\r\nhost: %s\r\n%s" % (method, self.prefix, path.encode(), self.netloc, key)
 
 
-async def ask(
+async def http_request(
     server: ServerAddress, method: bytes, path: str, body: bytes = b"", *, within_seconds: float
 ) -> tuple[int, bytes]:
     """Status and content of the answer.
@@ -80,15 +80,15 @@ async def ask(
             finally:
                 writer.close()
     except (OSError, TimeoutError, httptools.HttpParserError) as error:
-        if isinstance(error, OSError) and error.errno in STARVED:
-            raise Starved(cause_of(error)) from error
-        raise Unreachable(cause_of(error)) from error
+        if isinstance(error, OSError) and error.errno in OUT_OF_SOCKETS:
+            raise OutOfSockets(connection_failure_cause(error)) from error
+        raise BackendUnreachable(connection_failure_cause(error)) from error
     if answer.status < FIRST_FINAL_STATUS:
-        raise Unreachable("it closed the connection without an answer")
+        raise BackendUnreachable("it closed the connection without an answer")
     return answer.status, bytes(answer.content)
 
 
-def cause_of(error: BaseException) -> str:
+def connection_failure_cause(error: BaseException) -> str:
     """Why a connection failed, in words."""
     if isinstance(error, TimeoutError):
         return "no answer in time"

@@ -42,13 +42,13 @@ from fleet.requests import (
     ChatMessage,
     ChatPrompt,
     Choice,
-    Form,
     GenerateRequest,
     Grammar,
     JsonSchema,
     Pattern,
     Prompt,
     Sampling,
+    StructuredOutput,
     TextPrompt,
     TokenPrompt,
 )
@@ -180,7 +180,7 @@ def _asked(
     )
 
 
-def _form(body: Body) -> tuple[Form | None, str]:
+def _form(body: Body) -> tuple[StructuredOutput | None, str]:
     """What the answer must be, and the field that says so."""
     said = dict(_forms(body))
     if len(said) > 1:
@@ -191,7 +191,7 @@ def _form(body: Body) -> tuple[Form | None, str]:
     return None, ""
 
 
-def _forms(body: Body) -> Iterator[tuple[str, Form]]:
+def _forms(body: Body) -> Iterator[tuple[str, StructuredOutput]]:
     """All that is said of it, by field."""
     match body.response_format:
         case None | ResponseFormat(type="text"):
@@ -216,7 +216,7 @@ def _forms(body: Body) -> Iterator[tuple[str, Form]]:
 
 def _vllm_forms(
     before: str, schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Iterator[tuple[str, Form]]:
+) -> Iterator[tuple[str, StructuredOutput]]:
     if schema is not None:
         yield f"{before}json", _schema(schema)
     if regex is not None:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, ServerAddress, Unreachable, ask
+from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, BackendUnreachable, ServerAddress, http_request
 from fleet.adapters.relay_requests import CHAT, EMBEDDINGS
 from fleet.router.silence import Trial
 
@@ -13,8 +13,8 @@ TEXT = "Hi"
 async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> Trial:
     """Send one, of the kind that goes by `path`, and say what came of it."""
     try:
-        status, _ = await ask(address, b"POST", path, trial_body(path, model), within_seconds=within_seconds)
-    except Unreachable:
+        status, _ = await http_request(address, b"POST", path, trial_body(path, model), within_seconds=within_seconds)
+    except BackendUnreachable:
         return Trial.FAILED
     if status == OK:
         return Trial.ANSWERED

@@ -30,18 +30,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from fleet.adapters.followed_cache import FollowedCache
-from fleet.adapters.golden import Tokenises
+from fleet.adapters.followed_cache import KvEventFollower
+from fleet.adapters.golden import TokenizerMatch
 from fleet.adapters.openai_answers import UNLIMITED
 from fleet.adapters.openai_health import ServerHealth
-from fleet.adapters.openai_questions import STARVED, ServerAddress, cause_of
+from fleet.adapters.openai_questions import OUT_OF_SOCKETS, ServerAddress, connection_failure_cause
 from fleet.adapters.openai_trial import try_request
 from fleet.adapters.relay import Relayed
 from fleet.adapters.relay_requests import COMPLETIONS, PATHS
-from fleet.adapters.turn_end import TurnEnd
-from fleet.adapters.upstream import AnswerHeads, Upstream, Usage
+from fleet.adapters.turn_end import WriteBatcher
+from fleet.adapters.upstream import AnswerHeads, Upstream, UpstreamUsage
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Role
@@ -61,7 +61,7 @@ from fleet.router.ports import TextCodec, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.router.silence import Ask, GiveUp, Outstanding, ServerSilence, StopAsking, TakeBack, TakeOut
 from fleet.router.truth import Knowledge
-from fleet.work import Adapter, Description, Progress, Rejected
+from fleet.work import LoraAdapter, Progress, Rejected, WorkerDescription
 from workers.engines.cache_books import PassedOver
 from workers.engines.event_health import Alert
 
@@ -73,19 +73,19 @@ FIRST_PAUSE_SECONDS = 1.0  # of a server that failed too many requests
 LONGEST_PAUSE_SECONDS = 30.0
 SEARCH_SECONDS = 0.25  # between two questions to a server that is not there; they cost little, waiting for it much
 IDLE_SECONDS = 60.0  # of a connection that a burst has left over; servers close them sooner, or never
-STARVED_SECONDS = 0.05  # between two attempts then (rule 8)
+OUT_OF_SOCKETS_SECONDS = 0.05  # between two attempts then (rule 8)
 RETRY_AFTER_MS = 1000
 TOKEN = 0  # stands for each that is not known
-LOOK_PAUSE = MILLISECOND // 2  # for each request there, between looks at all; each takes two microseconds
-LOOK_PAUSE_HEARD = SECOND  # while some are answered
+PROBE_INTERVAL = MILLISECOND // 2  # for each request there, between looks at all; each takes two microseconds
+PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some are answered
 LEARNED_AT_ONCE = 64  # first bytes that are counted at a look, ten times a second
 
 Hear = Callable[[WorkerEvent], None]
 """`fleet.router.server.RouterServer.hear`."""
 
 
-class OpenAiWorker:
-    """One server. Implements `fleet.adapters.upstream.Owner`."""
+class ExternalBackend:
+    """One server. Implements `fleet.adapters.upstream.UpstreamOwner`."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class OpenAiWorker:
         connect_timeout_seconds: float,
         clock: Clock,
         codec: TextCodec | None = None,
-        can_spare: "Callable[[OpenAiWorker], bool]" = lambda _: True,
-        turn_end: TurnEnd | None = None,
+        can_spare: "Callable[[ExternalBackend], bool]" = lambda _: True,
+        write_batcher: WriteBatcher | None = None,
         own_time: OwnTime | None = None,
     ) -> None:
         self._can_spare = can_spare
@@ -107,7 +107,7 @@ class OpenAiWorker:
         self.heads = AnswerHeads()
         self.says_done = False
         self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
-        self.turn_end = turn_end or TurnEnd()
+        self.write_batcher = write_batcher or WriteBatcher()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self.asked = asyncio.Event()
@@ -126,7 +126,7 @@ class OpenAiWorker:
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
         self._look = asyncio.Event()  # now, and not at the next turn
-        self._cache = FollowedCache(settings, clock)
+        self._cache = KvEventFollower(settings, clock)
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
         self._health = ServerHealth(settings, self._address, connect_timeout_seconds, codec)
@@ -143,7 +143,7 @@ class OpenAiWorker:
         return self._cache.alert
 
     @property
-    def tokenises(self) -> Tokenises:
+    def tokenises(self) -> TokenizerMatch:
         """What it made of the golden prompts, beside this router."""
         return self._health.tokenises
 
@@ -206,11 +206,11 @@ class OpenAiWorker:
         """
         silence, works = self.silence, self._works
         heard = self._tell_first_bytes() or self._hears(now)
-        pause = len(works) * LOOK_PAUSE
+        pause = len(works) * PROBE_INTERVAL
         if heard:
             self._heard = True
             silence.heard(now)
-            pause = max(pause, LOOK_PAUSE_HEARD)
+            pause = max(pause, PROBE_INTERVAL_WHILE_HEARD)
         if works and now < self._looked_at + pause and silence.calm:
             return False
         self._looked_at = now
@@ -230,7 +230,7 @@ class OpenAiWorker:
                 return True
         return False
 
-    def decide(self, now: Nanos, siblings: "Sequence[OpenAiWorker]") -> None:
+    def decide(self, now: Nanos, siblings: "Sequence[ExternalBackend]") -> None:
         """Do what its silence asks for (rule 7).
 
         Args:
@@ -377,19 +377,19 @@ class OpenAiWorker:
                             lambda: Upstream(self, self._compared_tokens), address.host, address.port, ssl=address.tls
                         )
                     except OSError as error:
-                        if error.errno not in STARVED:
+                        if error.errno not in OUT_OF_SOCKETS:
                             raise
                         starved = True
-                        await asyncio.sleep(STARVED_SECONDS)
+                        await asyncio.sleep(OUT_OF_SOCKETS_SECONDS)
         except (OSError, TimeoutError) as error:
             del self._works[work_id]
             self._cache.forget(work_id)
             if starved:
                 log.warning("no socket is left", extra={"worker": self.worker_id, "request": work_id})
                 message = "this router has no socket left for it; raise its limit of open files, or retry later"
-                relayed.give_up(Refused(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS))
+                relayed.give_up(RequestRejected(Reason.QUEUE_FULL, message, retry_after_ms=RETRY_AFTER_MS))
                 return
-            cause = f"it cannot be reached: {cause_of(error)}"
+            cause = f"it cannot be reached: {connection_failure_cause(error)}"
             log.warning("worker unreachable", extra={"worker": self.worker_id, "cause": cause})
             self._reject(work_id, Reason.WORKER_LOST, cause)
             self._suspend()
@@ -405,7 +405,7 @@ class OpenAiWorker:
         rejected = Rejected(request_id=work_id, reason=reason, message=f"worker {self.worker_id}: {message}")
         self._hear(WorkRejected(worker_id=self.worker_id, rejected=rejected))
 
-    def _compare(self, work_id: RequestId, usage: Usage) -> None:
+    def _compare(self, work_id: RequestId, usage: UpstreamUsage) -> None:
         """Tell how much of a prompt it had cached. Who has ever told, and does not, had nothing (vLLM leaves out zeros)."""
         self._tells_cached = self._tells_cached or usage.cached_tokens is not None
         if self._tells_cached:
@@ -455,7 +455,7 @@ class OpenAiWorker:
         settings = self.settings
         self._incarnations += 1
         self.joined = self._taking = True
-        description = Description(
+        description = WorkerDescription(
             worker_id=self.worker_id,
             incarnation=Incarnation(f"{self._incarnations}"),
             model=ModelName(settings.model),
@@ -466,7 +466,7 @@ class OpenAiWorker:
             max_running=settings.max_running,
             fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
             engine="openai",
-            adapters=tuple(Adapter(name) for name in settings.adapters),
+            adapters=tuple(LoraAdapter(name) for name in settings.adapters),
         )
         log.info("worker joined", extra={"worker": self.worker_id, "url": settings.url})
         knowledge = Knowledge.EXACT if settings.kv_events else Knowledge.APPROXIMATE

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Never
 
-from fleet.adapters.golden import GoldenCheck, Tokenises
-from fleet.adapters.openai_worker import Hear, OpenAiWorker
+from fleet.adapters.golden import TokenizerCheck, TokenizerMatch
+from fleet.adapters.openai_worker import ExternalBackend, Hear
 from fleet.adapters.relay import Relayed
-from fleet.adapters.turn_end import TurnEnd
+from fleet.adapters.turn_end import WriteBatcher
 from fleet.clock import Clock
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
@@ -21,10 +21,10 @@ from workers.engines.event_health import Alert
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.1  # between two looks at what servers owe; a tenth of the shortest silence that counts
+PROBE_SECONDS = 0.1  # between two looks at what servers owe; a tenth of the shortest silence that counts
 
 
-class OpenAiWorkers:
+class ExternalBackends:
     """All servers that a router's settings name. Implements `fleet.adapters.relay.Pending`."""
 
     def __init__(
@@ -43,17 +43,17 @@ class OpenAiWorkers:
             codecs: The tokenizers that the settings name, by model; what servers make of texts is compared with theirs.
         """
         codecs = codecs or {}
-        turn_end = TurnEnd()
+        write_batcher = WriteBatcher()
         self._clock = clock
         self._own_time = OwnTime()
         self._workers = {
-            WorkerId(each.worker_id): OpenAiWorker(
+            WorkerId(each.worker_id): ExternalBackend(
                 each,
                 connect_timeout_seconds,
                 clock,
                 codecs.get(ModelName(each.model)),
                 self._can_spare,
-                turn_end,
+                write_batcher,
                 self._own_time,
             )
             for each in settings
@@ -61,7 +61,7 @@ class OpenAiWorkers:
         self.models = frozenset(ModelName(each.model) for each in settings)
         self._pending: dict[RequestId, Relayed] = {}
 
-    def _can_spare(self, worker: OpenAiWorker) -> bool:
+    def _can_spare(self, worker: ExternalBackend) -> bool:
         """Whether the others of its model can do without a worker that takes requests (rule 2 of `fleet.adapters.openai_worker`)."""
         alike = [each for each in self._workers.values() if each.settings.model == worker.settings.model]
         others = sum(each.taking for each in alike if each is not worker)
@@ -100,12 +100,12 @@ class OpenAiWorkers:
     async def _look(self) -> Never:
         """Look regularly whether servers answer what they were sent."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(PROBE_SECONDS)
             now = self._own_time.tick(self._clock.now())
             for worker in [worker for worker in self._workers.values() if worker.look(now)]:
                 worker.decide(now, self._siblings(worker))
 
-    def _siblings(self, worker: OpenAiWorker) -> list[OpenAiWorker]:
+    def _siblings(self, worker: ExternalBackend) -> list[ExternalBackend]:
         """Return the other servers of its model that take requests."""
         model = worker.settings.model
         return [
@@ -124,7 +124,7 @@ class OpenAiWorkers:
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
         for worker in self._workers.values():
             if worker.joined:
-                seen = worker.alert is None and worker.tokenises is not Tokenises.OTHERWISE
+                seen = worker.alert is None and worker.tokenises is not TokenizerMatch.OTHERWISE
                 followed = "events" if seen else "blind"
                 counts[followed if worker.settings.kv_events else "approximate"] += 1
         return counts
@@ -138,7 +138,7 @@ class OpenAiWorkers:
 
     def tokenizers(self) -> dict[str, float]:
         """Workers that are there, by what they make of the golden texts."""
-        counts = {str(tokenises): 0.0 for tokenises in Tokenises}
+        counts = {str(tokenises): 0.0 for tokenises in TokenizerMatch}
         for worker in self._workers.values():
             counts[worker.tokenises] += worker.joined
         return counts
@@ -159,10 +159,10 @@ class OpenAiWorkers:
         return {str(why): float(blocks) for why, blocks in counts.items()}
 
 
-class MixedWorkers:
+class AllBackends:
     """Fleet's own workers and foreign servers behind one door. Implements `fleet.router.ports.Workers`."""
 
-    def __init__(self, own: Workers, foreign: OpenAiWorkers, golden: GoldenCheck | None = None) -> None:
+    def __init__(self, own: Workers, foreign: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
         self._own = own
         self._foreign = foreign
         self._golden = golden

@@ -9,7 +9,7 @@ from msgspec import Struct
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-class Pod(Struct, frozen=True):
+class OwnPod(Struct, frozen=True):
     """Named as the API names it."""
 
     name: str
@@ -17,14 +17,14 @@ class Pod(Struct, frozen=True):
 
 
 class _Bound(Struct, frozen=True):
-    pod: Pod | None = None
+    pod: OwnPod | None = None
 
 
 class _Claims(Struct, frozen=True):
     bound: _Bound = msgspec.field(name="kubernetes.io", default=_Bound())
 
 
-def own_pod(account: Path = SERVICE_ACCOUNT) -> Pod | None:
+def own_pod(account: Path = SERVICE_ACCOUNT) -> OwnPod | None:
     """Whom the service account's token was made for; None: there is no token, or it is bound to no pod.
 
     Tokens of pods are bound to them since Kubernetes 1.22

@@ -20,13 +20,13 @@ from fleet.adapters.ext_proc import (
     subset_of,
 )
 from fleet.adapters.grpc_calls import Context, parse, send
-from fleet.adapters.grpc_selection import MAX_REPORTED, Booking, SelectionService
+from fleet.adapters.grpc_selection import MAX_REPORTED, SelectedRequest, SelectionService
 from fleet.adapters.openai_bodies import NAMES
-from fleet.adapters.picker_endpoints import Endpoints
-from fleet.adapters.picker_prompts import Prompts
+from fleet.adapters.picker_endpoints import PickerEndpoints
+from fleet.adapters.picker_prompts import PromptReaderApi
 from fleet.adapters.relay_requests import CHAT, COMPLETIONS, EMBEDDINGS, PATHS
-from fleet.adapters.status import renamed
-from fleet.errors import Reason, Refused, invalid
+from fleet.adapters.status import rename_field
+from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import RequestId
 from fleet.roles import Placement
 from fleet.router.messages import Arrived
@@ -34,22 +34,22 @@ from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.v1 import ext_proc_pb2 as pb
 
 
-class Desk(Struct, kw_only=True):
+class PickerContext(Struct, kw_only=True):
     """What all calls of a picker share."""
 
     settings: EndpointPickerSettings
     """Limits."""
 
-    endpoints: Endpoints
+    endpoints: PickerEndpoints
     selection: SelectionService
     """Books."""
 
-    prompts: Prompts
+    prompts: PromptReaderApi
     held_bytes: int = 0
     """Of bodies."""
 
 
-class Stage(Enum):
+class PickerStage(Enum):
     """Of one HTTP request, as its gateway tells it."""
 
     NEW = auto()
@@ -59,25 +59,25 @@ class Stage(Enum):
     OVER = auto()
 
 
-TAKEN: Mapping[Stage, frozenset[str]] = {
-    Stage.NEW: frozenset({"request_headers"}),
+TAKEN: Mapping[PickerStage, frozenset[str]] = {
+    PickerStage.NEW: frozenset({"request_headers"}),
     # An answer may come before a request has: one of the gateway's own.
-    Stage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
-    Stage.SENT: frozenset({"response_headers"}),
-    Stage.ANSWER: frozenset({"response_body", "response_trailers"}),
-    Stage.OVER: frozenset(),
+    PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
+    PickerStage.SENT: frozenset({"response_headers"}),
+    PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
+    PickerStage.OVER: frozenset(),
 }
 """What may come at each stage."""
 
-Answers = list[pb.ProcessingResponse]
+PickerAnswers = list[pb.ProcessingResponse]
 
 
-class Call:
+class PickerCall:
     """One HTTP request and its answer."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: PickerContext) -> None:
         self._desk = desk
-        self._stage = Stage.NEW
+        self._stage = PickerStage.NEW
         self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
         self._refused = False
         self._own = False  # goes to the router itself, as it comes
@@ -89,7 +89,7 @@ class Call:
         self._body = bytearray()
         self._endpoint = ""  # picked
         self._arrived: Arrived | None = None
-        self._booking: Booking | None = None
+        self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -129,14 +129,16 @@ class Call:
         Raises:
             TimeoutError: The request was due.
         """
-        async with asyncio.timeout_at(self._due if self._stage in (Stage.NEW, Stage.BODY) else None):
+        async with asyncio.timeout_at(self._due if self._stage in (PickerStage.NEW, PickerStage.BODY) else None):
             return await anext(messages, None)
 
-    def _late(self) -> Refused:
+    def _late(self) -> RequestRejected:
         seconds = self._desk.settings.body_seconds
-        return Refused(Reason.DEADLINE_PASSED, f"the request was not whole within {seconds:g} s; send it faster")
+        return RequestRejected(
+            Reason.DEADLINE_PASSED, f"the request was not whole within {seconds:g} s; send it faster"
+        )
 
-    async def _heard(self, message: pb.ProcessingRequest) -> Answers:
+    async def _heard(self, message: pb.ProcessingRequest) -> PickerAnswers:
         kind = message.WhichOneof("request") or "nothing"
         if kind not in TAKEN[self._stage]:
             taken = " or ".join(sorted(TAKEN[self._stage])) or "the end of the call"
@@ -155,51 +157,51 @@ class Call:
                 case "response_body":
                     return self._answer_goes_on(message.response_body)
                 case _:
-                    self._stage = Stage.OVER
+                    self._stage = PickerStage.OVER
                     self.end()
                     return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
-        except Refused as refused:
+        except RequestRejected as refused:
             self._refused = True
             self._let_go()
             return [refusal(refused)]
 
     # The request
 
-    def _begin(self, message: pb.ProcessingRequest) -> Answers:
+    def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
         headers = headers_of(message.request_headers, (":path", "authorization"))
         self._path = _api_path(headers.get(":path", ""))
         self._authorization = headers.get("authorization", "")
         self._subset = subset_of(message)
-        self._stage = Stage.BODY
+        self._stage = PickerStage.BODY
         whole = message.request_headers.end_of_stream
         if message.HasField("protocol_config"):
             modes = message.protocol_config
             if not whole and modes.request_body_mode != pb.FULL_DUPLEX_STREAMED:
-                raise Refused(Reason.INTERNAL, "the gateway must send request bodies FULL_DUPLEX_STREAMED")
+                raise RequestRejected(Reason.INTERNAL, "the gateway must send request bodies FULL_DUPLEX_STREAMED")
             self._streamed = modes.response_body_mode == pb.FULL_DUPLEX_STREAMED
             self._tells_answer = modes.response_body_mode != pb.NONE
         self._desk.endpoints.check()
         if self._desk.settings.router_endpoint:
             self._own = True
-            self._stage = Stage.SENT if whole else Stage.BODY
+            self._stage = PickerStage.SENT if whole else PickerStage.BODY
             return [picked([self._desk.endpoints.own(self._subset)], "", None)]
         if whole:
-            self._stage = Stage.SENT
+            self._stage = PickerStage.SENT
             return [picked([self._desk.endpoints.idlest(self._subset)], "", None)]
         return []
 
-    async def _took(self, piece: pb.HttpBody) -> Answers:
+    async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
         """A part of the body."""
         if self._own:
-            self._stage = Stage.SENT if piece.end_of_stream else Stage.BODY
+            self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
             return [request_piece(piece)]
         desk = self._desk
         if len(self._body) + len(piece.body) > desk.settings.max_body_bytes:
-            raise Refused(
+            raise RequestRejected(
                 Reason.TOO_LARGE, f"the body has more than the {desk.settings.max_body_bytes} bytes that are taken"
             )
         if desk.held_bytes + len(piece.body) > desk.settings.max_held_bytes:
-            raise Refused(
+            raise RequestRejected(
                 Reason.QUEUE_FULL,
                 "too many long requests come at once",
                 retry_after_ms=desk.settings.retry_after_ms,
@@ -208,7 +210,7 @@ class Call:
         self._body += piece.body
         return await self._whole(ends=True) if piece.end_of_stream else []
 
-    async def _whole(self, *, ends: bool) -> Answers:
+    async def _whole(self, *, ends: bool) -> PickerAnswers:
         """The body is there: place the request.
 
         Args:
@@ -218,7 +220,7 @@ class Call:
             Refused: It goes nowhere.
         """
         if self._own:
-            self._stage = Stage.SENT
+            self._stage = PickerStage.SENT
             return []
         body = bytes(self._body)
         if self._path in PATHS:
@@ -226,7 +228,7 @@ class Call:
         else:
             endpoints, prefill = [self._desk.endpoints.idlest(self._subset)], ""
         self._let_go()
-        self._stage = Stage.SENT
+        self._stage = PickerStage.SENT
         return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
 
     async def _place(self, body: bytes) -> tuple[list[str], str]:
@@ -240,13 +242,13 @@ class Call:
                 arrived, lease_seconds=settings.lease_seconds, wait_seconds=settings.wait_seconds
             )
         except TimeoutError:
-            raise Refused(
+            raise RequestRejected(
                 Reason.QUEUE_FULL,
                 f"all workers have been busy for {settings.wait_seconds:g} s; retry later",
                 retry_after_ms=settings.retry_after_ms,
             ) from None
-        except Refused as refused:
-            raise renamed(refused, NAMES) from refused
+        except RequestRejected as refused:
+            raise rename_field(refused, NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
         if not all(each in endpoints for each in chosen):  # has joined while the request waited
@@ -267,16 +269,16 @@ class Call:
 
     # The answer
 
-    def _answer_begins(self, message: pb.ProcessingRequest) -> Answers:
+    def _answer_begins(self, message: pb.ProcessingRequest) -> PickerAnswers:
         self._let_go()
         served = served_of(message)
         if self._booking is not None and served and served != self._endpoint:
             self._move(served)
         if message.response_headers.end_of_stream:
-            self._stage = Stage.OVER
+            self._stage = PickerStage.OVER
             self.end()
         else:
-            self._stage = Stage.ANSWER
+            self._stage = PickerStage.ANSWER
             if self._counter is not None:
                 headers = headers_of(message.response_headers, ("content-type",))
                 self._counter.events = headers.get("content-type", "").startswith("text/event-stream")
@@ -284,12 +286,12 @@ class Call:
                 self._report(prefilled=True)
         return [pb.ProcessingResponse(response_headers=pb.HeadersResponse())]
 
-    def _answer_goes_on(self, piece: pb.HttpBody) -> Answers:
+    def _answer_goes_on(self, piece: pb.HttpBody) -> PickerAnswers:
         response = answer_piece(piece, streamed=self._streamed)
         if self._counter is not None:
             self._report(prefilled=bool(piece.body), tokens=self._counter.count(piece.body))
         if piece.end_of_stream:
-            self._stage = Stage.OVER
+            self._stage = PickerStage.OVER
             self.end()
         return [response]
 
@@ -308,7 +310,7 @@ class Call:
         self._booking = None
         try:
             (there,) = desk.endpoints.within([served])
-        except (Refused, ValueError):
+        except (RequestRejected, ValueError):
             return  # none of ours, or several behind one port
         self._arrived = structs.replace(
             self._arrived,
@@ -318,7 +320,7 @@ class Call:
             labels=(),
             placement=Placement.AGGREGATED,
         )
-        with suppress(Refused):
+        with suppress(RequestRejected):
             self._booking = desk.selection.book_now(self._arrived, lease_seconds=desk.settings.lease_seconds)
 
 

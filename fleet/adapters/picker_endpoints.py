@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import WorkerId
 from fleet.requests import ModelCard
 from fleet.roles import Role
@@ -17,7 +17,7 @@ SERVING = "serving"
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     def models(self) -> tuple[ModelCard, ...]: ...
@@ -27,7 +27,7 @@ class Router(Protocol):
     def status(self) -> RouterSnapshot: ...
 
 
-class Standing(Protocol):
+class PickerLeadership(Protocol):
     """Of this picker, among several that do not know of each other's bookings."""
 
     def leads(self) -> bool:
@@ -43,8 +43,8 @@ class Standing(Protocol):
         ...
 
 
-class Alone:
-    """There is no other. Implements `Standing`."""
+class SolePicker:
+    """There is no other. Implements `PickerLeadership`."""
 
     def leads(self) -> bool:
         return True
@@ -56,10 +56,10 @@ class Alone:
         """To nobody."""
 
 
-class Endpoints:
+class PickerEndpoints:
     """Those of the workers that a router knows, for gateways."""
 
-    def __init__(self, settings: EndpointPickerSettings, router: Router, standing: Standing) -> None:
+    def __init__(self, settings: EndpointPickerSettings, router: RouterApi, standing: PickerLeadership) -> None:
         """Nothing is started.
 
         Args:
@@ -140,16 +140,18 @@ class Endpoints:
             Refused: DRAINING; another picker has to be asked.
         """
         if self._standing.follows() and not self._leaving:
-            raise Refused(
+            raise RequestRejected(
                 Reason.DRAINING, "this endpoint picker is a follower; ask the one that is ready", retry_after_ms=1
             )
 
-    def nobody(self, subset: Sequence[str] | None) -> Refused:
+    def nobody(self, subset: Sequence[str] | None) -> RequestRejected:
         """Why a request goes nowhere."""
         cause = "no endpoint is ready"
         if subset is not None:
             cause = f"none of the {len(subset)} endpoints that the gateway allows is ready"
-        return Refused(Reason.NO_WORKER, f"{cause}; retry when one is", retry_after_ms=self._settings.retry_after_ms)
+        return RequestRejected(
+            Reason.NO_WORKER, f"{cause}; retry when one is", retry_after_ms=self._settings.retry_after_ms
+        )
 
 
 @lru_cache(maxsize=KNOWN_ADDRESSES)

@@ -36,8 +36,8 @@ SLICE = Kind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLU
 WRITTEN_ANEW = Nanos(60 * SECOND)  # an EndpointSlice that somebody has removed is back after this
 
 
-class Candidate:
-    """One picker. Implements `fleet.adapters.picker_endpoints.Standing`."""
+class LeaseCandidate:
+    """One picker. Implements `fleet.adapters.picker_endpoints.PickerLeadership`."""
 
     def __init__(self, settings: PickerLease, namespace: str, cluster: Cluster, clock: Clock, wall: Wall) -> None:
         """Nothing is read yet.
@@ -135,7 +135,7 @@ class Candidate:
 
 
 @asynccontextmanager
-async def open_candidate(settings: PickerLease, clock: Clock, wall: Wall) -> AsyncIterator[Candidate]:
+async def open_candidate(settings: PickerLease, clock: Clock, wall: Wall) -> AsyncIterator[LeaseCandidate]:
     """A picker that stands for election while the context is open, or until it resigns.
 
     Raises:
@@ -146,7 +146,7 @@ async def open_candidate(settings: PickerLease, clock: Clock, wall: Wall) -> Asy
         raise ConfigurationRefused("endpoint_picker.lease.namespace: is needed outside of a pod")
     agent = f"{AGENT}/{settings.identity}"
     async with _api_server(settings.kubeconfig, agent) as cluster, asyncio.TaskGroup() as tasks:
-        candidate = Candidate(settings, namespace, cluster, clock, wall)
+        candidate = LeaseCandidate(settings, namespace, cluster, clock, wall)
         tasks.create_task(candidate.run())
         try:
             yield candidate

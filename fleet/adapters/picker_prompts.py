@@ -6,16 +6,16 @@ from typing import Protocol
 from fleet.adapters.openai_requests import read_chat, read_completion
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_requests import CHAT, EMBEDDINGS
-from fleet.adapters.status import renamed
+from fleet.adapters.status import rename_field
 from fleet.clock import Clock
-from fleet.errors import Refused, invalid
+from fleet.errors import RequestRejected, invalid
 from fleet.ids import RequestId
 from fleet.router.generation import Generation
 from fleet.router.messages import Arrived
 from fleet.router.tenants import Tenants
 
 
-class Prompts(Protocol):
+class PromptReaderApi(Protocol):
     """Reads requests."""
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
@@ -36,8 +36,8 @@ class Prompts(Protocol):
         ...
 
 
-class RoutersPrompts:
-    """Those that the router's own HTTP API takes. Implements `Prompts`."""
+class ApiPromptReader:
+    """Those that the router's own HTTP API takes. Implements `PromptReaderApi`."""
 
     def __init__(self, generation: Generation, relay: Relay | None, tenants: Tenants, clock: Clock) -> None:
         self._generation = generation
@@ -57,8 +57,8 @@ class RoutersPrompts:
         asked = read(body, request_id, self._clock.now())
         try:
             return await self._generation.arrival(asked.request, authorization)
-        except Refused as refused:
-            raise renamed(refused, asked.names) from refused
+        except RequestRejected as refused:
+            raise rename_field(refused, asked.names) from refused
 
     def answered(self, tenant: str, tokens: int) -> None:
         self._tenants.used(tenant, tokens, self._clock.now())

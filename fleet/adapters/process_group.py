@@ -24,7 +24,7 @@ POLL = 0.02  # seconds between two looks at a group that is ending
 _PR_SET_PDEATHSIG = 1
 
 
-def ending(group: int) -> Iterator[float]:
+def kill_group(group: int) -> Iterator[float]:
     """Kill all members, let their resource trackers finish, and end when nobody is left.
 
     Takes at most `TRACKERS_WITHIN` seconds, plus what the kernel needs to end processes.
@@ -43,8 +43,8 @@ def ending(group: int) -> Iterator[float]:
 
 
 def end_group(group: int) -> None:
-    """`ending` for callers without an event loop; blocks."""
-    for pause in ending(group):
+    """`kill_group` for callers without an event loop; blocks."""
+    for pause in kill_group(group):
         time.sleep(pause)
 
 

@@ -25,13 +25,13 @@ from msgspec import Raw, Struct, structs
 
 from fleet.adapters.openai_bodies import ContentPart, MessageBody
 from fleet.clock import MILLISECOND, Clock, Nanos
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.ids import ModelName
 from fleet.requests import TOKEN_BYTES, ChatMessage, TokenBytes
 from fleet.router.index import KEY_BYTES, keys_of
 from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from kvstore.block import HashAlgorithm, chain
 from workers.engines.cache_books import salt_of_client
 
@@ -52,7 +52,7 @@ class Read(Struct, frozen=True):
     model: ModelName
     tokens: TokenBytes
     keys: Mapping[int, tuple[int, ...]]  # by block size
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
 
 
 class PrivateKeys:
@@ -113,7 +113,7 @@ class PromptReader:
         self._codec = codec
         self._keys = private or _chain_keys
         self._salt = b""
-        self.adapter: Adapter | None = None
+        self.adapter: LoraAdapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
         """Longer prompts are better read in a thread."""
@@ -125,7 +125,7 @@ class PromptReader:
     def for_adapter(self, name: ModelName) -> "PromptReader":
         """One for requests that name an adapter of this model."""
         reader = copy(self)
-        reader.adapter = Adapter(name)
+        reader.adapter = LoraAdapter(name)
         reader._salt = salt_of_client(name, "")  # noqa: SLF001 - our own
         return reader
 
@@ -181,7 +181,7 @@ class PromptReader:
             plain.append(ChatMessage(role=body.role, content=content))
         try:
             return codec.render(plain)
-        except Refused:
+        except RequestRejected:
             return None
 
 

@@ -16,7 +16,7 @@ from msgspec import Raw, Struct, structs
 from fleet.adapters.recording_format import FORMAT, End, Entry, Head, Keys, Said, Steps
 from fleet.adapters.trace_rows import UNREADABLE, opened, why_unreadable
 from fleet.clock import Nanos
-from fleet.errors import ConfigurationRefused, why_and_where
+from fleet.errors import ConfigurationRefused, split_validation_error
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, RouterEvent, Stepped
 from fleet.work import Progress
@@ -124,7 +124,7 @@ class Recording:
         try:
             return decoder.decode(line)
         except msgspec.ValidationError as error:
-            cause, path = why_and_where(error)
+            cause, path = split_validation_error(error)
             field = f"{where}{path}".removeprefix(".")
             raise self._refused(f"{field}: {cause}" if field else cause) from error
         except AssertionError as error:  # of a value that checks itself

@@ -63,7 +63,7 @@ class _Script(Protocol):
     async def __call__(self, *, keys: list[str], args: list[float]) -> list[bytes]: ...
 
 
-class RedisTenants:
+class RedisRateLimits:
     """Keeps the limits of one router in step with the others'; `run` it."""
 
     def __init__(self, url: str, tenants: Tenants, clock: Clock, *, prefix: str = "fleet/tenants/") -> None:

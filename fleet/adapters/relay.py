@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from msgspec import Raw, structs
 
-from fleet.adapters.allowances import what_is_left
+from fleet.adapters.allowances import rate_limit_headers
 from fleet.adapters.http_exchange import Exchange, Serving
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.openai_answers import error_event
@@ -43,9 +43,9 @@ from fleet.adapters.relay_requests import (
     sampling,
     with_options,
 )
-from fleet.adapters.status import renamed
+from fleet.adapters.status import rename_field
 from fleet.clock import Clock, Nanos
-from fleet.errors import Reason, Refused, internal_error
+from fleet.errors import Reason, RequestRejected, internal_error
 from fleet.ids import ModelName, RequestId
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
@@ -143,22 +143,22 @@ class Relayed:
             self._relay.ended(self, None)
             self._exchange.relayed(keep_alive=keep_alive)
 
-    def give_up(self, refused: Refused) -> None:
+    def give_up(self, refused: RequestRejected) -> None:
         """It cannot be sent, whichever worker it is for."""
         self.refuse(refused)
         self._relay.router.close(self.request_id, self)
 
     # From the router
 
-    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
-        if isinstance(item, Refused):
-            self.refuse(renamed(item, NAMES))
+        if isinstance(item, RequestRejected):
+            self.refuse(rename_field(item, NAMES))
 
     def submitted(self) -> None:
         self._stage = Stage.SUBMITTED
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: RequestRejected) -> None:
         if self._stage is Stage.OVER:
             return
         self._stage = Stage.OVER
@@ -186,7 +186,7 @@ class Relayed:
             return
         submitted = self._stage is Stage.SUBMITTED
         self._stage = Stage.OVER
-        self._relay.ended(self, Refused(Reason.CANCELLED, "the client has gone"))
+        self._relay.ended(self, RequestRejected(Reason.CANCELLED, "the client has gone"))
         if submitted:
             self._relay.router.close(self.request_id, self)
         self._exchange.over()
@@ -264,7 +264,7 @@ class Relay:
             if self.takes_keys:
                 tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
             reader = self._reader(body, path)
-        except Refused as refused:
+        except RequestRejected as refused:
             with suppress(ClientGone):
                 fail(exchange, refused)
             exchange.over()
@@ -285,7 +285,7 @@ class Relay:
                 self._read_elsewhere(relayed, body, reader)
             else:
                 self._submit_when_sure(relayed, body, read_prompt(body, reader, path))
-        except Refused as refused:
+        except RequestRejected as refused:
             relayed.refuse(refused)
         except Exception:  # supervisor: a bug in one request does not leave its client waiting
             log.exception("request failed", extra={"request": relayed.request_id})
@@ -325,7 +325,7 @@ class Relay:
         now = relayed.first_byte_at = self._clock.now()
         self._metrics.first_byte(Nanos(now - relayed.began_at))
 
-    def ended(self, relayed: Relayed, refused: Refused | None) -> None:
+    def ended(self, relayed: Relayed, refused: RequestRejected | None) -> None:
         self._workers.forget(relayed)
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, self._clock.now())
@@ -348,7 +348,7 @@ class Relay:
             reader = None
         if reader is None and (self._only or path == EMBEDDINGS):
             served = ", ".join(sorted(readers))
-            raise Refused(
+            raise RequestRejected(
                 Reason.MODEL_NOT_FOUND,
                 f"model: {(model or '')[:100]!r} is not served here; served: {served}",
                 field="model",
@@ -366,7 +366,7 @@ class Relay:
         relayed.streams = bytes(stream) == b"true" if isinstance(stream, Raw) else stream is True
         allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         if allowance is not None:
-            relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in what_is_left(allowance))
+            relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in rate_limit_headers(allowance))
         arrived = self._arrived(relayed.request_id, relayed.tenant, relayed.began_at, body, read)
         self._workers.expect(relayed)
         relayed.submitted()
@@ -428,7 +428,7 @@ class Relay:
                 return
             try:
                 submit()
-            except Refused as refused:
+            except RequestRejected as refused:
                 relayed.refuse(refused)
             except Exception:  # supervisor: a tokenizer that fails on one prompt does not leave its request waiting
                 log.exception("prompt not read", extra={"request": relayed.request_id})

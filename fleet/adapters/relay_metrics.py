@@ -18,7 +18,7 @@ _BOUNDS = tuple(int(seconds * SECOND) for seconds in LATENCY_BUCKETS)
 SERVED = "served"
 
 
-class _Times:
+class _DurationHistogram:
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS) + 1)
         self._sum = 0
@@ -47,8 +47,8 @@ class RelayMetrics:
         """
         self._gauges = gauges
         self._ended: dict[str, int] = {SERVED: 0}
-        self._first_byte = _Times()
-        self._whole = _Times()
+        self._first_byte = _DurationHistogram()
+        self._whole = _DurationHistogram()
 
     def first_byte(self, nanos: int) -> None:
         """Record how long after its arrival the first byte of an answer was passed on."""

@@ -12,9 +12,9 @@ from msgspec import Raw, Struct, structs
 from fleet.adapters.http_messages import HttpHead
 from fleet.adapters.openai_bodies import NAMES, FleetOptions, decode_body
 from fleet.adapters.prompt_keys import PromptReader, Read
-from fleet.adapters.status import renamed
+from fleet.adapters.status import rename_field
 from fleet.clock import MILLISECOND, Nanos
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.ids import WorkerId
 from fleet.requests import Sampling
 from fleet.router.messages import Arrived
@@ -113,8 +113,8 @@ def with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Ar
     """
     try:
         check_hints(options)
-    except Refused as refused:
-        raise renamed(refused, NAMES) from refused
+    except RequestRejected as refused:
+        raise rename_field(refused, NAMES) from refused
     return structs.replace(
         arrived,
         priority=options.priority,

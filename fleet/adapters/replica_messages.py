@@ -7,8 +7,8 @@ from msgspec import Struct, structs
 
 from fleet.adapters.grpc_cluster import checked_thresholds
 from fleet.clock import MILLISECOND, Nanos
-from fleet.control.messages import Register, Told
-from fleet.errors import Refused
+from fleet.control.messages import Register, Registration
+from fleet.errors import RequestRejected
 from fleet.ids import Incarnation, WorkerId
 from fleet.router.foretold import MOST_KEYS, PlacedPrompt
 from fleet.router.index import KEY_BYTES
@@ -27,19 +27,19 @@ MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
 MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
 
 
-class Tuned(Struct, frozen=True):
+class PeerThresholds(Struct, frozen=True):
     """Thresholds that an operator has set."""
 
     thresholds: Thresholds
     at_unix_ms: int
 
 
-def encode_tuned(tuned: Tuned) -> pb.ReplicaMessage:
+def encode_thresholds(tuned: PeerThresholds) -> pb.ReplicaMessage:
     thresholds = control_pb2.Thresholds(**structs.asdict(tuned.thresholds))
     return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
 
 
-def encode_registered(event: Register | Told) -> control_pb2.RegisterRequest:
+def encode_registered(event: Register | Registration) -> control_pb2.RegisterRequest:
     return control_pb2.RegisterRequest(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
 
 
@@ -59,7 +59,7 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
     )
 
 
-def encode_members(members: Sequence[Told]) -> Iterable[pb.ReplicaMessage]:
+def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
     """That tell all of them."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
         told = [
@@ -69,14 +69,14 @@ def encode_members(members: Sequence[Told]) -> Iterable[pb.ReplicaMessage]:
         yield pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
 
 
-def decode_member(told: pb.ReplicaMember) -> Told:
+def decode_member(told: pb.ReplicaMember) -> Registration:
     """A worker, and what is left of the lease that another router gave it.
 
     Raises:
         ConnectionError: It is no registration.
     """
     registered = decode_registered(told.registered)
-    return Told(
+    return Registration(
         worker_id=registered.worker_id,
         incarnation=registered.incarnation,
         address=registered.address,
@@ -188,7 +188,7 @@ def decode_instant(told: int) -> int:
     return told
 
 
-def decode_tuned(told: pb.ReplicaTuned) -> Tuned:
+def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
     """Thresholds that another router tells.
 
     Raises:
@@ -196,8 +196,8 @@ def decode_tuned(told: pb.ReplicaTuned) -> Tuned:
     """
     values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
-        return Tuned(checked_thresholds(values), told.at_unix_ms)
-    except Refused as refused:
+        return PeerThresholds(checked_thresholds(values), told.at_unix_ms)
+    except RequestRejected as refused:
         raise ConnectionError(f"another router has set {refused.message}") from refused
 
 

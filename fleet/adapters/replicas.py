@@ -5,7 +5,7 @@ Rules:
 1. Each router dials every other one and speaks on that connection; what it hears comes on those that it accepted. All that
    comes back on a connection are answers to questions that were asked there.
 2. What is told is a whole: all bookings as they are. Whatever was missed, the next message repairs it.
-3. Bookings are told `TELL_SECONDS` after they began to change, since many change at once, and anyway every `ANYWAY_SECONDS`.
+3. Bookings are told `SEND_INTERVAL_SECONDS` after they began to change, since many change at once, and anyway every `FULL_STATE_SECONDS`.
    The longer they wait, the more routers send their next requests to one and the same worker: told only after a quarter of
    the running requests has changed, it helps as little as not being told at all. What is as it was told is not told before
    that: to hear of another router is an event too, and two idle ones would go on answering each other.
@@ -43,7 +43,7 @@ from msgspec import Struct
 from fleet.adapters.clock import unix_milliseconds
 from fleet.adapters.grpc_cluster import encode_explanation
 from fleet.adapters.replica_messages import (
-    Tuned,
+    PeerThresholds,
     decode_binding,
     decode_booked,
     decode_instant,
@@ -52,7 +52,7 @@ from fleet.adapters.replica_messages import (
     decode_placed,
     decode_registered,
     decode_taken,
-    decode_tuned,
+    decode_thresholds,
     encode_bookings,
     encode_left,
     encode_members,
@@ -60,13 +60,13 @@ from fleet.adapters.replica_messages import (
     encode_registered,
     encode_sessions,
     encode_taken,
-    encode_tuned,
+    encode_thresholds,
 )
-from fleet.adapters.stream_doors import PROVE_SECONDS, StreamDoor, dial
+from fleet.adapters.stream_doors import PROVE_SECONDS, StreamAuthenticator, dial
 from fleet.adapters.stream_proofs import BETWEEN_ROUTERS, is_opening
-from fleet.adapters.stream_tls import StreamIdentity, cause_of, of_router, of_worker
+from fleet.adapters.stream_tls import StreamIdentity, router_identity, tls_failure_cause, worker_identity
 from fleet.clock import MILLISECOND, Clock
-from fleet.control.messages import Deregister, Register, Told
+from fleet.control.messages import Deregister, Register, Registration
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.router.foretold import PlacedPrompts
@@ -82,8 +82,8 @@ from kvstore.frames import FrameConnection, SendBufferFull, open_server
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS = 0.002
-ANYWAY_SECONDS = 0.5
+SEND_INTERVAL_SECONDS = 0.002
+FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two attempts when there have been some
 FIRST_PAUSE_SECONDS = 0.05  # after the first: processes of one host are started together
@@ -96,14 +96,14 @@ MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # to be taken by a router that does n
 UNSECURED = "that router proves no secret: set replicas_credentials.secret_file there as well"
 
 
-class SharedLimits(Struct, frozen=True):
+class PeerLimits(Struct, frozen=True):
     """Limits of tenants that routers keep together."""
 
     tenants: Tenants
     clock: Clock
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     on_change: Callable[[], None] | None
@@ -123,19 +123,19 @@ class Router(Protocol):
     def tune(self, thresholds: Thresholds) -> None: ...
 
 
-class Registry(Protocol):
+class RegistryApi(Protocol):
     """What is needed of `fleet.control.server.RegistryServer`."""
 
     def register(self, event: Register) -> object: ...
 
     def deregister(self, event: Deregister) -> None: ...
 
-    def hear_of(self, event: Told) -> None: ...
+    def hear_of(self, event: Registration) -> None: ...
 
-    def registrations(self) -> Sequence[Told]: ...
+    def registrations(self) -> Sequence[Registration]: ...
 
 
-class Leases(Protocol):
+class SelectionLeasesApi(Protocol):
     """What is needed of `fleet.adapters.grpc_selection.SelectionService`."""
 
     def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...
@@ -143,19 +143,19 @@ class Leases(Protocol):
     def released(self, release: selection_pb2.ReleaseRequest) -> bool: ...
 
 
-class Replicas:
+class PeerRouters:
     """The other routers, as one of them knows them. `run` it."""
 
     def __init__(
         self,
         settings: RouterSettings,
-        router: Router,
-        registry: Registry,
-        leases: Leases,
+        router: RouterApi,
+        registry: RegistryApi,
+        leases: SelectionLeasesApi,
         metrics: Callable[[], str],
         *,
         private: int = 0,
-        limits: "SharedLimits | None" = None,
+        limits: "PeerLimits | None" = None,
         now_unix_ms: Callable[[], int] = unix_milliseconds,
     ) -> None:
         """Nothing is dialled before `run`.
@@ -181,8 +181,8 @@ class Replicas:
         self._metrics = metrics
         self._private = private
         self._now_unix_ms = now_unix_ms
-        self._tuned: Tuned | None = None  # the latest
-        self._links: dict[str, _Link] = {}  # by address
+        self._tuned: PeerThresholds | None = None  # the latest
+        self._links: dict[str, _PeerConnection] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, Booked] = {}
         self._heard_of: set[str] = set()
@@ -204,7 +204,7 @@ class Replicas:
         listen = self._settings.replicas_listen
         door = None
         if not self._own.is_open:
-            door = StreamDoor(self._own, BETWEEN_ROUTERS, _refusal, limit=MAX_MESSAGE_BYTES)
+            door = StreamAuthenticator(self._own, BETWEEN_ROUTERS, _refusal, limit=MAX_MESSAGE_BYTES)
         try:
             async with (
                 open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES, door=door),
@@ -213,7 +213,7 @@ class Replicas:
                 for address in self._settings.replicas:
                     tasks.create_task(self._keep_up(address), name=f"replica {address}")
                 while True:
-                    await asyncio.sleep(ANYWAY_SECONDS)
+                    await asyncio.sleep(FULL_STATE_SECONDS)
                     self._tell_news()
                     self._tell_taken()
                     self._tell_bookings()
@@ -270,10 +270,10 @@ class Replicas:
 
     def tuned(self, thresholds: Thresholds) -> None:
         """An operator has set the thresholds of this router."""
-        self._tuned = Tuned(thresholds, self._now_unix_ms())
-        self._send(encode_tuned(self._tuned))
+        self._tuned = PeerThresholds(thresholds, self._now_unix_ms())
+        self._send(encode_thresholds(self._tuned))
 
-    def tuned_elsewhere(self, tuned: Tuned) -> None:
+    def tuned_elsewhere(self, tuned: PeerThresholds) -> None:
         """An operator has set those of another one."""
         if self._tuned is None or tuned.at_unix_ms > self._tuned.at_unix_ms:
             self._tuned = tuned
@@ -301,7 +301,7 @@ class Replicas:
                 """Of a later version."""
         return answer
 
-    async def _ask(self, links: "list[_Link]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
+    async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
         """The answers of those who are asked and give one in time."""
         asked = [link.ask(question) for link in links]
         if not asked:
@@ -331,7 +331,7 @@ class Replicas:
 
     def _changed(self) -> None:
         if self._timer is None and self._links:
-            self._timer = asyncio.get_running_loop().call_later(TELL_SECONDS, self._tell_changes)
+            self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
 
     def _tell_changes(self) -> None:
         self._timer = None
@@ -398,7 +398,7 @@ class Replicas:
         """Reach another router again and again."""
         pause, cause = FIRST_PAUSE_SECONDS, ""
         while True:
-            link = _Link(address, self._count_others)
+            link = _PeerConnection(address, self._count_others)
             try:
                 async with asyncio.timeout(DIAL_SECONDS if self._calling.is_open else PROVE_SECONDS):
                     link.connection = await dial(
@@ -425,7 +425,7 @@ class Replicas:
             for message in (
                 *encode_members(self._registry.registrations()),
                 *self._left(),
-                *([] if self._tuned is None else [encode_tuned(self._tuned)]),
+                *([] if self._tuned is None else [encode_thresholds(self._tuned)]),
                 *encode_prompts(router.prompts.latest(), (), self._private),
                 *encode_sessions(router.sessions.latest()),
                 encode_bookings(router.booked()),
@@ -460,11 +460,11 @@ class Replicas:
             for name, each in left.items():
                 self._limits.tenants.lower(name, each, now)
 
-    def _accept(self, connection: FrameConnection) -> "_Heard":
-        return _Heard(connection, self._router, self._registry, self, self._private)
+    def _accept(self, connection: FrameConnection) -> "_IncomingPeer":
+        return _IncomingPeer(connection, self._router, self._registry, self, self._private)
 
 
-class _Link:
+class _PeerConnection:
     """A connection on which this router speaks."""
 
     connection: FrameConnection
@@ -478,7 +478,7 @@ class _Link:
         self._questions = 0
         self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}  # by number; each has a deadline
 
-    def accept(self, connection: FrameConnection) -> "_Link":  # noqa: ARG002 - a frame receiver's signature
+    def accept(self, connection: FrameConnection) -> "_PeerConnection":  # noqa: ARG002 - a frame receiver's signature
         return self
 
     def send(self, payload: bytes) -> None:
@@ -517,17 +517,17 @@ class _Link:
         """Nothing waits for that."""
 
     def lost(self, cause: Exception | None) -> None:
-        self.cause = "" if cause is None else cause_of(cause, "replicas_credentials")
+        self.cause = "" if cause is None else tls_failure_cause(cause, "replicas_credentials")
         self.over.set()
         for asked in list(self._asked.values()):
             asked.cancel()
 
 
-class _Heard:
+class _IncomingPeer:
     """A connection on which another router speaks."""
 
     def __init__(
-        self, connection: FrameConnection, router: Router, registry: Registry, replicas: Replicas, private: int
+        self, connection: FrameConnection, router: RouterApi, registry: RegistryApi, replicas: PeerRouters, private: int
     ) -> None:
         self._connection = connection
         self._router = router
@@ -586,7 +586,7 @@ class _Heard:
             case "left":
                 self._replicas.left_elsewhere(decode_left(message.left))
             case "tuned":
-                self._replicas.tuned_elsewhere(decode_tuned(message.tuned))
+                self._replicas.tuned_elsewhere(decode_thresholds(message.tuned))
             case None:
                 """Of a later version."""
 
@@ -611,8 +611,8 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
     Raises:
         ConfigurationRefused: A file cannot be used, or an address is open to strangers.
     """
-    own = of_worker("replicas_credentials", settings.replicas_credentials)
-    calling = of_router("replicas_credentials", settings.replicas_credentials)
+    own = worker_identity("replicas_credentials", settings.replicas_credentials)
+    calling = router_identity("replicas_credentials", settings.replicas_credentials)
     if settings.replicas_listen:
         own.require("replicas_listen", settings.replicas_listen, on_loopback=True)
     for index, address in enumerate(settings.replicas):
@@ -625,7 +625,11 @@ def _refusal(why: str) -> bytes:
 
 
 def _cause(error: OSError) -> str:
-    return "it does not answer in time" if isinstance(error, TimeoutError) else cause_of(error, "replicas_credentials")
+    return (
+        "it does not answer in time"
+        if isinstance(error, TimeoutError)
+        else tls_failure_cause(error, "replicas_credentials")
+    )
 
 
 def _is_beside(address: str) -> bool:

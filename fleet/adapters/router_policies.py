@@ -33,7 +33,7 @@ from fleet.router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 
-def catalogue() -> Catalogue:
+def policy_catalogue() -> Catalogue:
     """Our plug-ins and those of other packages.
 
     Raises:
@@ -68,7 +68,7 @@ def open_policy(settings: RouterSettings, known: Catalogue | None = None) -> Pol
         ConfigurationRefused: There is none, or it does not take its parameters.
     """
     if known is None:
-        known = catalogue()
+        known = policy_catalogue()
     chosen = policy(settings.policy, parameters(settings), known)
     if _is_ours(settings, known):
         return chosen

@@ -9,11 +9,11 @@ from msgspec import Struct, structs
 
 from fleet.adapters.control_address import control_socket, private_folder
 from fleet.adapters.local_processes import LocalProcess
-from fleet.adapters.local_topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim, limits_of
+from fleet.adapters.local_topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim_address, liveness_limits
 from fleet.clock import MILLISECOND, Nanos
 from fleet.config import save
 from fleet.control.settings import SupervisionSettings
-from fleet.control.supervision import Child
+from fleet.control.supervision import ChildProcess
 from fleet.router.picker_settings import EndpointPickerSettings
 from fleet.router.settings import RouterSettings
 from kvstore.addresses import unix_path
@@ -44,18 +44,18 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         ConfigurationRefused: A public address is in use, or no address.
     """
     with ExitStack() as held:
-        http = claim("http_listen", settings.http_listen, held)
-        grpc = claim("grpc_listen", settings.grpc_listen, held)
+        http = claim_address("http_listen", settings.http_listen, held)
+        grpc = claim_address("grpc_listen", settings.grpc_listen, held)
         control = _control(settings, grpc, held)
-        health = settings.health_listen and claim("health_listen", settings.health_listen, held)
-        kserve = settings.kserve_listen and claim("kserve_listen", settings.kserve_listen, held)
+        health = settings.health_listen and claim_address("health_listen", settings.health_listen, held)
+        kserve = settings.kserve_listen and claim_address("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
     alone = bool(unix_path(control))  # a Unix socket cannot be shared
     controls = tuple(f"unix:{folder / f'control-{number}.sock'}" for number in range(count)) if alone else ()
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
-    limits = limits_of(SupervisionSettings(), ROUTER)
+    limits = liveness_limits(SupervisionSettings(), ROUTER)
     processes = []
     for number, own in enumerate(sockets):
         name = f"{settings.router_id}-{number}"
@@ -76,7 +76,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         )
         path = folder / f"router-{number}.json"
         save(told, path)
-        child = Child(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
+        child = ChildProcess(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
         command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
         processes.append(LocalProcess(child=child, command=command, limits=limits))
     return RouterProcesses(
@@ -95,11 +95,11 @@ def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
     """The control address that all processes have together."""
     if settings.control_listen:
         listen = settings.control_listen
-        return listen if unix_path(listen) else claim("control_listen", listen, held)
+        return listen if unix_path(listen) else claim_address("control_listen", listen, held)
     private_folder()
     return control_socket(grpc)
 
 
 def _claimed(settings: EndpointPickerSettings, held: ExitStack) -> EndpointPickerSettings:
-    port = claim("endpoint_picker", settings.listen, held).rpartition(":")[2]
+    port = claim_address("endpoint_picker", settings.listen, held).rpartition(":")[2]
     return structs.replace(settings, port=int(port))

@@ -19,13 +19,13 @@ from contextlib import asynccontextmanager
 from google.protobuf.message import DecodeError
 
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
-from fleet.adapters.stream_doors import StreamDoor
+from fleet.adapters.stream_doors import StreamAuthenticator
 from fleet.adapters.stream_proofs import TO_WORKERS, is_opening
 from fleet.adapters.stream_tls import OPEN, StreamIdentity
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.v1 import worker_pb2 as pb
-from fleet.wire.work import Malformed, decode_router_message, encode_worker_message
-from fleet.work import Goodbye, Hello, Rejected, RouterMessage, WorkerMessage
+from fleet.wire.work import MalformedMessage, decode_router_message, encode_worker_message
+from fleet.work import Goodbye, Rejected, RouterHello, RouterMessage, WorkerMessage
 from kvstore.errors import StoreNotStarted
 from kvstore.frames import Accept, FrameConnection, FrameTooLong, open_server
 from workers.server import WorkerServer
@@ -57,7 +57,7 @@ async def serve_routers(worker: WorkerServer, listen: str, identity: StreamIdent
     Raises:
         ConfigurationRefused: The address is in use or none of this machine; nothing was started.
     """
-    door = None if identity.is_open else StreamDoor(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
+    door = None if identity.is_open else StreamAuthenticator(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
     try:
         async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, door=door) as address:
             yield address
@@ -67,10 +67,10 @@ async def serve_routers(worker: WorkerServer, listen: str, identity: StreamIdent
 
 def routers_of(worker: WorkerServer) -> Accept:
     """Says who hears a router that has connected."""
-    return lambda connection: _Stream(connection, worker)
+    return lambda connection: _RouterStream(connection, worker)
 
 
-class _Stream:
+class _RouterStream:
     """Implements `kvstore.frames.Receiver` towards the router and `workers.ports.Outlet` towards the worker."""
 
     def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
@@ -88,7 +88,7 @@ class _Stream:
             message = decode_router_message(pb.RouterMessage.FromString(payload))
         except DecodeError:
             self.end(UNSECURED if is_opening(payload) else "that is no message of fleet.v1")
-        except Malformed as error:
+        except MalformedMessage as error:
             told = False
             if error.request_id and self._session is not None:
                 told = self._session.offer(_refusal(error))  # the stream is sound, and so is other work on it
@@ -128,7 +128,7 @@ class _Stream:
 
     def _heard(self, message: RouterMessage | None) -> None:
         if self._session is None:
-            if not isinstance(message, Hello):
+            if not isinstance(message, RouterHello):
                 self.end(HELLO_FIRST)
                 return
             if self._worker.hung:
@@ -137,7 +137,7 @@ class _Stream:
             self._timer.cancel()
             self._connection.allow(MAX_MESSAGE_BYTES)
             self._session = self._worker.open(message.router_id, self)
-        elif isinstance(message, Hello):
+        elif isinstance(message, RouterHello):
             self.end("hello: was already said on this stream")
         elif message is not None:
             self._session.receive(message)
@@ -147,5 +147,5 @@ def _goodbye(why: str) -> bytes:
     return encode_worker_message(Goodbye(reason=why)).SerializeToString()
 
 
-def _refusal(error: Malformed) -> Rejected:
+def _refusal(error: MalformedMessage) -> Rejected:
     return Rejected(request_id=error.request_id, reason=Reason.INVALID_ARGUMENT, message=str(error), field=error.field)

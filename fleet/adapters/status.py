@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from grpc import StatusCode
 from msgspec import Struct
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 
 
-class Appearance(Struct, frozen=True):
+class ReasonStatus(Struct, frozen=True):
     """One reason as the two protocols show it."""
 
     grpc: StatusCode
@@ -16,25 +16,25 @@ class Appearance(Struct, frozen=True):
     openai: str
 
 
-APPEARANCES: Mapping[Reason, Appearance] = {
-    Reason.INVALID_ARGUMENT: Appearance(StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
-    Reason.MODEL_NOT_FOUND: Appearance(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
-    Reason.REQUEST_NOT_FOUND: Appearance(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
-    Reason.TOO_LARGE: Appearance(StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
-    Reason.KV_MISMATCH: Appearance(StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
-    Reason.UNAUTHENTICATED: Appearance(StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
-    Reason.NO_WORKER: Appearance(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
-    Reason.QUEUE_FULL: Appearance(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
-    Reason.RATE_LIMITED: Appearance(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
-    Reason.DRAINING: Appearance(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
-    Reason.WORKER_LOST: Appearance(StatusCode.UNAVAILABLE, 503, "server_error"),
-    Reason.DEADLINE_PASSED: Appearance(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
-    Reason.CANCELLED: Appearance(StatusCode.CANCELLED, 499, "cancelled"),  # 499: nginx's, for a client that went away
-    Reason.INTERNAL: Appearance(StatusCode.INTERNAL, 500, "server_error"),
+REASON_STATUSES: Mapping[Reason, ReasonStatus] = {
+    Reason.INVALID_ARGUMENT: ReasonStatus(StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.MODEL_NOT_FOUND: ReasonStatus(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.REQUEST_NOT_FOUND: ReasonStatus(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.TOO_LARGE: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
+    Reason.KV_MISMATCH: ReasonStatus(StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
+    Reason.UNAUTHENTICATED: ReasonStatus(StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
+    Reason.NO_WORKER: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.QUEUE_FULL: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    Reason.RATE_LIMITED: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    Reason.DRAINING: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.WORKER_LOST: ReasonStatus(StatusCode.UNAVAILABLE, 503, "server_error"),
+    Reason.DEADLINE_PASSED: ReasonStatus(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    Reason.CANCELLED: ReasonStatus(StatusCode.CANCELLED, 499, "cancelled"),  # 499: nginx's, for a client that went away
+    Reason.INTERNAL: ReasonStatus(StatusCode.INTERNAL, 500, "server_error"),
 }
 
 
-def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
+def rename_field(refused: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
     """The same refusal with the field called what the client called it.
 
     Always another exception: it is raised from `refused`, and one that is its own cause would stay in memory, with the whole
@@ -50,4 +50,6 @@ def renamed(refused: Refused, names: Mapping[str, str]) -> Refused:
         field = names[known] + path[len(known) :]
     if message.startswith(f"{path}: "):
         message = field + message[len(path) :]
-    return Refused(refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms, cause=refused.cause)
+    return RequestRejected(
+        refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms, cause=refused.cause
+    )

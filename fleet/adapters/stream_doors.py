@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from fleet.adapters.stream_proofs import FIRST_BYTES, NotProven, Prover, Verifier
-from fleet.adapters.stream_tls import StreamIdentity, WatchedTls, cause_of
+from fleet.adapters.stream_tls import StreamIdentity, WatchedTls, tls_failure_cause
 from kvstore.addresses import unix_path
 from kvstore.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, Receiver, connect
 from kvstore.newcomers import Newcomers
@@ -39,7 +39,7 @@ Refusal = Callable[[str], bytes]
 """Says to a caller that knows no handshake, in the words of the stream, why it is refused."""
 
 
-class StreamDoor:
+class StreamAuthenticator:
     """Implements `kvstore.frames.Door`: the listener's end."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes, refusal: Refusal, *, limit: int = FRAME_BYTES) -> None:
@@ -55,8 +55,8 @@ class StreamDoor:
         self._kind = kind
         self._refusal = refusal
         self._limit = limit
-        self._unproven: Newcomers[_Caller] = Newcomers(UNPROVEN)
-        self._letting_in: dict[_Caller, asyncio.Task[None]] = {}  # for a turn after the proof too
+        self._unproven: Newcomers[_UnprovenCaller] = Newcomers(UNPROVEN)
+        self._letting_in: dict[_UnprovenCaller, asyncio.Task[None]] = {}  # for a turn after the proof too
         self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by host and cause
 
     @asynccontextmanager
@@ -89,7 +89,7 @@ class StreamDoor:
             return
         accepted.setblocking(False)
         host = str(address[0])
-        caller = _Caller(self._identity, self._kind, self._refusal, accept, self._limit, self._unproven.discard)
+        caller = _UnprovenCaller(self._identity, self._kind, self._refusal, accept, self._limit, self._unproven.discard)
         if (gone := self._unproven.add(caller, host)) is not None:
             self._letting_in[gone].cancel("it had proven nothing when newer ones came")
         task = loop.create_task(self._let_in(caller, accepted, host, made), name="stream that is to be proven")
@@ -100,7 +100,7 @@ class StreamDoor:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, partial(self._take, listener, made, accept))
 
-    def _done(self, caller: "_Caller", accepted: socket.socket, task: asyncio.Task[None]) -> None:
+    def _done(self, caller: "_UnprovenCaller", accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._unproven.discard(caller)
         del self._letting_in[caller]
         if not caller.began:
@@ -109,7 +109,7 @@ class StreamDoor:
             log.error("stream was not let in", exc_info=error)
 
     async def _let_in(
-        self, caller: "_Caller", accepted: socket.socket, host: str, made: Callable[[Accept], FrameConnection]
+        self, caller: "_UnprovenCaller", accepted: socket.socket, host: str, made: Callable[[Accept], FrameConnection]
     ) -> None:
         """Have one connection prove itself; ends with that, whatever comes of it."""
         identity, tls = self._identity, None
@@ -129,7 +129,7 @@ class StreamDoor:
             failure = tls.failure if tls is not None and tls.failure is not None else error
             if isinstance(failure, TimeoutError):
                 failure = TimeoutError(f"it has not proven who it is within {PROVE_SECONDS:g} s")
-            self._refuse(caller, host, cause_of(failure, identity.field))
+            self._refuse(caller, host, tls_failure_cause(failure, identity.field))
         except asyncio.CancelledError as cancelled:
             self._refuse(caller, host, str(cancelled) or "this end stops listening")
             raise
@@ -137,7 +137,7 @@ class StreamDoor:
             if caller.cause:
                 self._refuse(caller, host, caller.cause)
 
-    def _refuse(self, caller: "_Caller", host: str, cause: str) -> None:
+    def _refuse(self, caller: "_UnprovenCaller", host: str, cause: str) -> None:
         if caller.is_let_in:  # the connection is its receiver's, although the task has not seen that yet
             return
         caller.end(cause)
@@ -150,7 +150,7 @@ class StreamDoor:
         log.warning("stream refused", extra={"peer": host, "kind": self._kind.decode(), "cause": cause})
 
 
-class _Caller:
+class _UnprovenCaller:
     """Receiver of a connection that has not proven who it is."""
 
     def __init__(
@@ -160,12 +160,12 @@ class _Caller:
         refusal: Refusal,
         accept: Accept,
         limit: int,
-        let_in: "Callable[[_Caller], None]",
+        let_in: "Callable[[_UnprovenCaller], None]",
     ) -> None:
         """Wait for the connection.
 
         Args:
-            identity: As of `StreamDoor`, like `kind`, `refusal` and `limit`.
+            identity: As of `StreamAuthenticator`, like `kind`, `refusal` and `limit`.
             kind: See there.
             refusal: See there.
             accept: Gives the receiver that the connection is handed over to.
@@ -253,7 +253,7 @@ async def dial(
     if unix_path(address) or identity.is_open:
         return await connect(address, accept, limit=limit, send_limit=send_limit)
     tls = None if identity.tls is None else WatchedTls(identity.tls)
-    listener = _Listener(identity, kind, accept, limit)
+    listener = _UnprovenListener(identity, kind, accept, limit)
     try:
         connection = await connect(
             address, listener.made, limit=limit, send_limit=send_limit, tls=tls, handshake_seconds=DIAL_TLS_SECONDS
@@ -269,13 +269,13 @@ async def dial(
             raise ConnectionError(
                 f"it ended the TLS handshake, or did not answer it: it may not speak TLS ({error})"
             ) from error
-        raise ConnectionError(cause_of(failure, identity.field)) from error
+        raise ConnectionError(tls_failure_cause(failure, identity.field)) from error
     if listener.cause is not None:
-        raise ConnectionError(cause_of(listener.cause, identity.field)) from listener.cause
+        raise ConnectionError(tls_failure_cause(listener.cause, identity.field)) from listener.cause
     return connection
 
 
-class _Listener:
+class _UnprovenListener:
     """Receiver of a connection whose far end has not proven who it is."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes, accept: Accept, limit: int) -> None:

@@ -83,7 +83,7 @@ OPEN = StreamIdentity(field="")
 """Neither secret nor certificate."""
 
 
-def of_worker(field: str, credentials: Credentials) -> StreamIdentity:
+def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
     """Read what a listener proves.
 
     Args:
@@ -99,7 +99,7 @@ def of_worker(field: str, credentials: Credentials) -> StreamIdentity:
     return _identity(field, credentials, context)
 
 
-def of_router(field: str, credentials: Credentials) -> StreamIdentity:
+def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
     """Read what a caller proves.
 
     Args:
@@ -152,7 +152,7 @@ class WatchedTls(ssl.SSLContext):
         """Behave as `shared` does; nothing of this context itself is used.
 
         Args:
-            shared: Made by `of_worker` or `of_router`.
+            shared: Made by `worker_identity` or `router_identity`.
             farewell: A payload for peers that do not speak TLS, in place of the alert that they would not understand.
         """
         self._shared = shared
@@ -201,7 +201,7 @@ class _WatchedHandshake(ssl.SSLObject):
             raise ssl.SSLWantReadError from error  # has the event loop send what there is: the alert
 
 
-def cause_of(error: BaseException, field: str) -> str:
+def tls_failure_cause(error: BaseException, field: str) -> str:
     """Return why a stream did not come about or ended, with the setting to look at where TLS is the reason.
 
     Args:

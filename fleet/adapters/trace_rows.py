@@ -12,7 +12,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar, cast
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.errors import why_and_where
+from fleet.errors import split_validation_error
 
 GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds: beyond that, a row is nonsense
@@ -122,7 +122,7 @@ def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
     try:
         return msgspec.json.decode(line, type=as_type)
     except msgspec.ValidationError as error:
-        what, place = why_and_where(error)
+        what, place = split_validation_error(error)
         field = place.removeprefix(".")
         raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. What is to leave in a turn waits for its end, but no more than `MOST_WAITING` messages do. A message that is sent by itself wakes
+1. What is to leave in a turn waits for its end, but no more than `MAX_BATCHED_MESSAGES` messages do. A message that is sent by itself wakes
    its receiver by itself, and sending and deciding in turns push each other out of the processor's caches: together they take a
    quarter off a short request here, and half of what its server takes.
 2. Where turns have but one message it goes at once. So the first one does, unless the turn before that had any had several.
@@ -16,10 +16,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-MOST_WAITING = 16  # some milliseconds at most, with the longest prompts that are tokenised in the event loop
+MAX_BATCHED_MESSAGES = 16  # some milliseconds at most, with the longest prompts that are tokenised in the event loop
 
 
-class TurnEnd:
+class WriteBatcher:
     """Of one event loop."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TurnEnd:
             send()
         else:
             self._sending.append(send)
-            if len(self._sending) >= MOST_WAITING:
+            if len(self._sending) >= MAX_BATCHED_MESSAGES:
                 while self._sending:
                     self._sending.popleft()()
         if not self._due:

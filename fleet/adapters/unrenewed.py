@@ -13,29 +13,29 @@ from msgspec import Struct
 from fleet.clock import Nanos
 
 
-class Ended(Struct, frozen=True):
+class ExpiredLease(Struct, frozen=True):
     """A Lease that is over."""
 
     name: str
     version: str
 
 
-class _Held(Struct, frozen=True):
+class _ObservedVersion(Struct, frozen=True):
     version: str
     ends: Nanos
 
 
-class Unrenewed:
+class LeaseExpiry:
     """What is known of the Leases of one directory. Its size is that of the directory."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _ObservedVersion] = {}
 
     def saw(self, name: str, version: str, lease: Nanos, now: Nanos) -> None:
         """It is there, in this version."""
         known = self._held.get(name)
         if known is None or known.version != version:
-            self._held[name] = _Held(version, Nanos(now + lease))
+            self._held[name] = _ObservedVersion(version, Nanos(now + lease))
 
     def gone(self, name: str) -> None:
         """It is not there."""
@@ -47,9 +47,9 @@ class Unrenewed:
         for name in [each for each in self._held if each not in there]:
             del self._held[name]
 
-    def ended(self, now: Nanos) -> list[Ended]:
+    def ended(self, now: Nanos) -> list[ExpiredLease]:
         """Those that are over, each once in a version."""
-        over = [Ended(name, held.version) for name, held in self._held.items() if held.ends <= now]
+        over = [ExpiredLease(name, held.version) for name, held in self._held.items() if held.ends <= now]
         for each in over:
             del self._held[each.name]
         return over

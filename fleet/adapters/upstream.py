@@ -18,7 +18,7 @@ Rules:
    (an error, the end) goes behind what it is still to get. What follows in later turns is passed on at once: there is nothing to
    decide in between.
 7. An answer says something from its first content on. Comments between events, and events that only name the role, are passed on, but
-   an engine that hangs may send them as well, so they are no sign of life (`speaks`).
+   an engine that hangs may send them as well, so they are no sign of life (`has_content`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from msgspec.json import Decoder
 from fleet.adapters.http_messages import ClientGone
 from fleet.adapters.openai_questions import FIRST_FINAL_STATUS, FIRST_SERVER_ERROR
 from fleet.adapters.relay import Relayed
-from fleet.adapters.turn_end import TurnEnd
+from fleet.adapters.turn_end import WriteBatcher
 from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import RequestId
@@ -88,11 +88,11 @@ class AnswerHeads:
         return head
 
 
-class Owner(Protocol):
+class UpstreamOwner(Protocol):
     """The worker that a connection leads to."""
 
     heads: AnswerHeads
-    turn_end: TurnEnd
+    write_batcher: WriteBatcher
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
     """The answers whose first content came since the worker looked: when each was asked for and when that came, how long the request
     is, and whether it is a stream."""
@@ -128,7 +128,7 @@ class Owner(Protocol):
 class Upstream(asyncio.Protocol):
     """A connection; a `Flow` while it answers."""
 
-    def __init__(self, owner: Owner, report_every: int) -> None:
+    def __init__(self, owner: UpstreamOwner, report_every: int) -> None:
         """For `create_connection`.
 
         Args:
@@ -137,7 +137,7 @@ class Upstream(asyncio.Protocol):
         """
         self._owner = owner
         self._report_every = report_every
-        self._due = _Due()
+        self._due = _ExpectedAnswer()
         self._parser = httptools.HttpResponseParser(self._due)
         self._transport: asyncio.Transport
         self._work_id = RequestId("")
@@ -207,7 +207,7 @@ class Upstream(asyncio.Protocol):
             self._unpack()
         body = relayed.body
         self._unsent = [opening + body] if len(body) <= SMALL_BODY_BYTES else [opening, body]
-        self._owner.turn_end.send(self.flush)
+        self._owner.write_batcher.send(self.flush)
 
     def drop(self) -> None:
         """Nobody waits for the rest of the answer any more."""
@@ -253,7 +253,7 @@ class Upstream(asyncio.Protocol):
             client.write(data)
         else:
             self._pass_on(data if self._bodies is None else self._unpacked(self._bodies))
-        if not self.spoke and (not self._due.end or speaks(data)):
+        if not self.spoke and (not self._due.end or has_content(data)):
             assert self._relayed is not None
             self.spoke = True
             self._owner.spoke(self, self._relayed)
@@ -267,9 +267,9 @@ class Upstream(asyncio.Protocol):
                 self.quiet = False
         if not self._due.end:
             self._complete = True
-            self._owner.turn_end.afterwards(self._finish)
+            self._owner.write_batcher.afterwards(self._finish)
         elif self._events >= self._report_every:
-            self._owner.turn_end.afterwards(self._tell)
+            self._owner.write_batcher.afterwards(self._tell)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._send_answer()
@@ -289,7 +289,7 @@ class Upstream(asyncio.Protocol):
             self._relayed = None
             self._owner.failed(self._work_id, Reason.WORKER_LOST, f"it closed the connection before the end{cause}")
 
-    def usage(self) -> "Usage | None":
+    def usage(self) -> "UpstreamUsage | None":
         """What the end of the answer that has just come says of its prompt; None if it says nothing."""
         return read_usage(self._end())
 
@@ -367,7 +367,7 @@ class Upstream(asyncio.Protocol):
         except ClientGone:
             self._held = data  # until the request hears of it, from its connection
             return
-        if complete or not head.streams or speaks(data[end:]):
+        if complete or not head.streams or has_content(data[end:]):
             self.spoke, self.quiet = True, False
             self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
         self._held = b""
@@ -390,7 +390,7 @@ class Upstream(asyncio.Protocol):
         self._earlier, self._latest = b"", data
         self._events = max(1, data.count(b"data:", end))
         self._complete = complete
-        self._owner.turn_end.afterwards(self._finish if complete else self._tell)
+        self._owner.write_batcher.afterwards(self._finish if complete else self._tell)
 
     def _pass_over(self, data: bytes) -> bool:
         """Go on behind the interim heads with which the answer begins; False if it begins with none, or with too many."""
@@ -401,7 +401,7 @@ class Upstream(asyncio.Protocol):
         if not begin or self._interim_heads > MAX_INTERIM_HEADS:
             return False
         self._held = b""
-        self._due = _Due()
+        self._due = _ExpectedAnswer()
         self._due.expect()
         if self._bodies is None:
             self._parser = httptools.HttpResponseParser(self._due)
@@ -442,7 +442,7 @@ class Upstream(asyncio.Protocol):
     def _unpack(self) -> None:
         """Have the parser give the content of the answer."""
         self._bodies = []
-        self._parser = httptools.HttpResponseParser(_DueWithBodies(self._due, self._bodies))
+        self._parser = httptools.HttpResponseParser(_ExpectedAnswerWithBody(self._due, self._bodies))
 
     def _unpacked(self, bodies: list[bytes]) -> bytes:
         """What has come, for a client that does not understand chunks."""
@@ -453,7 +453,7 @@ class Upstream(asyncio.Protocol):
     def _pass_on(self, data: bytes) -> None:
         self._unsent.append(data)
         if len(self._unsent) == 1:
-            self._owner.turn_end.send(self.flush)
+            self._owner.write_batcher.send(self.flush)
 
     def _send_answer(self) -> None:
         """Whatever is left of it. A request is not sent any more once its connection is closed."""
@@ -476,7 +476,7 @@ class Upstream(asyncio.Protocol):
         relayed.end(keep_alive=keep_alive)
 
 
-class _Due:
+class _ExpectedAnswer:
     """What the parser must still come upon: the beginning and the end of one answer.
 
     The parser takes them out itself, without a call of ours; where there is none to take, the server says more than it was
@@ -494,16 +494,16 @@ class _Due:
         self.end.append(None)
 
 
-class _DueWithBodies:
+class _ExpectedAnswerWithBody:
     """The same, and the content is wanted as well."""
 
-    def __init__(self, due: _Due, bodies: list[bytes]) -> None:
+    def __init__(self, due: _ExpectedAnswer, bodies: list[bytes]) -> None:
         self.on_message_begin = due.on_message_begin
         self.on_message_complete = due.on_message_complete
         self.on_body = bodies.append
 
 
-class Usage(Struct, frozen=True):
+class UpstreamUsage(Struct, frozen=True):
     """Of a prompt, in the server's own tokens."""
 
     prompt_tokens: int
@@ -527,7 +527,7 @@ class _Event(Struct):
 _EVENTS = Decoder(_Event)
 
 
-def speaks(content: bytes) -> bool:
+def has_content(content: bytes) -> bool:
     """Say whether a piece of a stream has content. Whatever is neither a comment nor an empty event is taken for content."""
     lines = _DATA_LINE.findall(content)
     if not lines:
@@ -548,13 +548,13 @@ def _is_empty(line: bytes) -> bool:
     )
 
 
-def read_usage(content: bytes) -> Usage | None:
+def read_usage(content: bytes) -> UpstreamUsage | None:
     """The latest usage in a piece of an answer. Inside a string of JSON there can be none: its quotes are escaped."""
     prompt = _PROMPT_TOKENS.findall(content)
     if not prompt:
         return None
     cached = _CACHED_TOKENS.findall(content)
-    return Usage(int(prompt[-1]), int(cached[-1]) if cached else None)
+    return UpstreamUsage(int(prompt[-1]), int(cached[-1]) if cached else None)
 
 
 def read_head(content: bytes) -> AnswerHead:

@@ -11,7 +11,7 @@ Rules:
 3. A member that leaves the registry keeps its stream: work may still run there, and a stream that is alive says more
    than a registry that cannot be reached. It is not dialled again once the stream has ended.
 4. Sending never waits: what a worker has not taken is kept up to a bound, and a stream that meets it counts as broken.
-5. The membership hears whether workers can be reached (`Reachability`): a name is not given to another process while its holder is there.
+5. The membership hears whether workers can be reached (`ReachabilityEvent`): a name is not given to another process while its holder is there.
 6. What is read is heard at once, before anything else is read. So a router that does not keep up reads less, which
    slows the workers down, and nothing lies about unheard.
 """
@@ -28,15 +28,15 @@ from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.grpc_store_watch import GrpcStoreWatch
 from fleet.adapters.stream_doors import dial
 from fleet.adapters.stream_proofs import TO_WORKERS
-from fleet.adapters.stream_tls import cause_of, of_router
+from fleet.adapters.stream_tls import router_identity, tls_failure_cause
 from fleet.control.messages import (
-    Connected,
-    Disconnected,
     MemberJoined,
     MemberLeft,
     MembershipChange,
-    Reachability,
-    Unreachable,
+    MemberUnreachable,
+    ReachabilityEvent,
+    WorkerStreamClosed,
+    WorkerStreamOpened,
 )
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
@@ -54,19 +54,19 @@ from fleet.router.messages import (
 from fleet.router.ports import WorkerUnreachable
 from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
-from fleet.wire.work import Malformed, decode_worker_message, encode_router_message
+from fleet.wire.work import MalformedMessage, decode_worker_message, encode_router_message
 from fleet.work import (
     Cancel,
-    Description,
     Draining,
     Goodbye,
-    Hello,
     KvEvents,
-    Load,
+    LoadReport,
     Rejected,
+    RouterHello,
     RouterMessage,
     Start,
     Step,
+    WorkerDescription,
     WorkerMessage,
 )
 from kvstore.frames import FrameConnection, SendBufferFull
@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
 SLICES = 4  # that the heartbeat timeout is counted in
-UNTAKEN_BYTES = MAX_MESSAGE_BYTES  # by one worker; one that is that far behind is lost anyway
+UNREAD_BYTES = MAX_MESSAGE_BYTES  # by one worker; one that is that far behind is lost anyway
 
 Hear = Callable[[WorkerEvent], None]
 """Takes in what a worker did, at once."""
@@ -93,7 +93,7 @@ class StreamBroken(Exception):
         self.absent = absent
 
 
-class _Member:
+class _StreamTarget:
     """A worker that is to be reached."""
 
     def __init__(self, address: str, joined: MemberJoined | None):
@@ -101,11 +101,11 @@ class _Member:
         self.joined = joined  # None: configured by address, called what it calls itself
         self.wanted = True
         self.tried = False
-        self.link: _Link | None = None
+        self.link: _WorkerConnection | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def description(self) -> Description | None:
+    def description(self) -> WorkerDescription | None:
         """What it says that it is, while there is a stream."""
         return None if self.link is None else self.link.description
 
@@ -119,7 +119,7 @@ class WorkerStreams:
         membership: AsyncIterator[MembershipChange] | None = None,
         addresses: Sequence[str] = (),
         *,
-        reachability: Callable[[Reachability], None] = lambda _: None,
+        reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
     ):
         """Nothing is dialled before `run`.
 
@@ -132,13 +132,13 @@ class WorkerStreams:
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
         """
-        self._identity = of_router("worker_credentials", settings.worker_credentials)
+        self._identity = router_identity("worker_credentials", settings.worker_credentials)
         self._settings = settings
         self._membership = membership
         self._addresses = addresses
         self._reachability = reachability
-        self._members: dict[WorkerId, _Member] = {}
-        self._links: dict[WorkerId, _Link] = {}
+        self._members: dict[WorkerId, _StreamTarget] = {}
+        self._links: dict[WorkerId, _WorkerConnection] = {}
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         if not self._send(worker_id, start):
@@ -167,7 +167,7 @@ class WorkerStreams:
                 watch = GrpcStoreWatch(self._settings.store, self._settings)
                 tasks.create_task(watch.run(tell), name="store watch")
             for address in self._addresses:
-                self._follow(_Member(address, None), hear, tasks)
+                self._follow(_StreamTarget(address, None), hear, tasks)
             if self._membership is not None:
                 async for change in self._membership:
                     self._membership_changed(change, hear, tasks)
@@ -179,7 +179,7 @@ class WorkerStreams:
                 if before is not None and _is(before, change):
                     before.wanted, before.joined = True, change  # the registry knows what the stream never doubted
                     return
-                member = _Member(change.address, change)
+                member = _StreamTarget(change.address, change)
                 self._members[change.worker_id] = member
                 self._follow(member, hear, tasks, before)
             case MemberLeft():
@@ -190,24 +190,26 @@ class WorkerStreams:
             case _:
                 assert_never(change)
 
-    def _follow(self, member: _Member, hear: Hear, tasks: asyncio.TaskGroup, before: _Member | None = None) -> None:
+    def _follow(
+        self, member: _StreamTarget, hear: Hear, tasks: asyncio.TaskGroup, before: _StreamTarget | None = None
+    ) -> None:
         if before is not None:
             self._give_up(before)
         previous = None if before is None else before.task
         name = f"worker {member.address}"
         member.task = tasks.create_task(self._keep_up(member, previous, hear), name=name)
 
-    def _give_up(self, member: _Member) -> None:
+    def _give_up(self, member: _StreamTarget) -> None:
         member.wanted = False
         if member.task is not None:
             member.task.cancel()
         self._forget(member)
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, member: _StreamTarget) -> None:
         if member.joined is not None and self._members.get(member.joined.worker_id) is member:
             del self._members[member.joined.worker_id]
 
-    async def _keep_up(self, member: _Member, previous: asyncio.Task[None] | None, hear: Hear) -> None:
+    async def _keep_up(self, member: _StreamTarget, previous: asyncio.Task[None] | None, hear: Hear) -> None:
         """Reach a member again and again, until it is wanted no more."""
         if previous is not None:
             await asyncio.wait([previous])  # its last word is `WorkerLeft`; ours must not come before it
@@ -222,7 +224,7 @@ class WorkerStreams:
                 member.tried = True
                 if broken.absent and member.joined is not None:
                     joined = member.joined
-                    self._reachability(Unreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
+                    self._reachability(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
                 if was_up or str(broken) != cause:  # not at every attempt
                     cause = str(broken)
@@ -234,11 +236,11 @@ class WorkerStreams:
                 pause = min(2 * pause, self._settings.max_reconnect_seconds)
         self._forget(member)
 
-    async def _converse(self, member: _Member, hear: Hear) -> Never:
+    async def _converse(self, member: _StreamTarget, hear: Hear) -> Never:
         """One stream, from dialling to its end, which raises `StreamBroken`."""
 
-        def accept(connection: FrameConnection) -> _Link:
-            member.link = _Link(connection, member, self._links, self._settings, hear, self._reachability)
+        def accept(connection: FrameConnection) -> _WorkerConnection:
+            member.link = _WorkerConnection(connection, member, self._links, self._settings, hear, self._reachability)
             return member.link
 
         try:
@@ -249,7 +251,7 @@ class WorkerStreams:
                     self._identity,
                     TO_WORKERS,
                     limit=MAX_MESSAGE_BYTES,
-                    send_limit=UNTAKEN_BYTES,
+                    send_limit=UNREAD_BYTES,
                 )
                 assert member.link is not None
                 await member.link.begun.wait()
@@ -270,19 +272,19 @@ class WorkerStreams:
         return link is not None and link.say(message)
 
 
-class _Link:
+class _WorkerConnection:
     """A stream to a worker: says hello, and lets the router hear what the worker says."""
 
     def __init__(
         self,
         connection: FrameConnection,
-        member: _Member,
-        links: "dict[WorkerId, _Link]",
+        member: _StreamTarget,
+        links: "dict[WorkerId, _WorkerConnection]",
         settings: RouterSettings,
         hear: Hear,
-        reachability: Callable[[Reachability], None],
+        reachability: Callable[[ReachabilityEvent], None],
     ):
-        self.description: Description | None = None  # once it has joined
+        self.description: WorkerDescription | None = None  # once it has joined
         self.begun = asyncio.Event()  # it has joined, or has ended
         self.ended = asyncio.Event()
         self.why = ""  # it has ended
@@ -294,8 +296,8 @@ class _Link:
         self._reachability = reachability
         self._sequence = 0  # of the next KV events
         self._patience_seconds = settings.heartbeat_timeout_seconds
-        self._silence: _Silence | None = None  # once it has joined
-        self.say(Hello(router_id=settings.router_id))
+        self._silence: _SilenceTimer | None = None  # once it has joined
+        self.say(RouterHello(router_id=settings.router_id))
 
     def say(self, message: RouterMessage) -> bool:
         """Send; False when the stream is broken, or is from now on."""
@@ -318,7 +320,7 @@ class _Link:
         self._connection.abort()
         if self.description is not None:
             del self._links[self.description.worker_id]
-            self._reachability(Disconnected(worker_id=self.description.worker_id))
+            self._reachability(WorkerStreamClosed(worker_id=self.description.worker_id))
             self._hear(WorkerLeft(worker_id=self.description.worker_id))
 
     def _fell_silent(self, why: str) -> None:
@@ -336,7 +338,7 @@ class _Link:
                 self._begin(message)
             elif message is not None:
                 self._hear(self._event(message, self.description.worker_id))
-        except (StreamBroken, Malformed) as error:
+        except (StreamBroken, MalformedMessage) as error:
             self.end(str(error))
         except DecodeError:
             self.end("it says what is no message of fleet.v1")
@@ -345,12 +347,12 @@ class _Link:
         """Nothing waits for it: see rule 4."""
 
     def lost(self, cause: Exception | None) -> None:
-        self.end("it ended the stream" if cause is None else cause_of(cause, "worker_credentials"))
+        self.end("it ended the stream" if cause is None else tls_failure_cause(cause, "worker_credentials"))
 
     def _begin(self, first: WorkerMessage | None) -> None:
         if isinstance(first, Goodbye):
             raise StreamBroken(first.reason)
-        if not isinstance(first, Description):
+        if not isinstance(first, WorkerDescription):
             raise StreamBroken("its first message was not its description")
         joined = self._member.joined
         if joined is not None and first.worker_id != joined.worker_id:
@@ -359,8 +361,8 @@ class _Link:
             raise StreamBroken(f"another worker is called {first.worker_id}; every worker needs an id of its own")
         self.description = first
         self._links[first.worker_id] = self
-        self._silence = _Silence(self._patience_seconds, self._fell_silent)
-        self._reachability(Connected(worker_id=first.worker_id, incarnation=first.incarnation))
+        self._silence = _SilenceTimer(self._patience_seconds, self._fell_silent)
+        self._reachability(WorkerStreamOpened(worker_id=first.worker_id, incarnation=first.incarnation))
         self.begun.set()
         log.info("worker connected", extra={"worker": first.worker_id, "address": self._member.address})
         self._hear(WorkerJoined(description=first, address=self._member.address))
@@ -369,7 +371,7 @@ class _Link:
         match message:
             case Step():
                 return Stepped(worker_id=worker_id, progress=message.progress)
-            case Load():
+            case LoadReport():
                 return LoadReported(worker_id=worker_id, load=message)
             case KvEvents():
                 if message.sequence != self._sequence:
@@ -382,12 +384,12 @@ class _Link:
                 return WorkerDraining(worker_id=worker_id)
             case Goodbye():
                 raise StreamBroken(message.reason)
-            case Description():
+            case WorkerDescription():
                 return self._described_anew(message)
             case _:
                 assert_never(message)
 
-    def _described_anew(self, description: Description) -> KvPathsChanged:
+    def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
         """Take in a second description: only what follows from the worker's store may differ."""
         before = self.description
         assert before is not None
@@ -403,7 +405,7 @@ class _Link:
         )
 
 
-class _Silence:
+class _SilenceTimer:
     """Says when nothing was heard for so long.
 
     The time is counted in slices, since a process that stood still (was stopped or starved) finds its timer due before it
@@ -431,7 +433,7 @@ class _Silence:
             self._timer = self._loop.call_later(self._seconds / SLICES, self._tick)
 
 
-def _is(member: _Member, joined: MemberJoined) -> bool:
+def _is(member: _StreamTarget, joined: MemberJoined) -> bool:
     """Whether a member that we have a stream to, or are dialling, is the very one that the registry announces."""
     if member.address != joined.address:
         return False

@@ -1,6 +1,6 @@
 """The process of a KV store node."""
 
-from fleet.app.process import Announce, stop_requested
+from fleet.app.process import Announce, stop_signal
 from fleet.errors import ConfigurationRefused
 from kvstore.settings import StoreSettings
 
@@ -16,7 +16,7 @@ async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
     from kvstore.server import open_node  # noqa: PLC0415
 
     try:
-        async with stop_requested() as stop, open_node(settings, MonotonicClock()) as endpoints:
+        async with stop_signal() as stop, open_node(settings, MonotonicClock()) as endpoints:
             announce({"grpc": endpoints.listen[0], "data": endpoints.data_address})
             await stop.wait()
     except StoreNotStarted as error:

@@ -1,7 +1,7 @@
 """The operator's process."""
 
 from fleet.adapters.clock import SystemClock, utc_now
-from fleet.app.process import Announce, stop_requested
+from fleet.app.process import Announce, stop_signal
 from fleet.errors import ConfigurationRefused
 from operators.settings import OperatorSettings
 
@@ -23,7 +23,7 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
             "operator: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
         ) from error
 
-    async with stop_requested() as stop:
+    async with stop_signal() as stop:
         routers = RouterRegistrations() if settings.ask_routers else None
         clients = ServedProbes(settings.probe.keys, settings.probe.deadline_seconds)
         await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)

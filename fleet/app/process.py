@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 Announce = Callable[[Mapping[str, str]], None]
 """Told the endpoints by protocol, once, when everything is ready."""
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @asynccontextmanager
-async def giving_up_when_asked() -> AsyncIterator[None]:
-    """End the context at a signal, for as long as nobody else (`stop_requested`, within) listens to it: until a process serves, that may be minutes.
+async def cancelled_by_signals() -> AsyncIterator[None]:
+    """End the context at a signal, for as long as nobody else (`stop_signal`, within) listens to it: until a process serves, that may be minutes.
 
     Nothing would end it there by itself: signals that nobody listens to do nothing to the first process of a container.
     """
@@ -26,7 +26,7 @@ async def giving_up_when_asked() -> AsyncIterator[None]:
         asked = True
         task.cancel()
 
-    for number in ENDING:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, ask)
     try:
         yield
@@ -35,25 +35,25 @@ async def giving_up_when_asked() -> AsyncIterator[None]:
             raise
         task.uncancel()
     finally:
-        for number in ENDING:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
 
 @asynccontextmanager
-async def stop_requested() -> AsyncIterator[asyncio.Event]:
+async def stop_signal() -> AsyncIterator[asyncio.Event]:
     """An event that SIGTERM and SIGINT set; another signal after that ends the process as if nobody listened."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
     def ask() -> None:
         stop.set()
-        for number in ENDING:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
-    for number in ENDING:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, ask)
     try:
         yield stop
     finally:
-        for number in ENDING:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock, utc_now
-from fleet.app.process import Announce, giving_up_when_asked, stop_requested
+from fleet.app.process import Announce, cancelled_by_signals, stop_signal
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from fleet.adapters.grpc_selection import SelectionService
     from fleet.adapters.http_frontend import HttpFrontend
     from fleet.adapters.kserve_frontend import KserveFrontend
-    from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
-    from fleet.adapters.picker_endpoints import Standing
+    from fleet.adapters.openai_workers import AllBackends, ExternalBackends
+    from fleet.adapters.picker_endpoints import PickerLeadership
     from fleet.adapters.prompt_keys import PrivateKeys
-    from fleet.adapters.redis_tenants import RedisTenants
+    from fleet.adapters.redis_tenants import RedisRateLimits
     from fleet.adapters.relay import Relay
-    from fleet.adapters.replicas import Replicas
+    from fleet.adapters.replicas import PeerRouters
     from fleet.adapters.worker_streams import WorkerStreams
     from fleet.control.ports import Directory
     from fleet.control.server import RegistryServer
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
     from fleet.router.tokenising import TokenisingThreads
-    from fleet.telemetry import Metrics
+    from fleet.telemetry import RouterProcessMetrics
 
 log = logging.getLogger(__name__)
 
 RESERVED_DESCRIPTORS = 512  # for streams to workers, the ports for health and control, other routers, and files
-COLLECTED_AT_ONCE = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
+GC_THRESHOLD = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
 
 
 async def run_router(settings: RouterSettings, announce: Announce) -> None:
@@ -61,16 +61,16 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
     """
-    from fleet.adapters.freed_memory import keep_large_pieces_apart  # noqa: PLC0415 - likewise
-    from fleet.adapters.hub import with_models  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.freed_memory import map_large_allocations  # noqa: PLC0415 - likewise
+    from fleet.adapters.hub import fetch_router_models  # noqa: PLC0415 - each process loads its own part only
 
-    keep_large_pieces_apart()
-    async with giving_up_when_asked():
+    map_large_allocations()
+    async with cancelled_by_signals():
         settings = within_descriptors(settings, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        settings = await with_models(settings, SystemClock())
+        settings = await fetch_router_models(settings, SystemClock())
         parts = _parts_of_router(settings)
         with parts.recorder or nullcontext(), closing(parts.threads):
-            await _route(settings, parts, announce)
+            await _serve(settings, parts, announce)
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
@@ -98,7 +98,7 @@ def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
     )
 
 
-async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
+async def _serve(settings: RouterSettings, parts: "_RouterParts", announce: Announce) -> None:
     """Serve until asked to stop.
 
     A process alone takes its ports first: where another one has them, nobody else may hear of this one. Those that share ports
@@ -109,11 +109,11 @@ async def _route(settings: RouterSettings, parts: "_RouterParts", announce: Anno
         early = None if settings.share_ports else await opened.enter_async_context(ports)
         running = [tasks.create_task(each) for each in parts.loops(directory)]
         await parts.caught_up(directory, settings.catch_up_seconds)
-        async with stop_requested() as stop:
+        async with stop_signal() as stop:
             fronts = early if early is not None else await opened.enter_async_context(ports)
             announce(fronts.endpoints())
             gc.freeze()  # what is there by now stays: no collection has to look at it
-            gc.set_threshold(COLLECTED_AT_ONCE)
+            gc.set_threshold(GC_THRESHOLD)
             await stop.wait()
             parts.selection.drain()
             within = Nanos(settings.drain_timeout_ms * MILLISECOND)
@@ -134,9 +134,9 @@ async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | Non
     if settings.discovery is None:
         yield None
         return
-    from fleet.adapters.discovery import directory_of  # noqa: PLC0415 - most routers have none
+    from fleet.adapters.discovery import open_directory  # noqa: PLC0415 - most routers have none
 
-    async with directory_of(settings.discovery) as directory:
+    async with open_directory(settings.discovery) as directory:
         yield directory
 
 
@@ -144,21 +144,21 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
     """What a router process has behind its fronts."""
 
     clock: SystemClock
-    metrics: "Metrics"
+    metrics: "RouterProcessMetrics"
     tenants: "Tenants"
     control_access: "ControlAccess"
     members: "RegistryServer"
     own_workers: "WorkerStreams"
-    foreign_workers: "OpenAiWorkers"
-    workers: "MixedWorkers"
+    foreign_workers: "ExternalBackends"
+    workers: "AllBackends"
     router: "RouterServer"
     recorder: "FlightRecorder | None"
     selection: "SelectionService"
     generation: "Generation"
     threads: "TokenisingThreads"
     relay: "Relay | None"
-    replicas: "Replicas | None"
-    limits: "RedisTenants | None"
+    replicas: "PeerRouters | None"
+    limits: "RedisRateLimits | None"
 
     def loops(self, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
         """What runs as long as the process serves."""
@@ -200,39 +200,39 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
     from fleet.adapters.control_access import control_access  # noqa: PLC0415
-    from fleet.adapters.freed_memory import trim  # noqa: PLC0415
-    from fleet.adapters.golden import GoldenCheck  # noqa: PLC0415
-    from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService  # noqa: PLC0415
-    from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers  # noqa: PLC0415
+    from fleet.adapters.freed_memory import trim_heaps  # noqa: PLC0415
+    from fleet.adapters.golden import TokenizerCheck  # noqa: PLC0415
+    from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService  # noqa: PLC0415
+    from fleet.adapters.openai_workers import AllBackends, ExternalBackends  # noqa: PLC0415
     from fleet.adapters.prompt_keys import PrivateKeys  # noqa: PLC0415
-    from fleet.adapters.replicas import Replicas, SharedLimits  # noqa: PLC0415
+    from fleet.adapters.replicas import PeerLimits, PeerRouters  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
     from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
     from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
     from fleet.control.server import RegistryServer  # noqa: PLC0415
-    from fleet.control.settings import ControlSettings  # noqa: PLC0415
+    from fleet.control.settings import MembershipSettings  # noqa: PLC0415
     from fleet.router.generation import Generation  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
     from fleet.router.tenants import Tenants  # noqa: PLC0415
     from fleet.router.tokenising import TokenisingThreads  # noqa: PLC0415
-    from fleet.telemetry import Metrics  # noqa: PLC0415
+    from fleet.telemetry import RouterProcessMetrics  # noqa: PLC0415
 
     clock = SystemClock()
-    metrics = Metrics(CollectorRegistry())
+    metrics = RouterProcessMetrics(CollectorRegistry())
     tenants = Tenants(settings.tenants, clock.now())
     metrics.registry.register(TenantMetrics(tenants.usage))
     tenant_secret = settings.tenant_secret.encode()
-    threads = TokenisingThreads(trim)
+    threads = TokenisingThreads(trim_heaps)
 
-    members = RegistryServer(ControlSettings(), clock)
+    members = RegistryServer(MembershipSettings(), clock)
     own_workers = WorkerStreams(settings, members.membership(), reachability=members.hear)
-    foreign_codecs = _foreign_codecs(settings)
-    foreign_workers = OpenAiWorkers(settings.openai_workers, settings.connect_timeout_seconds, clock, foreign_codecs)
+    foreign_codecs = _external_codecs(settings)
+    foreign_workers = ExternalBackends(settings.openai_workers, settings.connect_timeout_seconds, clock, foreign_codecs)
     codecs = {model: load_codec(folder) for model, folder in settings.models.items()}
-    golden = GoldenCheck(codecs)
-    workers = MixedWorkers(own_workers, foreign_workers, golden)
-    selecting = SelectingWorkers(workers)
+    golden = TokenizerCheck(codecs)
+    workers = AllBackends(own_workers, foreign_workers, golden)
+    selecting = SelectionAwareWorkers(workers)
 
     expectations = _expectations(settings)
     machine, recorder = _machine(settings, clock, expectations)
@@ -273,14 +273,14 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     selection = SelectionService(router, selecting, settings.selection, tenant_secret=tenant_secret)
     replicas = None
     if settings.replicas_listen:
-        replicas = Replicas(
+        replicas = PeerRouters(
             settings,
             router,
             members,
             selection,
             lambda: generate_latest(metrics.registry).decode(),
             private=private.fingerprint,
-            limits=SharedLimits(tenants, clock) if settings.counts_limits_without_redis else None,
+            limits=PeerLimits(tenants, clock) if settings.counts_limits_without_redis else None,
         )
         selection.others = replicas
     return _RouterParts(
@@ -461,10 +461,10 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
         yield None
         return
     from fleet.adapters.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
-    from fleet.adapters.picker_prompts import RoutersPrompts  # noqa: PLC0415 - likewise
+    from fleet.adapters.picker_prompts import ApiPromptReader  # noqa: PLC0415 - likewise
 
-    prompts = RoutersPrompts(parts.generation, parts.relay, parts.tenants, parts.clock)
-    async with _standing(settings.endpoint_picker, parts.clock) as standing:
+    prompts = ApiPromptReader(parts.generation, parts.relay, parts.tenants, parts.clock)
+    async with _picker_leadership(settings.endpoint_picker, parts.clock) as standing:
         picker = EndpointPicker(settings.endpoint_picker, parts.router, parts.selection, prompts, standing)
         async with open_endpoint_picker(
             settings.endpoint_picker,
@@ -476,7 +476,9 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
 
 
 @asynccontextmanager
-async def _standing(settings: "EndpointPickerSettings", clock: SystemClock) -> "AsyncIterator[Standing | None]":
+async def _picker_leadership(
+    settings: "EndpointPickerSettings", clock: SystemClock
+) -> "AsyncIterator[PickerLeadership | None]":
     """Of the endpoint picker among others; None where it is the only one.
 
     Raises:
@@ -496,16 +498,16 @@ async def _standing(settings: "EndpointPickerSettings", clock: SystemClock) -> "
         yield candidate
 
 
-def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTenants":
+def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisRateLimits":
     """What keeps the limits of this router in step with the others'.
 
     Raises:
         ConfigurationRefused: The URL is none of Redis, or the client library is not installed.
     """
     try:
-        from fleet.adapters.redis_tenants import RedisTenants  # noqa: PLC0415 - optional
+        from fleet.adapters.redis_tenants import RedisRateLimits  # noqa: PLC0415 - optional
 
-        return RedisTenants(url, tenants, clock)
+        return RedisRateLimits(url, tenants, clock)
     except ImportError as error:
         raise ConfigurationRefused(
             "tenants_redis: needs the package redis: pip install 'fleet-serving[redis]'"
@@ -517,7 +519,7 @@ def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisTe
 def _relay(
     settings: RouterSettings,
     router: "RouterServer",
-    workers: "OpenAiWorkers",
+    workers: "ExternalBackends",
     codecs: "Mapping[ModelName, TextCodec]",
     private: "PrivateKeys",
     tenants: "Tenants",
@@ -587,7 +589,7 @@ def _relay(
     )
 
 
-def _foreign_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
+def _external_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
     """The tokenizers that are named for foreign servers; those of one model have the same.
 
     Raises:

@@ -24,11 +24,11 @@ from operators.settings import OperatorSettings
 from workers.ports import EngineDied, WorkerReplaced
 from workers.settings import WorkerSettings
 
-Part = str
+ServiceName = str
 """router, worker, kvstore or operator"""
 
 
-def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
+def serve(part: ServiceName, config: Path, announce: Announce, changes: Mapping[str, Any] | None = None) -> None:
     """Run one process of a cluster until it is asked to stop.
 
     Args:
@@ -43,15 +43,15 @@ def serve(part: Part, config: Path, announce: Announce, changes: Mapping[str, An
         NodeEnded: The store node in a worker's process did.
         WorkerReplaced: Another process has a worker's id.
     """
-    running = _PARTS[part](config, announce, changes)
+    running = _SERVICES[part](config, announce, changes)
     configure_logging()
     try:
         uvloop.run(running)
     except BaseExceptionGroup as group:
-        raise _foremost(group) from group
+        raise _expected_error(group) from group
 
 
-def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What a task group wrapped, where it is one of the expected ends of a process; else the group."""
     expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, WorkerReplaced))
     while expected is not None:
@@ -62,7 +62,7 @@ def _foremost(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return group
 
 
-_PARTS: Mapping[Part, Callable[[Path, Announce, Mapping[str, Any] | None], Coroutine[Any, Any, None]]] = {
+_SERVICES: Mapping[ServiceName, Callable[[Path, Announce, Mapping[str, Any] | None], Coroutine[Any, Any, None]]] = {
     "router": lambda config, announce, changes: run_router(load(config, RouterSettings, changes), announce),
     "worker": lambda config, announce, changes: run_worker(load(config, WorkerSettings, changes), announce),
     "kvstore": lambda config, announce, changes: run_kvstore(load(config, StoreSettings, changes), announce),

@@ -13,7 +13,7 @@ import uvloop
 from msgspec import structs
 
 from fleet.adapters.clock import SystemClock
-from fleet.app.process import Announce, giving_up_when_asked, stop_requested
+from fleet.app.process import Announce, cancelled_by_signals, stop_signal
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation
@@ -43,11 +43,11 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         WorkerReplaced: Another process has its id.
     """
     from fleet.adapters.control_access import control_access  # noqa: PLC0415
-    from fleet.adapters.golden import golden_of_folder  # noqa: PLC0415 - each process loads its own part only
+    from fleet.adapters.golden import folder_tokenizer_digests  # noqa: PLC0415 - each process loads its own part only
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
-    from fleet.adapters.hub import worker_model  # noqa: PLC0415
+    from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
     from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
-    from fleet.adapters.stream_tls import of_worker  # noqa: PLC0415
+    from fleet.adapters.stream_tls import worker_identity  # noqa: PLC0415
     from workers.embedded import with_store  # noqa: PLC0415
     from workers.registration import Presence, Registration  # noqa: PLC0415
     from workers.server import END_SECONDS, WorkerServer  # noqa: PLC0415
@@ -55,14 +55,14 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
         return
-    identity = of_worker("credentials", settings.credentials)
+    identity = worker_identity("credentials", settings.credentials)
     identity.require("listen", settings.listen, on_loopback=False)
     access = control_access("registry_credentials", settings.registry_credentials)
     control = control_access("control_credentials", settings.control_proof)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
-        await held.enter_async_context(giving_up_when_asked())
-        model = await worker_model(settings, SystemClock())
+        await held.enter_async_context(cancelled_by_signals())
+        model = await fetch_worker_model(settings, SystemClock())
         lead: Lead | None = None
         if settings.group is not None:
             from fleet.adapters.worker_groups import leading  # noqa: PLC0415 - few workers have a group
@@ -75,12 +75,12 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         settings = furnished.settings
         try:
             engine = await held.enter_async_context(_open_engine(settings))
-            keeper = await held.enter_async_context(_hold_keeper(settings, engine.facts))
+            keeper = await held.enter_async_context(_session_pin_keeper(settings, engine.facts))
             own_store = furnished.node is not None
             evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
-        golden = await asyncio.to_thread(golden_of_folder, settings.model_dir, engine.facts.block_tokens)
+        golden = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
         worker = WorkerServer(
             settings,
             engine,
@@ -112,10 +112,10 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
                 serve_control(worker, settings.control_listen, presence, control)
             )
         await held.enter_async_context(presence.kept())
-        async with asyncio.TaskGroup() as tasks, stop_requested() as stop:
+        async with asyncio.TaskGroup() as tasks, stop_signal() as stop:
             serving = tasks.create_task(worker.run())  # ends with a drain, by whomever, or with the engine
             serving.add_done_callback(lambda _: stop.set())
-            serving.add_done_callback(lambda ended: _end_for_certain(ended, END_SECONDS))
+            serving.add_done_callback(lambda ended: _force_exit_after_hang(ended, END_SECONDS))
             presence.when_replaced(stop.set)
             announce(endpoints)
             if lead is not None:
@@ -130,7 +130,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             raise WorkerReplaced(presence.replaced)
 
 
-def _end_for_certain(served: "asyncio.Task[None]", seconds: float) -> None:
+def _force_exit_after_hang(served: "asyncio.Task[None]", seconds: float) -> None:
     """End the process after a hang of the engine even if the orderly end hangs too; what its threads do then is on standard error."""
     if not served.cancelled() and isinstance(served.exception(), EngineHung):
         faulthandler.dump_traceback_later(seconds, exit=True)
@@ -144,16 +144,16 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         EngineDied: Its part of the engine ended by itself, or the leader is gone.
     """
     from fleet.adapters.grpc_worker import serve_rank  # noqa: PLC0415 - few workers have a group
-    from fleet.adapters.hub import worker_model  # noqa: PLC0415
+    from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
     from fleet.adapters.worker_groups import following  # noqa: PLC0415
 
     open_rank = _rank_opener(settings.engine)
     async with AsyncExitStack() as held:
-        await held.enter_async_context(giving_up_when_asked())
-        model = await worker_model(settings, SystemClock())
+        await held.enter_async_context(cancelled_by_signals())
+        model = await fetch_worker_model(settings, SystemClock())
         alike = common_of(structs.replace(settings, model_dir=model.named))
         follow = await held.enter_async_context(following(group, alike, SystemClock()))
-        stop = await held.enter_async_context(stop_requested())
+        stop = await held.enter_async_context(stop_signal())
         settings = structs.replace(settings, group=follow.group, model_dir=model.folder)
         endpoints: dict[str, str] = {}
         if settings.control_listen:
@@ -185,14 +185,14 @@ def _registries(
 
         registries.append(GrpcRegistries(settings.registry, access=access))
     if settings.discovery is not None:
-        from fleet.adapters.discovery import directory_of  # noqa: PLC0415
+        from fleet.adapters.discovery import open_directory  # noqa: PLC0415
 
-        registries.append(directory_of(settings.discovery, warm_blocks))
+        registries.append(open_directory(settings.discovery, warm_blocks))
     return registries
 
 
 @asynccontextmanager
-async def _hold_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHoldKeeper | None"]:
+async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHoldKeeper | None"]:
     """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
     from workers.store_holds import open_hold_keeper  # noqa: PLC0415 - each process loads its own part only
 

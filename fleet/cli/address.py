@@ -76,7 +76,7 @@ def _credentials(arguments: argparse.Namespace) -> Credentials:
         raise ConfigurationRefused("--control-key: --control-certificate and --control-key go together") from error
 
 
-def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:
+def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> str:
     """Say why a call to a control port failed, and what to do."""
     if error.reason is None and isinstance(error, Unauthenticated):
         return (
@@ -88,11 +88,11 @@ def said_of_control(error: FleetError, arguments: argparse.Namespace) -> str:
     if error.reason is None and isinstance(error, Unavailable) and error.message.endswith(NOT_KNOWN):
         run = run_at(arguments.address)
         if run is not None and run.killed:
-            return said(error, arguments.address)
+            return describe_error(error, arguments.address)
         return f"{error.message}, or start a cluster on this machine with fleet up"
     if arguments.control_address and error.reason is None and isinstance(error, Unavailable | DeadlineExceeded):
         return _unreachable_control(error, arguments)
-    return said(error, arguments.control_address or arguments.address)
+    return describe_error(error, arguments.control_address or arguments.address)
 
 
 def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
@@ -105,7 +105,7 @@ def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> st
     return f"{address}: {cause}; --control-address names a router's control_listen"
 
 
-def said(error: FleetError, address: str) -> str:
+def describe_error(error: FleetError, address: str) -> str:
     """Why a call to an address failed, and what to do where nobody answers there."""
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"

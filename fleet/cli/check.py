@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.local_processes import ClusterFailed
-from fleet.cli.cluster import Cluster, Surroundings, say, with_cluster
+from fleet.cli.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.cli.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
@@ -45,7 +45,7 @@ class Interrupted(ClusterFailed):
         super().__init__("interrupted")
 
 
-class Completion(Struct, frozen=True, kw_only=True):
+class CheckedCompletion(Struct, frozen=True, kw_only=True):
     """What came back for one prompt."""
 
     tokens: tuple[int, ...]
@@ -54,7 +54,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     rest: Nanos  # from the first token to the last
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class CheckVerdict(Struct, frozen=True, kw_only=True):
     """The line that is printed for one way."""
 
     ok: bool
@@ -67,7 +67,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     tpot_ms: float  # median
 
 
-async def check(topology: Topology, surroundings: Surroundings, paths: Sequence[KvPath]) -> bool:
+async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath]) -> bool:
     """Run the check for each way and print a line of JSON for each; whether all of them are good.
 
     Args:
@@ -81,11 +81,11 @@ async def check(topology: Topology, surroundings: Surroundings, paths: Sequence[
         Interrupted: Somebody asked to stop.
     """
     length = min(topology.cluster.max_model_len, LONGEST + ANSWER_TOKENS)
-    expected: list[Completion] = []
+    expected: list[CheckedCompletion] = []
     prompts: list[TokenBytes] = []
     block_tokens = 0
 
-    async def compute_reference(cluster: Cluster) -> None:
+    async def compute_reference(cluster: LocalCluster) -> None:
         nonlocal block_tokens
         prompts.extend(reference_prompts(cluster.plan.model_dir, max_tokens=length - ANSWER_TOKENS))
         say(f"asking one aggregated engine {len(prompts)} prompts")
@@ -94,7 +94,7 @@ async def check(topology: Topology, surroundings: Surroundings, paths: Sequence[
             raise ClusterFailed(f"the reference engine did not answer {missing} of {len(prompts)} prompts")
         expected.extend(answer for answer in answers if answer is not None)
 
-    if not await with_cluster(_reference(topology), _part(surroundings, "reference"), compute_reference):
+    if not await with_cluster(_reference(topology), _subfolder(surroundings, "reference"), compute_reference):
         raise Interrupted
     good = True
     for path in paths:
@@ -106,22 +106,22 @@ async def check(topology: Topology, surroundings: Surroundings, paths: Sequence[
 
 async def _check_path(
     topology: Topology,
-    surroundings: Surroundings,
+    surroundings: LocalClusterOptions,
     path: KvPath,
     prompts: Sequence[TokenBytes],
     block_tokens: int,
-    expected: Sequence[Completion],
-) -> Verdict:
+    expected: Sequence[CheckedCompletion],
+) -> CheckVerdict:
     """One way, in a cluster of its own. A cluster that fails is a bad verdict, not the end of the check."""
-    got: list[Completion | None] = []
+    got: list[CheckedCompletion | None] = []
 
-    async def compare(cluster: Cluster) -> None:
+    async def compare(cluster: LocalCluster) -> None:
         say(f"asking a prefill and a decode worker the same, blocks by {path}")
         answers, _ = await _ask_all(cluster, prompts, Placement.DISAGGREGATED, WITHIN[path])
         got.extend(answers)
 
     try:
-        if not await with_cluster(disaggregated(topology, path), _part(surroundings, path), compare):
+        if not await with_cluster(disaggregated(topology, path), _subfolder(surroundings, path), compare):
             raise Interrupted
     except Interrupted:
         raise
@@ -138,10 +138,10 @@ async def _check_path(
 
 
 async def _ask_all(
-    cluster: Cluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
-) -> tuple[list[Completion | None], int]:
+    cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
+) -> tuple[list[CheckedCompletion | None], int]:
     """Answers in the order of the prompts, None where a request failed; and the tokens of a block."""
-    answers: list[Completion | None] = [None] * len(prompts)
+    answers: list[CheckedCompletion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
     async with AsyncClient(cluster.plan.grpc) as client:
 
@@ -161,7 +161,7 @@ async def _ask_all(
 
 async def _ask(
     client: AsyncClient, prompt: TokenBytes, placement: Placement, within: Nanos, clock: Clock
-) -> Completion:
+) -> CheckedCompletion:
     begun = clock.now()
     first = last = begun
     async with client.generate(
@@ -177,16 +177,19 @@ async def _ask(
                 last = clock.now()
                 first = last if first == begun else first
     result = stream.result
-    return Completion(tokens=result.token_ids, kv=result.kv, ttft=Nanos(first - begun), rest=Nanos(last - first))
+    return CheckedCompletion(tokens=result.token_ids, kv=result.kv, ttft=Nanos(first - begun), rest=Nanos(last - first))
 
 
 def judge(
-    path: KvPath, expected: Sequence[Completion], got: Sequence[Completion | None], complaints: Sequence[str]
-) -> Verdict:
+    path: KvPath,
+    expected: Sequence[CheckedCompletion],
+    got: Sequence[CheckedCompletion | None],
+    complaints: Sequence[str],
+) -> CheckVerdict:
     """Sum up the answers of one way; None stands for a request that failed, and is among the complaints."""
     answers = [answer for answer in got if answer is not None]
     origins = [origin for answer in answers for origin in _decode_origins(answer) if origin.source is MOVED_BY[path]]
-    return Verdict(
+    return CheckVerdict(
         ok=not complaints,
         prompts=len(expected),
         identical=sum(
@@ -204,7 +207,7 @@ def judge(
 
 
 def complaint(
-    path: KvPath, prompt_tokens: int, block_tokens: int, expected: Completion, answer: Completion | None
+    path: KvPath, prompt_tokens: int, block_tokens: int, expected: CheckedCompletion, answer: CheckedCompletion | None
 ) -> str | None:
     """What is wrong with one answer; None if nothing is."""
     if answer is None:
@@ -213,13 +216,13 @@ def complaint(
         pairs = enumerate(zip(answer.tokens, expected.tokens, strict=False))
         differing = next((index for index, (ours, theirs) in pairs if ours != theirs), None)
         return "another number of tokens" if differing is None else f"token {differing} differs"
-    if not blocks_came(answer, path, prompt_tokens, block_tokens):
+    if not blocks_received(answer, path, prompt_tokens, block_tokens):
         origins = ", ".join(f"{origin.blocks} {origin.source}" for origin in _decode_origins(answer) if origin.blocks)
         return f"no block moved by {path}; of the decode phase's blocks were {origins or 'none'}"
     return None
 
 
-def blocks_came(answer: Completion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
+def blocks_received(answer: CheckedCompletion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
     """Whether the decode phase had blocks moved to it, as far as there were any that it did not hold itself.
 
     The last token of a prompt is always computed, because its output is the first token of the answer; so its block does not
@@ -233,7 +236,7 @@ def blocks_came(answer: Completion, path: KvPath, prompt_tokens: int, block_toke
     )
 
 
-def _decode_origins(answer: Completion) -> list[KvOrigin]:
+def _decode_origins(answer: CheckedCompletion) -> list[KvOrigin]:
     return [origin for phase in answer.kv if phase.phase is Phase.DECODE for origin in phase.report.origins]
 
 
@@ -245,20 +248,24 @@ def _median(values: Iterable[float]) -> float:
 def _reference(topology: Topology) -> Topology:
     """One engine for everything, as the topology sets up its decode workers."""
     worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
-    return structs.replace(_private(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,))
+    return structs.replace(
+        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,)
+    )
 
 
 def disaggregated(topology: Topology, path: KvPath) -> Topology:
     """Return the topology of one prefill and one decode worker that hand over blocks by one path."""
     pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
-    return structs.replace(_private(topology), cluster=structs.replace(topology.cluster, kv_paths=(path,)), pools=pools)
+    return structs.replace(
+        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=(path,)), pools=pools
+    )
 
 
-def _part(surroundings: Surroundings, name: str) -> Surroundings:
+def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOptions:
     return structs.replace(surroundings, logs=surroundings.logs / name if surroundings.logs else None)
 
 
-def _private(topology: Topology) -> Topology:
+def _with_own_ports(topology: Topology) -> Topology:
     """On free ports, so that a running cluster is not in the way; nobody is given up for being slow.
 
     The store runs in a process of its own, since the check has two workers.

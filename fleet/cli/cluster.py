@@ -11,11 +11,11 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.hub import with_fetched
+from fleet.adapters.hub import fetch_topology_model
 from fleet.adapters.local_pools import LocalPools, drain
 from fleet.adapters.local_processes import ClusterFailed, LocalProcesses
 from fleet.adapters.local_runs import PARTS, local_runs, runtime_folder
-from fleet.adapters.local_topology import Plan, plan
+from fleet.adapters.local_topology import LocalPlan, plan
 from fleet.adapters.tiny_model import build_tiny_model
 from fleet.cli.files import whole_file
 from fleet.client import AsyncClient, FleetError
@@ -32,14 +32,16 @@ from fleet.config import (
 from fleet.errors import ConfigurationRefused
 from kvstore.clock import nanos
 
-SEEN_WITHIN = 30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
-LOOK_EVERY = 0.05  # seconds
+WORKERS_VISIBLE_SECONDS = (
+    30.0  # seconds from the last worker's readiness to the router's knowing it; less than one is usual
+)
+STATUS_POLL_SECONDS = 0.05  # seconds
 
 
-class Cluster(Struct, frozen=True):
+class LocalCluster(Struct, frozen=True):
     """A cluster that is ready."""
 
-    plan: Plan
+    plan: LocalPlan
     pids: dict[str, int]
     pools: LocalPools
 
@@ -64,7 +66,7 @@ class Cluster(Struct, frozen=True):
             unfinished.write_text(json.dumps(content, indent=2) + "\n")
 
 
-class Surroundings(Struct, frozen=True, kw_only=True):
+class LocalClusterOptions(Struct, frozen=True, kw_only=True):
     """Where a cluster runs."""
 
     relative_to: Path  # folder that a relative model path starts from
@@ -72,7 +74,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
 
 
 async def with_cluster(
-    topology: Topology, surroundings: Surroundings, body: Callable[[Cluster], Awaitable[None]]
+    topology: Topology, surroundings: LocalClusterOptions, body: Callable[[LocalCluster], Awaitable[None]]
 ) -> bool:
     """Start a cluster, run `body` when it is ready, stop the cluster when that returns or a signal asks to.
 
@@ -95,11 +97,11 @@ async def with_cluster(
             tiny = build_tiny_model(default_cache_dir(), tokenizer_only=simulated)
         except OSError as error:
             raise ConfigurationRefused(f"the tiny model cannot be built in {default_cache_dir()}: {error}") from error
-    topology = await with_fetched(topology, surroundings.relative_to, SystemClock())
+    topology = await fetch_topology_model(topology, surroundings.relative_to, SystemClock())
     folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
     adapters = adapter_folders(topology.cluster, surroundings.relative_to)
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
-    _clear_up_after_the_killed()
+    _clean_up_killed_runs()
     with runtime_folder() as runtime:
         planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
         processes = LocalProcesses(
@@ -116,12 +118,12 @@ async def with_cluster(
         async def when_ready() -> None:
             await _wait_until_serving(planned)
             pools = LocalPools(topology, planned, processes, runtime, say)
-            await body(Cluster(planned, processes.pids, pools))
+            await body(LocalCluster(planned, processes.pids, pools))
 
         return await hold(processes, when_ready)
 
 
-def _clear_up_after_the_killed() -> None:
+def _clean_up_killed_runs() -> None:
     """Before ports and memory are asked for that they may hold."""
     for run in local_runs():
         ended = run.clear() if run.killed else None
@@ -150,24 +152,24 @@ def _log_folder(wanted: Path | None) -> Path | None:
     return wanted
 
 
-async def _wait_until_serving(planned: Plan) -> None:
+async def _wait_until_serving(planned: LocalPlan) -> None:
     """Return when the router counts every worker as serving."""
     missing = set(planned.workers)
     try:
-        async with asyncio.timeout(SEEN_WITHIN), asking(planned) as client:
+        async with asyncio.timeout(WORKERS_VISIBLE_SECONDS), cluster_client(planned) as client:
             while missing:
                 status = await client.status()
                 workers = [worker for pool in status.pools for worker in pool.workers]
                 missing = set(planned.workers) - {worker.worker_id for worker in workers if worker.state == "serving"}
-                await asyncio.sleep(LOOK_EVERY)
+                await asyncio.sleep(STATUS_POLL_SECONDS)
     except TimeoutError as error:
         names = ", ".join(sorted(missing))
-        raise ClusterFailed(f"the router does not see {names} within {SEEN_WITHIN:.0f} s") from error
+        raise ClusterFailed(f"the router does not see {names} within {WORKERS_VISIBLE_SECONDS:.0f} s") from error
     except FleetError as error:
         raise ClusterFailed(f"the router does not answer: {error.message}") from error
 
 
-def asking(planned: Plan) -> AsyncClient:
+def cluster_client(planned: LocalPlan) -> AsyncClient:
     """Return a client of a planned cluster's router, which reaches its control port."""
     return AsyncClient(planned.grpc, control=planned.control, control_credentials=planned.control_credentials)
 

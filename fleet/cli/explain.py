@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from fleet.cli.address import add_control, control_client, said_of_control
+from fleet.cli.address import add_control, control_client, describe_control_error
 from fleet.cli.exits import DONE, FAILED
 from fleet.client import CandidateCost, FleetError, PlacementExplained
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         with control_client(arguments) as client:
             placements = client.explain(arguments.request)
     except FleetError as error:
-        print(f"fleet: {said_of_control(error, arguments)}", file=sys.stderr)
+        print(f"fleet: {describe_control_error(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({"request_id": arguments.request, "placements": placements}).decode())

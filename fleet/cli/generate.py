@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.cli.address import add_address, said
+from fleet.cli.address import add_address, describe_error
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.seconds import seconds
 from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
                     print(delta.text, end="", flush=True)
             result = stream.result
     except FleetError as error:
-        cause = said(error, arguments.address)
+        cause = describe_error(error, arguments.address)
         if isinstance(error, DeadlineExceeded) and error.reason is None and arguments.timeout is not None:
             cause = f"the answer was not complete within {arguments.timeout:g} s (--timeout)"
         print(f"fleet: {cause}", file=sys.stderr)

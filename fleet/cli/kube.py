@@ -10,7 +10,7 @@ import msgspec
 import yaml
 
 from fleet.cli.exits import DONE, FAILED
-from fleet.errors import ConfigurationRefused, why_and_where
+from fleet.errors import ConfigurationRefused, split_validation_error
 from operators.children.names import Deployment
 from operators.children.pods import Images
 from operators.children.shared import shared
@@ -198,12 +198,12 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
     try:
         return named, msgspec.convert(content.get("spec"), of)
     except msgspec.ValidationError as error:
-        raise ConfigurationRefused(_misfit(error)) from error
+        raise ConfigurationRefused(_value_error(error)) from error
 
 
-def _misfit(error: msgspec.ValidationError) -> str:
+def _value_error(error: msgspec.ValidationError) -> str:
     """What is wrong with a spec, behind the path of the field."""
-    cause, path = why_and_where(error)
+    cause, path = split_validation_error(error)
     if named := _NAMED.fullmatch(cause):
         path, cause = f"{path}.{named[2]}", "is missing" if named[1] == "missing required" else "is not a known key"
     return f"spec{path}: {cause}"
@@ -229,14 +229,14 @@ def _read(path: Path) -> list[Any]:
         # Not msgspec's: libyaml, which that uses, ends the process where a file is nested very deeply.
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # the last: of a date that is none
-        raise ConfigurationRefused(f"{path}: {_cause(error)}") from error
+        raise ConfigurationRefused(f"{path}: {_error_text(error)}") from error
     except (AttributeError, KeyError) as error:  # from within the library
         raise ConfigurationRefused(f"{path}: a value is not of the type that its tag says") from error
     _check_values(documents, path)
     return documents
 
 
-def _cause(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Why YAML could not be read, without what stands there: it may be a secret."""
     said = str(error)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

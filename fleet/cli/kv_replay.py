@@ -157,7 +157,7 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
     below_blocks = BELOW * blocks if arguments.below_blocks is None else arguments.below_blocks
     block_bytes = trace.block_tokens * arguments.token_bytes
     return replay_pauses(
-        trace.requests if beside is None else _together(trace.requests, beside.requests),
+        trace.requests if beside is None else _interleave(trace.requests, beside.requests),
         PausePolicy(arguments.pauses),
         Pace(
             memory=nanos(block_bytes / MEMORY_PACE),
@@ -171,7 +171,7 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
     )
 
 
-def _together(requests: "Sequence[Request]", others: "Sequence[Request]") -> "list[Request]":
+def _interleave(requests: "Sequence[Request]", others: "Sequence[Request]") -> "list[Request]":
     """In order of arrival, as long as both go on; the others keep their prompts and lose their sessions."""
     from kvstore.replay import Request  # noqa: PLC0415
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fleet.cli.exits import FAILED, MISUSED, REFUSED
-from fleet.cli.stopping import as_interrupt
+from fleet.cli.exits import CONFIGURATION_REFUSED, FAILED, MISUSED
+from fleet.cli.stopping import raise_interrupt_on
 from fleet.errors import ConfigurationRefused
 
 COMMANDS = {
@@ -35,14 +35,14 @@ COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """Says in one line what is wrong; `--help` has the rest."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-class _Version(argparse.Action):
+class _VersionAction(argparse.Action):
     """Looked up when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
             sys.stdout.flush()
     except ConfigurationRefused as error:
         print(f"fleet: {_in_one_line(str(error))}", file=sys.stderr)
-        return REFUSED
+        return CONFIGURATION_REFUSED
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:  # the reader of our output has gone; nothing must be flushed at exit
@@ -86,15 +86,15 @@ def _in_one_line(text: str) -> str:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="fleet", description="Disaggregated serving of large language models.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    parser = _CommandParser(prog="fleet", description="Disaggregated serving of large language models.")
+    parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version, and end")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     chosen = next((argument for argument in argv if not argument.startswith("-")), None)
     module = None
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == chosen:
-            with as_interrupt((signal.SIGINT,)):  # a Ctrl-C in the middle of that crashes msgspec
+            with raise_interrupt_on((signal.SIGINT,)):  # a Ctrl-C in the middle of that crashes msgspec
                 module = importlib.import_module(f"fleet.cli.{name}")
             module.configure(command)
     arguments, unknown = parser.parse_known_args(argv)

@@ -7,10 +7,10 @@ from fleet.planner.messages import Observation, PoolSeen
 
 def table(seen: Observation) -> Iterator[str]:
     width = max((len(each.name) for each in seen.pools), default=0)
-    return (line_of(each, width) for each in seen.pools)
+    return (pool_line(each, width) for each in seen.pools)
 
 
-def line_of(pool: PoolSeen, width: int = 0) -> str:
+def pool_line(pool: PoolSeen, width: int = 0) -> str:
     parts = [f"{pool.name:{width}}  wanted {pool.wanted}  ready {pool.ready}"]
     if pool.draining:
         parts.append(f"draining {pool.draining}")

@@ -8,7 +8,7 @@ WIDTH = 24
 ERASED = "\r\x1b[K"
 
 
-class Progress:
+class ProgressBar:
     """A context: its line is gone afterwards."""
 
     def __init__(self, total: int | None, file: TextIO | None = None):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.cli.address import add_control, control_client, said_of_control
+from fleet.cli.address import add_control, control_client, describe_control_error
 from fleet.cli.exits import DONE, FAILED
 from fleet.client import FleetError, RemotePrefill
 
@@ -38,13 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.router_command == "thresholds":
         return _tune(arguments)
-    from fleet.adapters.router_policies import catalogue  # noqa: PLC0415 - numpy is for those who ask
+    from fleet.adapters.router_policies import policy_catalogue  # noqa: PLC0415 - numpy is for those who ask
     from fleet.router.settings import RouterSettings  # noqa: PLC0415
 
-    policies = catalogue().policies
+    policies = policy_catalogue().policies
     default = RouterSettings().policy
     if arguments.json:
-        print(msgspec.json.encode({"default": default, "policies": _described(policies)}).decode())
+        print(msgspec.json.encode({"default": default, "policies": _policy_lines(policies)}).decode())
         return DONE
     width = max(map(len, policies))
     for name, kind in policies.items():
@@ -69,7 +69,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             in_force = client.tune(**dict(arguments.changes))
             measured = client.remote_prefill()
     except FleetError as error:
-        print(f"fleet: {said_of_control(error, arguments)}", file=sys.stderr)
+        print(f"fleet: {describe_control_error(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(msgspec.json.encode({**in_force, "remote_prefill": measured}).decode())
@@ -77,12 +77,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     width = max(map(len, in_force))
     for name, value in in_force.items():
         print(f"{name:{width}}  {value if isinstance(value, int) else f'{value:g}'}")
-    for line in _measured(measured):
+    for line in _break_even_lines(measured):
         print(line)
     return DONE
 
 
-def _measured(found: RemotePrefill) -> Iterator[str]:
+def _break_even_lines(found: RemotePrefill) -> Iterator[str]:
     """What a router knows of when another worker had better compute a prompt, a line each."""
     if not found.handoffs_needed:
         return  # a router of an earlier version, which does not say
@@ -101,7 +101,7 @@ def _measured(found: RemotePrefill) -> Iterator[str]:
             yield f"  {worker.worker_id}: not known yet what a token takes"
 
 
-def _described(policies: Mapping[str, type[Any]]) -> list[dict[str, Any]]:
+def _policy_lines(policies: Mapping[str, type[Any]]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,

@@ -13,9 +13,9 @@ from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_runs import LocalRun, local_plans, local_runs, run_at
 from fleet.cli.address import router_address
 from fleet.cli.exits import DONE, FAILED
-from fleet.cli.pools import line_of, table, unfinished
+from fleet.cli.pools import pool_line, table, unfinished
 from fleet.cli.seconds import seconds
-from fleet.cli.stopping import STOPPING
+from fleet.cli.stopping import INTERRUPT_SIGNALS
 from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
@@ -28,7 +28,11 @@ from fleet.planner.settings import ConnectorSettings, FolderTarget, KubernetesTa
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "pools", nargs="*", type=_wish, metavar="POOL=N", help="workers that a pool is to have; without any: show all"
+        "pools",
+        nargs="*",
+        type=_desired_size,
+        metavar="POOL=N",
+        help="workers that a pool is to have; without any: show all",
     )
     parser.add_argument(
         "--within",
@@ -79,7 +83,7 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
     this = asyncio.current_task()
     assert this is not None
     if wishes and threading.current_thread() is threading.main_thread():  # the one that signals reach
-        for number in STOPPING:
+        for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, Writer.PERSON) as connector:
         before = await connector.observe()
@@ -106,7 +110,7 @@ async def _change(
     def tell(seen: Observation) -> None:
         for each in seen.pools:
             if each.name in wishes and not each.settled:
-                _say(line_of(each))
+                _say(pool_line(each))
 
     outcome, seen = await carry_out(
         connector, plan, before, SystemClock(), tell, lambda cause: _say(f"{cause}; trying again")
@@ -182,7 +186,7 @@ def _say(line: str) -> None:
     print(f"fleet: {line}", file=sys.stderr, flush=True)
 
 
-def _wish(text: str) -> tuple[PoolName, int]:
+def _desired_size(text: str) -> tuple[PoolName, int]:
     name, _, number = text.rpartition("=")
     if not name or not number.isdecimal() or int(number) > MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"{text!r} is not POOL=N, with N from 0 to {MOST_REPLICAS}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from fleet.adapters.process_group import die_with_parent
 from fleet.cli.exits import DONE, FAILED, HUNG, REPLACED
-from fleet.config import changes_of, files_of
+from fleet.config import parse_changes, read_file_changes
 from fleet.errors import ConfigurationRefused
 
 PARTS = ("router", "worker", "kvstore", "operator")
@@ -99,7 +99,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
     import asyncio  # noqa: PLC0415 - for this alone
 
     from fleet.adapters.clock import SystemClock  # noqa: PLC0415
-    from fleet.adapters.control_relay import relayed  # noqa: PLC0415
+    from fleet.adapters.control_relay import open_control_relay  # noqa: PLC0415
     from fleet.adapters.local_processes import ClusterFailed, LocalProcesses  # noqa: PLC0415
     from fleet.adapters.local_runs import runtime_folder  # noqa: PLC0415
     from fleet.adapters.router_processes import plan_routers  # noqa: PLC0415
@@ -132,7 +132,9 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
                 others = {"health": planned.health, "kserve": planned.kserve, "endpoint_picker": planned.picker}
                 asked_for = {name: address for name, address in others.items() if address}
                 async with (
-                    relayed(planned.control, planned.control_sockets) if planned.control_sockets else nullcontext()
+                    open_control_relay(planned.control, planned.control_sockets)
+                    if planned.control_sockets
+                    else nullcontext()
                 ):
                     announce({"http": planned.http, "grpc": planned.grpc, "control": planned.control, **asked_for})
                     await asyncio.Event().wait()
@@ -146,7 +148,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """What options say in place of the settings file."""
-    changes = changes_of(arguments.set) | files_of(arguments.set_file)
+    changes = parse_changes(arguments.set) | read_file_changes(arguments.set_file)
     return changes if arguments.record is None else changes | {"record": str(arguments.record.absolute())}
 
 
@@ -167,9 +169,9 @@ def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], N
         else:
             os.write(ready_fd, line.encode())
             if arguments.heartbeat:
-                from fleet.adapters.heartbeat import beat  # noqa: PLC0415 - after the parent's death would be noticed
+                from fleet.adapters.heartbeat import send_heartbeats  # noqa: PLC0415 - after the parent's death would be noticed
 
-                beat(ready_fd)
+                send_heartbeats(ready_fd)
             else:
                 os.close(ready_fd)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from fleet.cli import sim_agree, sim_many, sim_replay, sim_run
 from fleet.cli.exits import DONE
-from fleet.cli.sim_outputs import Outputs, say
-from fleet.cli.stopping import as_interrupt
+from fleet.cli.sim_outputs import SimulationOutputs, say
+from fleet.cli.stopping import raise_interrupt_on
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
@@ -153,12 +153,12 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with as_interrupt():
+    with raise_interrupt_on():
         return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
+    from fleet.config import parse_changes  # noqa: PLC0415 - help needs none of it
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
     if arguments.action == "replay":
@@ -169,7 +169,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused(f"--attainment: {arguments.attainment:g} is not between 0 and 1")
     if getattr(arguments, "processes", 1) < 1:
         raise ConfigurationRefused(f"--processes: {arguments.processes} must be at least 1")
-    changes = changes_of(arguments.set)
+    changes = parse_changes(arguments.set)
     match arguments.action:
         case "sweep":
             return sim_many.sweep(arguments, changes)
@@ -189,14 +189,14 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
     if not 0 <= arguments.points <= 1000:
         raise ConfigurationRefused(f"--points: {arguments.points} is not between 0 and 1000")
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         found = capacity(
             scenario,
             arguments.scenario.parent,
             arguments.attainment,
             points=arguments.points,
             processes=arguments.processes,
-            tried=_tried,
+            tried=_point_line,
         )
         outputs.write_json(found)
     users = f", of {found.users:,} users," if found.users else ""
@@ -204,14 +204,14 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
         f"{found.rate:.3f} requests a second{users} ({found.rate_per_gpu:.4f} a GPU) keep the SLO for "
         f"{arguments.attainment:.0%}"
     )
-    say(arguments, found, [*(_point(point) for point in found.curve), line])
+    say(arguments, found, [*(_point_json(point) for point in found.curve), line])
     return DONE
 
 
-def _tried(point: "Point") -> None:
-    print(_point(point), file=sys.stderr, flush=True)
+def _point_line(point: "Point") -> None:
+    print(_point_json(point), file=sys.stderr, flush=True)
 
 
-def _point(point: "Point") -> str:
+def _point_json(point: "Point") -> str:
     load = f"{point.users:,} users, " if point.users else ""
     return f"{load}{point.rate:.3f} requests a second: {point.attainment:.1%} keep the SLO"

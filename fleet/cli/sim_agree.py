@@ -11,25 +11,25 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fleet.cli.exits import DONE, FAILED
-from fleet.cli.sim_outputs import Outputs, say
+from fleet.cli.sim_outputs import SimulationOutputs, say
 
 SHOWN = 3  # lines of each log, from the first that differs on
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fleet.config import changes_of  # noqa: PLC0415 - help needs none of it
+    from fleet.config import parse_changes  # noqa: PLC0415 - help needs none of it
     from fleet.sim.agreement import first_difference, served, simulated  # noqa: PLC0415
     from fleet.sim.planning import plan, traffic  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
-    changes = changes_of(arguments.set)
+    changes = parse_changes(arguments.set)
     if arguments.seed is not None:
         changes["seed"] = arguments.seed
     scenario, folder = read_scenario(arguments.scenario, changes), arguments.scenario.parent
     planned = plan(scenario, folder)
     there_traffic, here_traffic = traffic(scenario, folder), traffic(scenario, folder)
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         with _quiet():
             there, here = served(planned, there_traffic), simulated(planned, here_traffic)
         number = first_difference(there.lines, here.lines)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleet.cli.exits import DONE
-from fleet.cli.progress import Progress
-from fleet.cli.sim_outputs import Outputs, say
+from fleet.cli.progress import ProgressBar
+from fleet.cli.sim_outputs import SimulationOutputs, say
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def run_seeds(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     _check_seeds(changes)
     made = cases([arguments.scenario], {}, arguments.seeds, changes)
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         outcomes = [row.outcome for row in _rows(arguments, made)]
         figures = means(outcomes)
         answer = {"seeds": arguments.seeds, "figures": figures, "runs": outcomes}
@@ -38,19 +38,19 @@ def run_seeds(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def compare_two(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
-    from fleet.config import changes_of, overlaid  # noqa: PLC0415
+    from fleet.config import merge_changes, parse_changes  # noqa: PLC0415
     from fleet.sim.compare import compare  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
     _check_seeds(changes)
-    later = changes_of(arguments.set_b, "--set-b")
+    later = parse_changes(arguments.set_b, "--set-b")
     _check_seeds(later, "--set-b")
-    changes_b = overlaid(changes, later)
+    changes_b = merge_changes(changes, later)
     a, b = read_scenario(arguments.a, changes), read_scenario(arguments.b, changes_b)
     made = [*cases([arguments.a], {}, arguments.seeds, changes), *cases([arguments.b], {}, arguments.seeds, changes_b)]
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         outcomes = [row.outcome for row in _rows(arguments, made)]
         half = len(arguments.seeds)
         compared = compare(
@@ -74,7 +74,7 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     _check_seeds(over, "--over")
     made = cases(arguments.scenario, over, arguments.seeds, changes)
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         rows = _rows(arguments, made)
         answer: Any = rows
         lines = [_line(row) for row in rows]
@@ -90,7 +90,7 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
     """``path=value,value`` of each, in order."""
-    from fleet.config import value_of  # noqa: PLC0415
+    from fleet.config import parse_value  # noqa: PLC0415
 
     over: dict[str, list[Any]] = {}
     for assignment in assignments:
@@ -100,7 +100,7 @@ def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigurationRefused(f"--over: {assignment!r} is not PATH=V1,V2, as in router.policy=fleet,dynamo")
         if path in over:
             raise ConfigurationRefused(f"--over: {path} is there twice; name all its values in one")
-        over[path] = [value_of(each) for each in values]
+        over[path] = [parse_value(each) for each in values]
     return over
 
 
@@ -115,7 +115,7 @@ def _rows(arguments: argparse.Namespace, made: Sequence["Case"]) -> list["Row"]:
     from fleet.sim.sweep import run_all  # noqa: PLC0415
 
     rows = []
-    with Progress(len(made)) as progress:
+    with ProgressBar(len(made)) as progress:
         for number, row in enumerate(run_all(made, arguments.processes, ray=arguments.ray), 1):
             rows.append(row)
             if progress.shown:

@@ -34,7 +34,7 @@ def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None
         named[Path(path).resolve()] = f"of --{option} as well"
 
 
-class Outputs:
+class SimulationOutputs:
     """Files that were asked for, begun before anything runs: what cannot be written is refused at once."""
 
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):

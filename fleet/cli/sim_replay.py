@@ -20,7 +20,7 @@ from fleet.errors import ConfigurationRefused
 if TYPE_CHECKING:
     from fleet.router.expectations import Profile
     from fleet.sim.replay import Difference, Replayed
-    from fleet.work import Description
+    from fleet.work import WorkerDescription
 
 MOST_SHOWN = 12  # commands of an event
 
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments, ("json", "decisions"))
     replay = Replay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
     with ExitStack() as files:
-        decisions = _opened(files, arguments.decisions, "--decisions")
-        answer = _opened(files, arguments.json, "--json")
+        decisions = _open_outputs(files, arguments.decisions, "--decisions")
+        answer = _open_outputs(files, arguments.json, "--json")
         replayed = replay.run(None if decisions is None else partial(_write, decisions))
         if answer is not None:
             _write(answer, [msgspec.json.encode(replayed).decode()])
@@ -57,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE if replayed.agree else FAILED
 
 
-def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
+def _profiles(path: Path) -> "Callable[[WorkerDescription], Profile | None]":
     """What a scenario says of workers: by the pool whose name theirs begins with, else by the first of their role."""
-    from fleet.ids import longest_beginning  # noqa: PLC0415
+    from fleet.ids import longest_prefix  # noqa: PLC0415
     from fleet.router.expectations import Profile  # noqa: PLC0415
     from fleet.sim.planning import plan  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
@@ -67,8 +67,8 @@ def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
     pools = plan(read_scenario(path), path.parent).pools
     named = {f"{pool.name}-": pool for pool in pools}
 
-    def profile_of(worker: "Description") -> "Profile | None":
-        name = longest_beginning(worker.worker_id, named)
+    def profile_of(worker: "WorkerDescription") -> "Profile | None":
+        name = longest_prefix(worker.worker_id, named)
         alike = (pool for pool in pools if pool.role is worker.role)
         pool = next(alike, None) if name is None else named[name]
         return None if pool is None else Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
@@ -76,7 +76,7 @@ def _profiles(path: Path) -> "Callable[[Description], Profile | None]":
     return profile_of
 
 
-def _opened(files: ExitStack, name: str | None, option: str) -> TextIO | None:
+def _open_outputs(files: ExitStack, name: str | None, option: str) -> TextIO | None:
     from fleet.cli.files import whole_file  # noqa: PLC0415
 
     if name is None:
@@ -97,11 +97,11 @@ def _summary(replayed: "Replayed") -> list[str]:
         f"{replayed.recorded_seconds:,.1f} s, recorded by Fleet {replayed.recorded_by}"
     )
     if replayed.difference is None:
-        return [told, "the machine says what it said", *replayed.notes, *_expected(replayed)]
-    return [told, *_told_apart(replayed.difference)]
+        return [told, "the machine says what it said", *replayed.notes, *_expectation_lines(replayed)]
+    return [told, *_difference_lines(replayed.difference)]
 
 
-def _expected(replayed: "Replayed") -> list[str]:
+def _expectation_lines(replayed: "Replayed") -> list[str]:
     """A table, and what drifted."""
     if not replayed.expected:
         return []
@@ -118,7 +118,7 @@ def _expected(replayed: "Replayed") -> list[str]:
     return [head, *rows, *drifts]
 
 
-def _told_apart(difference: "Difference") -> list[str]:
+def _difference_lines(difference: "Difference") -> list[str]:
     return [
         f"line {difference.line}, {difference.seconds:.6f} s after the beginning: the machine says something else",
         f"it hears      {difference.event} {_json(difference.fields)}",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleet.cli.exits import DONE
-from fleet.cli.progress import Progress
-from fleet.cli.sim_outputs import Outputs, say
+from fleet.cli.progress import ProgressBar
+from fleet.cli.sim_outputs import SimulationOutputs, say
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
     planned = plan(scenario, folder)
     sent = traffic(scenario, folder)
     with ExitStack() as files:
-        outputs = Outputs(arguments, files)
+        outputs = SimulationOutputs(arguments, files)
         listeners = []
         if outputs.requests is not None:
             block_tokens = scenario.engine.block_tokens if arguments.with_blocks else None
@@ -47,7 +47,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
                 listener(ended)
 
         total = number_of(scenario.workload, folder, seed=scenario.seed) if sys.stderr.isatty() else None
-        with Progress(total) as progress:
+        with ProgressBar(total) as progress:
             run_ = simulate(
                 planned,
                 sent,
@@ -77,7 +77,7 @@ def _write_report(
         progress(len(points), f"at {point.load:g} times the load {point.outcome.attainment:.1%} keep the SLO")
 
     if not arguments.no_curve:
-        with Progress(len(LOADS)) as progress:
+        with ProgressBar(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
             load_curve(scenario, arguments.scenario.parent, known=known, tried=tried, processes=arguments.processes)
     with path.open("w", encoding="utf-8", errors="replace") as file:  # a file's name may be any bytes

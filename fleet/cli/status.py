@@ -9,7 +9,7 @@ import msgspec
 
 from fleet.adapters.connectors import connector_of
 from fleet.adapters.local_runs import run_at
-from fleet.cli.address import add_control, control_client, said_of_control
+from fleet.cli.address import add_control, control_client, describe_control_error
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.pools import unfinished
 from fleet.client import ClusterStatus, FleetError
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         with control_client(arguments) as client:
             status = client.status()
     except FleetError as error:
-        for line in (said_of_control(error, arguments), *failing):
+        for line in (describe_control_error(error, arguments), *failing):
             print(f"fleet: {line}", file=sys.stderr)
         return FAILED
     print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(_lines(status)))

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-SOON = 0.01  # seconds
-IMPORTING = "<frozen importlib._bootstrap>"
-LOOKING = "/msgspec/_utils.py"
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+RETRY_SECONDS = 0.01  # seconds
+IMPORT_FRAME = "<frozen importlib._bootstrap>"
+MSGSPEC_FRAME = "/msgspec/_utils.py"
 
 
 @contextmanager
-def as_interrupt(stopping: Sequence[signal.Signals] = STOPPING) -> Iterator[None]:
+def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -> Iterator[None]:
     """Within, these raise `KeyboardInterrupt`; in the main thread only, which is the one that signals reach.
 
     What was ignored before is ignored further on: background jobs of a shell do not hear Ctrl-C. SIGALRM is taken.
@@ -30,9 +30,9 @@ def as_interrupt(stopping: Sequence[signal.Signals] = STOPPING) -> Iterator[None
     def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler of signals
         nonlocal asked
         asked = True
-        if not _half_built(frame):
+        if not _in_unsafe_frame(frame):
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, SOON)  # asks again
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # asks again
 
     before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGALRM)}
     try:
@@ -48,10 +48,10 @@ def as_interrupt(stopping: Sequence[signal.Signals] = STOPPING) -> Iterator[None
         raise KeyboardInterrupt
 
 
-def _half_built(frame: FrameType | None) -> bool:
+def _in_unsafe_frame(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
-        if name == IMPORTING or name.endswith(LOOKING):
+        if name == IMPORT_FRAME or name.endswith(MSGSPEC_FRAME):
             return True
         frame = frame.f_back
     return False

@@ -8,11 +8,11 @@ from msgspec import structs
 
 from fleet.adapters.local_processes import ClusterFailed
 from fleet.adapters.local_topology import addresses
-from fleet.cli.cluster import Cluster, Surroundings, say, with_cluster
+from fleet.cli.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.generate import summary
 from fleet.client import AsyncClient, FleetError
-from fleet.config import PoolSection, Topology, checked, load
+from fleet.config import PoolSection, Topology, build_settings, load
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Placement, Role
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: its folder does not exist")
     if arguments.ready_file is not None and arguments.ready_file.is_dir():
         raise ConfigurationRefused(f"--ready-file: {arguments.ready_file}: is a folder; name a file in it")
-    surroundings = Surroundings(
+    surroundings = LocalClusterOptions(
         relative_to=Path() if arguments.model or not arguments.config else arguments.config.parent,
         logs=arguments.log_dir,
     )
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-async def _stay(cluster: Cluster, arguments: argparse.Namespace) -> None:
+async def _stay(cluster: LocalCluster, arguments: argparse.Namespace) -> None:
     """Show how the cluster is reached, and keep its pools as large as plans say until cancelled."""
     cluster.pools.step()  # so that whoever reads that it is ready can ask for the pools
     for line in addresses(cluster.plan):
@@ -91,7 +91,7 @@ async def _stay(cluster: Cluster, arguments: argparse.Namespace) -> None:
     await cluster.pools.follow()
 
 
-async def _demonstrate(cluster: Cluster, text: str) -> None:
+async def _demonstrate(cluster: LocalCluster, text: str) -> None:
     """Stream one answer, from a pair of workers if there is one, and say where the blocks of its prompt came from."""
     placement = Placement.DISAGGREGATED if cluster.plan.disaggregates else Placement.AUTO
     print(f"\n> {text}", flush=True)
@@ -129,7 +129,7 @@ def _topology(arguments: argparse.Namespace) -> Topology:
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)
-    return checked(
+    return build_settings(
         Topology,
         cluster=cluster,
         hub=topology.hub,

@@ -8,7 +8,7 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from fleet.client.asking import Options, PromptLike, build_message, proof_of, tuning
+from fleet.client.asking import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.control import ControlPort, control_error
 from fleet.client.errors import Cancelled, error_of
 from fleet.client.results import (
@@ -62,7 +62,7 @@ class AsyncClient:
         Raises:
             ConfigurationRefused: A file of the credentials cannot be used.
         """
-        self._metadata = proof_of(api_key)
+        self._metadata = api_key_metadata(api_key)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control_port = ControlPort(address, control, control_credentials)
@@ -154,7 +154,7 @@ class AsyncClient:
             InvalidRequest: There is no such threshold, or it cannot have this value; nothing was changed.
             FleetError: The cluster cannot be asked.
         """
-        request = tuning(thresholds)
+        request = tune_request(thresholds)
         try:
             return thresholds_of(await self._cluster.Tune(request, timeout=CALL_SECONDS))
         except grpc.aio.AioRpcError as error:

@@ -9,7 +9,16 @@ import numpy as np
 from fleet.client.errors import InvalidRequest
 from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId
-from fleet.requests import ChatMessage, ChatPrompt, Form, GenerateRequest, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleet.requests import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    StructuredOutput,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleet.roles import KvPath, Placement
 from fleet.v1 import control_pb2
 from fleet.v1 import inference_pb2 as pb
@@ -37,7 +46,7 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     logprobs: int
-    form: Form
+    form: StructuredOutput
     tools: Sequence[Mapping[str, Any]]  # as the OpenAI API has them; for conversations
     stop: str | Sequence[str]
     priority: int
@@ -52,12 +61,12 @@ class Options(TypedDict, total=False):
     timeout_seconds: float | None  # for the whole answer; None: no limit
 
 
-def proof_of(api_key: str) -> tuple[tuple[str, str], ...]:
+def api_key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
     """Metadata of a call that shows a key; none without one."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def tuning(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
+def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
     """The message that sets thresholds.
 
     Raises:
@@ -95,30 +104,30 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         labels=tuple(options.get("labels", ())),
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
-    if not isinstance(options.get("form"), Form | None):
+    if not isinstance(options.get("form"), StructuredOutput | None):
         message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar or Choice"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="sampling.form")
     try:
         return encode_request(request, sampling, timeout_ms=0)
     except (TypeError, ValueError) as error:
-        field = _misfit(request, sampling)
+        field = _type_error(request, sampling)
         raise InvalidRequest(f"{field}: {error}", Reason.INVALID_ARGUMENT, field=field) from error
 
 
-def _misfit(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
+def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
     """Path of the value that its message does not take, which the library does not name."""
     own = ("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels")
     given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
     for name, value in given.items():
-        if not _fits(pb.GenerateRequest, name, value):
+        if not _set_field(pb.GenerateRequest, name, value):
             return name
     for name, value in sampling.items():
-        if name != "form" and not _fits(pb.Sampling, name, value):
+        if name != "form" and not _set_field(pb.Sampling, name, value):
             return f"sampling.{name}"
     return prompt_field(request)  # what is left
 
 
-def _fits(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
+def _set_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
     try:
         message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
     except (TypeError, ValueError):

@@ -56,12 +56,12 @@ class ControlPort:
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.adapters.control_access import ANYBODY, control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.adapters.control_access import OPEN_ACCESS, control_access  # noqa: PLC0415 - most clients only generate
         from fleet.adapters.control_address import control_folder  # noqa: PLC0415 - likewise
         from fleet.adapters.known_control import known_control  # noqa: PLC0415 - likewise
 
         if self._control:
-            return self._access or ANYBODY, self._control
+            return self._access or OPEN_ACCESS, self._control
         known = known_control(self._address)
         if known is None:
             raise Unavailable(

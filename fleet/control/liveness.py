@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A child that is ready sends a beat from its event loop every `BEAT`. One that was stopped (SIGSTOP) for
-   `Limits.stopped`, or that sent no beat for `Limits.silent`, hangs.
+1. A child that is ready sends a beat from its event loop every `HEARTBEAT_INTERVAL`. One that was stopped (SIGSTOP) for
+   `LivenessLimits.stopped`, or that sent no beat for `LivenessLimits.silent`, hangs.
 2. Only time counts in which the child could have spoken. Time in which it was ready to run and had no core does not: on a
    machine where others take every core, it is the machine that is slow and not the child.
 3. Time in which nobody looked does not count, and all that was counted before is void: the supervisor was stopped as well,
@@ -17,20 +17,20 @@ from msgspec import Struct
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 
-BEAT = Nanos(500 * MILLISECOND)
-LOOK_EVERY = Nanos(500 * MILLISECOND)
-GAP = 4 * LOOK_EVERY
+HEARTBEAT_INTERVAL = Nanos(500 * MILLISECOND)
+SAMPLE_INTERVAL = Nanos(500 * MILLISECOND)
+SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
 """A look that comes so late says that the one who looks did not run (rule 3)."""
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class LivenessLimits(Struct, frozen=True, kw_only=True):
     """The limits after which a child that does not respond is killed."""
 
     stopped: Nanos = Nanos(3 * SECOND)
     silent: Nanos | None = None  # None: it sends no beats
 
 
-class Look(Struct, frozen=True, kw_only=True):
+class ProcessSample(Struct, frozen=True, kw_only=True):
     """The state of a process and its main thread, as the kernel tells it."""
 
     stopped: bool = False  # by a signal
@@ -40,7 +40,7 @@ class Look(Struct, frozen=True, kw_only=True):
     waited: Nanos = Nanos(0)  # for a core, since its start; what it waits now is not in it
 
 
-class Hang(Struct, frozen=True):
+class HangDetected(Struct, frozen=True):
     """A child does not respond."""
 
     why: str  # completes "the child ..."
@@ -49,15 +49,15 @@ class Hang(Struct, frozen=True):
 class Liveness:
     """The observations of one run of a child; `observe` says when they show a hang."""
 
-    def __init__(self, limits: Limits, now: Nanos):
+    def __init__(self, limits: LivenessLimits, now: Nanos):
         self._limits = limits
         self._looked_at = now
-        self._before = Look()
+        self._before = ProcessSample()
         self._beats = False  # whether there has been one
         self._stopped = Nanos(0)
         self._silent = Nanos(0)
 
-    def observe(self, look: Look, *, heard: bool, now: Nanos) -> Hang | None:
+    def observe(self, look: ProcessSample, *, heard: bool, now: Nanos) -> HangDetected | None:
         """Take in one look at the child.
 
         Args:
@@ -68,19 +68,19 @@ class Liveness:
         passed, before = Nanos(now - self._looked_at), self._before
         self._looked_at, self._before = now, look
         self._beats = self._beats or heard
-        if look.traced or passed >= GAP:
+        if look.traced or passed >= SUPERVISOR_PAUSE:
             self._stopped = self._silent = Nanos(0)
             return None
         self._stopped = Nanos(self._stopped + passed) if look.stopped else Nanos(0)
-        self._silent = Nanos(0) if heard else Nanos(self._silent + passed - _starved(look, before, passed))
+        self._silent = Nanos(0) if heard else Nanos(self._silent + passed - _time_without_core(look, before, passed))
         if self._stopped >= self._limits.stopped:
-            return Hang(f"has been stopped for {_seconds(self._limits.stopped)} s")
+            return HangDetected(f"has been stopped for {_seconds(self._limits.stopped)} s")
         if self._beats and self._limits.silent is not None and self._silent >= self._limits.silent:
-            return Hang(f"has said nothing for {_seconds(self._limits.silent)} s")
+            return HangDetected(f"has said nothing for {_seconds(self._limits.silent)} s")
         return None
 
 
-def _starved(look: Look, before: Look, passed: Nanos) -> Nanos:
+def _time_without_core(look: ProcessSample, before: ProcessSample, passed: Nanos) -> Nanos:
     """Return how much of the passed time the child waited for a core."""
     if look.runnable and look.ran == before.ran:
         return passed

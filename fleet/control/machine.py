@@ -6,13 +6,13 @@ Rules:
    takes its place. Registering again renews the lease.
 2. A name belongs to the incarnation that holds it. While this router has a stream to a worker, the incarnation at the other end
    holds the name. Without a stream the member holds it until its lease ends. Another incarnation that registers is refused
-   (`Occupied`), and nothing changes.
-3. A lease ends early for a name that is wanted by another incarnation: when this router cannot reach the member (`Unreachable`). So
+   (`NameOccupied`), and nothing changes.
+3. A lease ends early for a name that is wanted by another incarnation: when this router cannot reach the member (`MemberUnreachable`). So
    a process that was killed is replaced at once. A new incarnation, or a new address of the same one, makes void what was known
    of the old one, so the change is announced as a departure and an arrival.
-4. Whoever has been replaced stays replaced: an old incarnation that registers again is told so (`Superseded`) and changes nothing,
+4. Whoever has been replaced stays replaced: an old incarnation that registers again is told so (`RegistrationSuperseded`) and changes nothing,
    and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
-   turns. The last `REMEMBERED` replaced incarnations of a worker are known.
+   turns. The last `REMEMBERED_INCARNATIONS` replaced incarnations of a worker are known.
 5. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
    registered here, and not deregistered, is alive: what a directory says of another incarnation is old news until that lease has ended,
    and that the directory has it no more is no departure. Of a member that was only found, the directory's word counts at once, unless this
@@ -32,29 +32,29 @@ from msgspec import Struct
 
 from fleet.clock import MILLISECOND, Nanos
 from fleet.control.messages import (
-    Connected,
-    ControlCommand,
-    ControlEvent,
     Deregister,
-    Disconnected,
-    Found,
+    DirectoryRenewal,
     MemberJoined,
     MemberLeft,
-    Occupied,
+    MembershipCommand,
+    MembershipEvent,
+    MembershipTicked,
+    MemberUnreachable,
+    NameOccupied,
+    RecordWithdrawn,
     Register,
-    Superseded,
-    Ticked,
-    Told,
-    Unreachable,
-    Withdrawn,
+    Registration,
+    RegistrationSuperseded,
+    WorkerStreamClosed,
+    WorkerStreamOpened,
 )
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.ids import Incarnation, WorkerId
 
-REMEMBERED = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
+REMEMBERED_INCARNATIONS = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
 
 
-class Claim(Struct, frozen=True, kw_only=True):
+class NameClaim(Struct, frozen=True, kw_only=True):
     """An incarnation that waits for a name."""
 
     joined: MemberJoined
@@ -81,33 +81,33 @@ class Member(Struct, kw_only=True):
 class Membership:
     """Who is here."""
 
-    def __init__(self, settings: ControlSettings) -> None:
+    def __init__(self, settings: MembershipSettings) -> None:
         self.lease = Nanos(settings.lease_ms * MILLISECOND)
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
         self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the lease of its worker
-        self._claims: dict[WorkerId, Claim] = {}  # a claim may outlast the member that held the name
+        self._claims: dict[WorkerId, NameClaim] = {}  # a claim may outlast the member that held the name
 
-    def handle(self, event: ControlEvent, now: Nanos) -> list[ControlCommand]:
+    def handle(self, event: MembershipEvent, now: Nanos) -> list[MembershipCommand]:
         match event:
             case Register():
                 return self._register(event, now)
             case Deregister():
                 return self._deregister(event, now)
-            case Found():
+            case DirectoryRenewal():
                 return self._find(event, now)
-            case Told():
+            case Registration():
                 return self._hear_of(event, now)
-            case Withdrawn():
+            case RecordWithdrawn():
                 return self._withdraw(event, now)
-            case Connected():
+            case WorkerStreamOpened():
                 return self._connect(event, now)
-            case Disconnected():
+            case WorkerStreamClosed():
                 self._connected.pop(event.worker_id, None)
                 return self._take_claim_up(event.worker_id, now)
-            case Unreachable():
+            case MemberUnreachable():
                 return self._lose(event, now)
-            case Ticked():
+            case MembershipTicked():
                 return self._expire(now)
             case _:
                 assert_never(event)
@@ -117,10 +117,10 @@ class Membership:
         """In order of arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
-    def registrations(self, now: Nanos) -> list[Told]:
+    def registrations(self, now: Nanos) -> list[Registration]:
         """Who has registered here, and for how much longer that counts."""
         return [
-            Told(
+            Registration(
                 worker_id=worker_id,
                 incarnation=member.joined.incarnation,
                 address=member.joined.address,
@@ -141,33 +141,33 @@ class Membership:
             assert claim.joined.incarnation not in self._replaced.get(worker_id, ()), claim
             assert worker_id in self._members or worker_id in self._connected, claim
 
-    def _register(self, event: Register, now: Nanos) -> list[ControlCommand]:
+    def _register(self, event: Register, now: Nanos) -> list[MembershipCommand]:
         lease_end = Nanos(now + self.lease)
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
         if self._is_replaced(joined):
-            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         if (occupied := self._occupied(joined, now)) is not None:
             if event.forwarded:
-                self._claims[event.worker_id] = Claim(joined=joined, lease_end=lease_end, registered=True)
+                self._claims[event.worker_id] = NameClaim(joined=joined, lease_end=lease_end, registered=True)
             return [occupied]
         return self._join(joined, lease_end, registered=True)
 
-    def _find(self, event: Found, now: Nanos) -> list[ControlCommand]:
+    def _find(self, event: DirectoryRenewal, now: Nanos) -> list[MembershipCommand]:
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
         if self._is_replaced(joined):
-            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         known = self._members.get(event.worker_id)
         lease_end = Nanos(now + event.lease)
         alive = known is not None and known.joined != joined and known.registered(now)
         if alive or self._connected.get(event.worker_id, event.incarnation) != event.incarnation:
-            self._claims[event.worker_id] = Claim(joined=joined, lease_end=lease_end, registered=False)
+            self._claims[event.worker_id] = NameClaim(joined=joined, lease_end=lease_end, registered=False)
             return []
         return self._join(joined, lease_end, registered=False)
 
-    def _hear_of(self, event: Told, now: Nanos) -> list[ControlCommand]:
+    def _hear_of(self, event: Registration, now: Nanos) -> list[MembershipCommand]:
         joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
         if self._is_replaced(joined):
-            return [Superseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
         known = self._members.get(event.worker_id)
         if (known is not None and known.joined != joined) or self._occupied(joined, now) is not None:
             return []
@@ -176,7 +176,7 @@ class Membership:
     def _is_replaced(self, joined: MemberJoined) -> bool:
         return joined.incarnation in self._replaced.get(joined.worker_id, ())
 
-    def _occupied(self, joined: MemberJoined, now: Nanos) -> Occupied | None:
+    def _occupied(self, joined: MemberJoined, now: Nanos) -> NameOccupied | None:
         """The refusal of who wants a name that another incarnation holds (rules 2 and 3); None: nobody else holds it."""
         worker_id, incarnation = joined.worker_id, joined.incarnation
         known = self._members.get(worker_id)
@@ -186,13 +186,13 @@ class Membership:
         if connected is not None:
             of_stream = known is not None and known.joined.incarnation == connected
             holder = known.joined.address if known is not None and of_stream else ""
-            return Occupied(worker_id=worker_id, incarnation=incarnation, holder=holder, lease=None)
+            return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=holder, lease=None)
         if known is None or known.joined.incarnation == incarnation or known.unreachable or now >= known.lease_end:
             return None
         left = Nanos(known.lease_end - now)
-        return Occupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
+        return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
 
-    def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[ControlCommand]:
+    def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
         """Have who waits for the name join, if it is free now (rule 7)."""
         claim, known = self._claims.get(worker_id), self._members.get(worker_id)
         if claim is None:
@@ -205,14 +205,14 @@ class Membership:
             return []
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
-    def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[ControlCommand]:
+    def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
         """Take or renew a membership until `lease_end`; nobody else holds the name."""
         worker_id = joined.worker_id
         known = self._members.get(worker_id)
         if known is not None and known.joined.incarnation != joined.incarnation:
             self._claims.pop(worker_id, None)  # it is older news than who takes the place
         self._drop_claim(worker_id, joined.incarnation)
-        changes: list[ControlCommand] = []
+        changes: list[MembershipCommand] = []
         if known is None or known.joined != joined:
             if known is not None:
                 changes.append(MemberLeft(worker_id=worker_id))
@@ -227,9 +227,9 @@ class Membership:
         return changes
 
     def _remember(self, worker_id: WorkerId, replaced: Incarnation) -> None:
-        self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED)).append(replaced)
+        self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED_INCARNATIONS)).append(replaced)
 
-    def _deregister(self, event: Deregister, now: Nanos) -> list[ControlCommand]:
+    def _deregister(self, event: Deregister, now: Nanos) -> list[MembershipCommand]:
         self._drop_claim(event.worker_id, event.incarnation)
         known = self._members.get(event.worker_id)
         if known is not None and known.joined.incarnation != event.incarnation:
@@ -238,7 +238,7 @@ class Membership:
             self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
         return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
 
-    def _withdraw(self, event: Withdrawn, now: Nanos) -> list[ControlCommand]:
+    def _withdraw(self, event: RecordWithdrawn, now: Nanos) -> list[MembershipCommand]:
         self._drop_claim(event.worker_id, event.incarnation)
         known = self._members.get(event.worker_id)
         if known is None or known.joined.incarnation != event.incarnation or known.registered(now):
@@ -250,27 +250,27 @@ class Membership:
         if claim is not None and claim.joined.incarnation == incarnation:
             del self._claims[worker_id]
 
-    def _connect(self, event: Connected, now: Nanos) -> list[ControlCommand]:
+    def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
         if known is not None:  # at its address another process may answer
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 
-    def _lose(self, event: Unreachable, now: Nanos) -> list[ControlCommand]:
+    def _lose(self, event: MemberUnreachable, now: Nanos) -> list[MembershipCommand]:
         known = self._members.get(event.worker_id)
         if known is None or known.joined.incarnation != event.incarnation:
             return []
         known.unreachable = True
         return self._take_claim_up(event.worker_id, now)
 
-    def _expire(self, now: Nanos) -> list[ControlCommand]:
+    def _expire(self, now: Nanos) -> list[MembershipCommand]:
         for worker_id in [worker_id for worker_id, claim in self._claims.items() if now >= claim.lease_end]:
             del self._claims[worker_id]
         ended = [worker_id for worker_id, member in self._members.items() if now >= member.lease_end]
         return [change for worker_id in ended for change in self._leave(worker_id, now)]
 
-    def _leave(self, worker_id: WorkerId, now: Nanos) -> list[ControlCommand]:
+    def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
         """Forget the worker, and whom it replaced: memory is bounded by the members. Who waits for the name joins."""
         del self._members[worker_id]
         self._replaced.pop(worker_id, None)

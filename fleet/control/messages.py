@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from fleet.clock import Nanos
-from fleet.discovery import Record
+from fleet.discovery import WorkerRecord
 from fleet.ids import Incarnation, WorkerId
 
 
@@ -22,7 +22,7 @@ class Deregister(Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
 
 
-class Found(Struct, frozen=True, kw_only=True):
+class DirectoryRenewal(Struct, frozen=True, kw_only=True):
     """A directory has a worker, whose lease was renewed just now."""
 
     worker_id: WorkerId
@@ -31,7 +31,7 @@ class Found(Struct, frozen=True, kw_only=True):
     lease: Nanos
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class Registration(Struct, frozen=True, kw_only=True):
     """A worker has registered with another router, and so much of its lease is left."""
 
     worker_id: WorkerId
@@ -40,39 +40,41 @@ class Told(Struct, frozen=True, kw_only=True):
     lease: Nanos
 
 
-class Withdrawn(Struct, frozen=True, kw_only=True):
+class RecordWithdrawn(Struct, frozen=True, kw_only=True):
     """A directory had a worker, and has it no more."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class Connected(Struct, frozen=True, kw_only=True):
+class WorkerStreamOpened(Struct, frozen=True, kw_only=True):
     """This router has a stream to a worker, which has said which incarnation it is."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class Disconnected(Struct, frozen=True, kw_only=True):
+class WorkerStreamClosed(Struct, frozen=True, kw_only=True):
     """The stream has ended; whether the worker is still there is not known yet."""
 
     worker_id: WorkerId
 
 
-class Unreachable(Struct, frozen=True, kw_only=True):
+class MemberUnreachable(Struct, frozen=True, kw_only=True):
     """This router could not reach a member: nobody answered at its address, or it was silent for longer than the heartbeat timeout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class Ticked(Struct, frozen=True, kw_only=True):
+class MembershipTicked(Struct, frozen=True, kw_only=True):
     """Time passed: leases may have ended."""
 
 
-Reachability = Connected | Disconnected | Unreachable
-ControlEvent = Register | Deregister | Found | Told | Withdrawn | Reachability | Ticked
+ReachabilityEvent = WorkerStreamOpened | WorkerStreamClosed | MemberUnreachable
+MembershipEvent = (
+    Register | Deregister | DirectoryRenewal | Registration | RecordWithdrawn | ReachabilityEvent | MembershipTicked
+)
 
 
 class MemberJoined(Struct, frozen=True, kw_only=True):
@@ -85,14 +87,14 @@ class MemberLeft(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
 
 
-class Superseded(Struct, frozen=True, kw_only=True):
+class RegistrationSuperseded(Struct, frozen=True, kw_only=True):
     """Answer to a `Register` of an incarnation that a newer one has replaced; nothing changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-class Occupied(Struct, frozen=True, kw_only=True):
+class NameOccupied(Struct, frozen=True, kw_only=True):
     """Answer to a `Register` of a name that another incarnation holds; nothing changed."""
 
     worker_id: WorkerId
@@ -105,28 +107,28 @@ class Occupied(Struct, frozen=True, kw_only=True):
 
 
 MembershipChange = MemberJoined | MemberLeft
-Refusal = Superseded | Occupied
-ControlCommand = MembershipChange | Refusal
+RegistrationRefusal = RegistrationSuperseded | NameOccupied
+MembershipCommand = MembershipChange | RegistrationRefusal
 
 
-class Seen(Struct, frozen=True, kw_only=True):
+class RecordSeen(Struct, frozen=True, kw_only=True):
     """A directory has this record."""
 
-    record: Record
+    record: WorkerRecord
     renewal: str | None = None
     """Differs after every renewal of the lease; None: the directory ends leases itself, so that what it has is being renewed."""
 
 
-class Missing(Struct, frozen=True, kw_only=True):
+class RecordMissing(Struct, frozen=True, kw_only=True):
     """A directory has no record of this worker any more."""
 
     worker_id: WorkerId
 
 
-class Listed(Struct, frozen=True, kw_only=True):
+class DirectoryListing(Struct, frozen=True, kw_only=True):
     """All that a directory has."""
 
-    all: tuple[Seen, ...]
+    all: tuple[RecordSeen, ...]
 
 
-Sighting = Listed | Seen | Missing
+DirectoryReading = DirectoryListing | RecordSeen | RecordMissing

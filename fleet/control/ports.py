@@ -3,13 +3,13 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from fleet.control.messages import Sighting
+from fleet.control.messages import DirectoryReading
 
 
 class Directory(Protocol):
     """Where workers publish themselves, as a router reads it."""
 
-    def sightings(self) -> AsyncGenerator[Sighting, None]:
+    def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         """A `Listed` of all there is, then what changes.
 
         Where it ends it is to be called again, at once: nothing is missed, since it begins with all there is.

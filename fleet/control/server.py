@@ -9,29 +9,29 @@ from typing import Never
 from fleet.clock import MILLISECOND, Clock
 from fleet.control.machine import Membership
 from fleet.control.messages import (
-    ControlCommand,
     Deregister,
     MemberJoined,
     MemberLeft,
     MembershipChange,
-    Occupied,
-    Reachability,
-    Refusal,
+    MembershipCommand,
+    MembershipTicked,
+    NameOccupied,
+    ReachabilityEvent,
     Register,
-    Superseded,
-    Ticked,
-    Told,
+    Registration,
+    RegistrationRefusal,
+    RegistrationSuperseded,
 )
 from fleet.control.ports import Directory, DirectoryUnreachable
-from fleet.control.settings import ControlSettings
-from fleet.control.sightings import Sightings
+from fleet.control.settings import MembershipSettings
+from fleet.control.sightings import DirectoryDiff
 from fleet.ids import WorkerId
-from fleet.repeats import Repeats
+from fleet.repeats import LogDeduplicator
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0  # a directory that comes back is read again within this
+FIRST_BACKOFF_SECONDS = 0.1
+LONGEST_BACKOFF_SECONDS = 2.0  # a directory that comes back is read again within this
 
 
 class RegistryServer:
@@ -41,12 +41,12 @@ class RegistryServer:
     however slow the consumer. A departure and return between two looks is one change, or none.
     """
 
-    def __init__(self, settings: ControlSettings, clock: Clock) -> None:
+    def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
         self._machine = Membership(settings)
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
         self._changed = asyncio.Event()  # replaced after each change
-        self._refusals = Repeats()  # a refused worker asks twice a second
+        self._refusals = LogDeduplicator()  # a refused worker asks twice a second
         self.directory_reachable: bool | None = None
         """Whether what is followed answers; None: nothing is followed, or it has not been asked yet."""
 
@@ -57,24 +57,24 @@ class RegistryServer:
     def lease_ms(self) -> int:
         return self._machine.lease // MILLISECOND
 
-    def register(self, event: Register) -> Refusal | None:
+    def register(self, event: Register) -> RegistrationRefusal | None:
         """Take or renew a membership; returns why it is refused, None where it is not."""
         commands = self._machine.handle(event, self._clock.now())
         self._announce(commands)
-        return next((command for command in commands if isinstance(command, Refusal)), None)
+        return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
 
-    def hear(self, event: Reachability) -> None:
+    def hear(self, event: ReachabilityEvent) -> None:
         """Take in what this router's own streams say of a worker: whether it is there."""
         self._announce(self._machine.handle(event, self._clock.now()))
 
     def deregister(self, event: Deregister) -> None:
         self._announce(self._machine.handle(event, self._clock.now()))
 
-    def hear_of(self, event: Told) -> None:
+    def hear_of(self, event: Registration) -> None:
         """Another router tells of a worker."""
         self._announce(self._machine.handle(event, self._clock.now()))
 
-    def registrations(self) -> list[Told]:
+    def registrations(self) -> list[Registration]:
         """Who has registered here, and what is left of the leases."""
         return self._machine.registrations(self._clock.now())
 
@@ -91,31 +91,31 @@ class RegistryServer:
 
     def tick(self) -> None:
         """End the leases that are over."""
-        self._announce(self._machine.handle(Ticked(), self._clock.now()))
+        self._announce(self._machine.handle(MembershipTicked(), self._clock.now()))
 
     async def follow(self, directory: Directory) -> Never:
         """Have as members, besides those who register here, whom a directory has; until cancelled.
 
         While it cannot be reached, what was known of it is so until its leases end.
         """
-        known = Sightings()
-        pause = FIRST_PAUSE_SECONDS
+        known = DirectoryDiff()
+        pause = FIRST_BACKOFF_SECONDS
         while True:
             try:
-                async with aclosing(directory.sightings()) as sightings:
-                    async for sighting in sightings:
+                async with aclosing(directory.readings()) as readings:
+                    async for sighting in readings:
                         for event in known.handle(sighting):
                             self._announce(self._machine.handle(event, self._clock.now()))
                         if not self.directory_reachable:
                             log.info("reading the directory of workers")
-                        self.directory_reachable, pause = True, FIRST_PAUSE_SECONDS
+                        self.directory_reachable, pause = True, FIRST_BACKOFF_SECONDS
                         self.followed.set()
             except DirectoryUnreachable as error:
                 if self.directory_reachable is not False:
                     log.warning("directory of workers unreachable, known ones stay", extra={"cause": str(error)})
                 self.directory_reachable = False
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
         """The members there are, then changes; any number of consumers."""
@@ -133,23 +133,23 @@ class RegistryServer:
                     yield member
             await changed.wait()
 
-    def _announce(self, commands: list[ControlCommand]) -> None:
+    def _announce(self, commands: list[MembershipCommand]) -> None:
         for command in commands:
             match command:
                 case MemberJoined():
                     log.info("worker joined", extra={"worker": command.worker_id, "address": command.address})
                 case MemberLeft():
                     log.info("worker left", extra={"worker": command.worker_id})
-                case Superseded() if self._is_news(command, "replaced"):
+                case RegistrationSuperseded() if self._is_news(command, "replaced"):
                     log.warning("a replaced worker registers", extra={"worker": command.worker_id})
-                case Occupied() if self._is_news(command, command.holder):
+                case NameOccupied() if self._is_news(command, command.holder):
                     log.warning(
                         "registration refused, another process holds the name",
                         extra={"worker": command.worker_id, "holder": command.holder},
                     )
-        if any(not isinstance(command, Refusal) for command in commands):
+        if any(not isinstance(command, RegistrationRefusal) for command in commands):
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def _is_news(self, refusal: Refusal, cause: str) -> bool:
-        return self._refusals.is_news(refusal.worker_id, cause, self._clock.now())
+    def _is_news(self, refusal: RegistrationRefusal, cause: str) -> bool:
+        return self._refusals.is_new(refusal.worker_id, cause, self._clock.now())

@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
-class ControlSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MembershipSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the membership."""
 
     lease_ms: Annotated[int, Meta(ge=300)] = 9000

@@ -11,42 +11,49 @@ Rules:
 
 from typing import assert_never
 
-from fleet.control.messages import Found, Listed, Missing, Seen, Sighting, Withdrawn
+from fleet.control.messages import (
+    DirectoryListing,
+    DirectoryReading,
+    DirectoryRenewal,
+    RecordMissing,
+    RecordSeen,
+    RecordWithdrawn,
+)
 from fleet.ids import WorkerId
 
 
-class Sightings:
+class DirectoryDiff:
     """What one directory was last known to have. Its size is that of the directory."""
 
     def __init__(self) -> None:
-        self._seen: dict[WorkerId, Seen] = {}
+        self._seen: dict[WorkerId, RecordSeen] = {}
 
-    def handle(self, sighting: Sighting) -> list[Found | Withdrawn]:
+    def handle(self, sighting: DirectoryReading) -> list[DirectoryRenewal | RecordWithdrawn]:
         match sighting:
-            case Listed():
+            case DirectoryListing():
                 there = {seen.record.worker_id for seen in sighting.all}
                 missing = [worker_id for worker_id in self._seen if worker_id not in there]
                 changes = [each for worker_id in missing for each in self._miss(worker_id)]
                 return [*changes, *(each for seen in sighting.all for each in self._see(seen))]
-            case Seen():
+            case RecordSeen():
                 return self._see(sighting)
-            case Missing():
+            case RecordMissing():
                 return self._miss(sighting.worker_id)
             case _:
                 assert_never(sighting)
 
-    def _see(self, seen: Seen) -> list[Found | Withdrawn]:
+    def _see(self, seen: RecordSeen) -> list[DirectoryRenewal | RecordWithdrawn]:
         record = seen.record
         before = self._seen.get(record.worker_id)
         self._seen[record.worker_id] = seen
         if seen == before and seen.renewal is not None:
             return []
         return [
-            Found(
+            DirectoryRenewal(
                 worker_id=record.worker_id, incarnation=record.incarnation, address=record.address, lease=record.lease
             )
         ]
 
-    def _miss(self, worker_id: WorkerId) -> list[Found | Withdrawn]:
+    def _miss(self, worker_id: WorkerId) -> list[DirectoryRenewal | RecordWithdrawn]:
         gone = self._seen.pop(worker_id, None)
-        return [] if gone is None else [Withdrawn(worker_id=worker_id, incarnation=gone.record.incarnation)]
+        return [] if gone is None else [RecordWithdrawn(worker_id=worker_id, incarnation=gone.record.incarnation)]

@@ -21,7 +21,7 @@ from fleet.ids import ModelName
 from fleet.requests import ModelCard
 from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
 from fleet.router.members import Members
-from fleet.work import Adapter, Description, Load
+from fleet.work import LoadReport, LoraAdapter, WorkerDescription
 from kvstore.block import salt_of_adapter
 
 
@@ -29,10 +29,10 @@ class Holder(Protocol):
     """What is looked at of a worker."""
 
     @property
-    def description(self) -> Description: ...
+    def description(self) -> WorkerDescription: ...
 
     @property
-    def load(self) -> Load: ...
+    def load(self) -> LoadReport: ...
 
     @property
     def adapters_booked(self) -> Mapping[str, int]:
@@ -40,7 +40,7 @@ class Holder(Protocol):
         ...
 
 
-def homes(adapter: Adapter, members: Members, workers: Iterable[Holder], columns: Floats) -> Sequence[Flags]:
+def homes(adapter: LoraAdapter, members: Members, workers: Iterable[Holder], columns: Floats) -> Sequence[Flags]:
     """Groups of workers to choose from, the best first; the first of which somebody can take the request counts."""
     able = members.with_adapter(adapter)
     loaded: Flags = np.zeros(len(members), dtype=np.bool_)
@@ -60,7 +60,7 @@ class Meant(Struct, frozen=True):
     """What a model's card stands for, as workers know it."""
 
     model: ModelName
-    adapter: Adapter | None
+    adapter: LoraAdapter | None
     salt: bytes
 
 
@@ -73,13 +73,13 @@ def meant_by(card: ModelCard, salt: bytes) -> Meant:
     """
     if not card.parent:
         return Meant(card.name, None, salt)
-    adapter = Adapter(card.name, card.revision)
+    adapter = LoraAdapter(card.name, card.revision)
     return Meant(card.parent, adapter, salt_of_adapter(adapter.identity, salt))
 
 
-def listed(descriptions: Iterable[Description]) -> dict[ModelName, tuple[ModelName, Adapter]]:
+def listed(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
     """The adapters of some workers, in order of joining, with their model, by name; the first counts (rule 1)."""
-    found: dict[ModelName, tuple[ModelName, Adapter]] = {}
+    found: dict[ModelName, tuple[ModelName, LoraAdapter]] = {}
     for each in descriptions:
         for adapter in each.adapters:
             found.setdefault(adapter.name, (each.model, adapter))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fleet.clock import Nanos
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -62,7 +62,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     pin: WorkerId | None = None  # the only worker that the client accepts
     labels: tuple[str, ...] = ()  # that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
-    adapter: Adapter | None = None  # that it must have, or be able to load
+    adapter: LoraAdapter | None = None  # that it must have, or be able to load
     form: bool = False  # whether it must keep the answer to one
     first_key: int = 0  # of the prompt's first full block; 0: it has none
     seconds_left: float | None = None  # for the first token

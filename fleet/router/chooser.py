@@ -27,7 +27,7 @@ from fleet.router.sessions import Sessions
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import BreakEven, RemotePrefill
 from fleet.router.standings import Standings
-from fleet.work import Description
+from fleet.work import WorkerDescription
 
 
 class Chooser:
@@ -67,7 +67,7 @@ class Chooser:
         return outcome
 
     def choose_decode(
-        self, live: LiveRequest, standings: Standings, prefill: Description, kv_path: KvPath, now: Nanos
+        self, live: LiveRequest, standings: Standings, prefill: WorkerDescription, kv_path: KvPath, now: Nanos
     ) -> WorkerId | None:
         """Who fetches what `prefill` has computed, when the chosen one went away; None when nobody can."""
         return decide_decode(prefill, kv_path, live.asked(now), standings, self._policy, self.settings, self._chance)

@@ -44,7 +44,7 @@ from fleet.router.messages import (
     request_of,
 )
 from fleet.router.placement import Decision
-from fleet.work import Description, Progress
+from fleet.work import Progress, WorkerDescription
 
 CLOSE = 0.2
 """Relative error up to which a prediction was good."""
@@ -107,7 +107,7 @@ class Expected(Struct, frozen=True, kw_only=True):
 class Expectations:
     """Of all workers of a router; implements `fleet.router.observed.Observer`."""
 
-    def __init__(self, profile_of: Callable[[Description], Profile | None]):
+    def __init__(self, profile_of: Callable[[WorkerDescription], Profile | None]):
         """Nothing is known yet; set `machine` before the first event.
 
         Args:
@@ -151,7 +151,7 @@ class Expectations:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
         return found
 
-    def _join(self, description: Description) -> None:
+    def _join(self, description: WorkerDescription) -> None:
         self._leave(description.worker_id)
         if (profile := self._profile_of(description)) is not None:
             self._workers[description.worker_id] = _Worker(profile, description)
@@ -203,7 +203,7 @@ class _Stream(Struct):
 class _Worker:
     """What is under way on one worker, and what was learnt of it."""
 
-    def __init__(self, profile: Profile, description: Description):
+    def __init__(self, profile: Profile, description: WorkerDescription):
         self.errors = {kind: _Errors() for kind in Kind}
         self.fetching: dict[RequestId, int] = {}  # tokens of prompts that were computed elsewhere
         self._profile = profile

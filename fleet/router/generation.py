@@ -4,7 +4,7 @@ Flow: whose request it is, resolve the model, validate, render and tokenise, let
 router's server, turn tokens into text, look for stop strings, count. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
-2. A request ends once: by `Finished`, by a `Refused`, or because its consumer closed the iterator. On every way out the
+2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. On every way out the
    router hears at once that nobody waits any more.
 3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
    there text. The engine is told to stop and not waited for; where the blocks came from it has said with its first tokens.
@@ -22,7 +22,7 @@ from typing import Protocol, assert_never
 from msgspec import structs
 
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import (
     TOKEN_BYTES,
@@ -49,7 +49,7 @@ from fleet.router.ports import TextCodec
 from fleet.router.shared_limits import admitted
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from fleet.validation import validate, validate_length
 from fleet.work import Progress
 from kvstore.block import salt_for
@@ -90,7 +90,7 @@ class Generation:
         clock: Clock,
         tenants: Tenants,
         tenant_secret: bytes,
-        metrics: Metrics,
+        metrics: RouterProcessMetrics,
         threads: TokenisingThreads,
     ) -> None:
         self._router = router
@@ -154,7 +154,7 @@ class Generation:
             async with aclosing(self._generate(request, measured)) as events:
                 async for event in events:
                     yield event
-        except Refused as refused:
+        except RequestRejected as refused:
             measured.refused(refused.reason)
             raise
         except (asyncio.CancelledError, GeneratorExit):
@@ -263,7 +263,7 @@ class Generation:
 
     def _check_deadline(self, deadline: Nanos | None) -> None:
         if deadline is not None and deadline <= self._clock.now():
-            raise Refused(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
+            raise RequestRejected(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
 
     def _resolve(self, model: ModelName) -> tuple[ModelCard, TextCodec]:
         cards = {card.name: card for card in self._router.models()}
@@ -272,18 +272,18 @@ class Generation:
             if len(models) > 1:
                 raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
             if not models:
-                raise Refused(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
+                raise RequestRejected(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
             (model,) = models
         if model in cards and (parent := cards[model].parent):
             self._parents[model] = parent
         if (codec := self._codecs.get(self._parents.get(model, model))) is None:
             known = [card.name for card in cards.values() if (card.parent or card.name) in self._codecs]
             served = ", ".join(sorted(known)) or "none"
-            raise Refused(
+            raise RequestRejected(
                 Reason.MODEL_NOT_FOUND, f"model: {_quoted(model)} is not served here; served: {served}", field="model"
             )
         if (card := cards.get(model)) is None:
-            raise Refused(
+            raise RequestRejected(
                 Reason.NO_WORKER, f"no worker serves {_quoted(model)} now", field="model", retry_after_ms=RETRY_AFTER_MS
             )
         return card, codec
@@ -355,7 +355,7 @@ def _quoted(name: str) -> str:
 class _Measured:
     """Times of one request, told to the metrics once it is over."""
 
-    def __init__(self, clock: Clock, metrics: Metrics) -> None:
+    def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
         self._clock = clock
         self._metrics = metrics
         self._began = clock.now()

@@ -10,7 +10,7 @@ from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement, Role
 from fleet.router.candidates import Flags, Floats, Rows
 from fleet.router.settings import RouterSettings
-from fleet.work import Adapter, Description
+from fleet.work import LoraAdapter, WorkerDescription
 
 
 class Partners(Struct, frozen=True):
@@ -50,7 +50,7 @@ _PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as l
 class Members:
     """Workers in order of joining; a *row* is a worker's place in that order."""
 
-    def __init__(self, descriptions: Sequence[Description], settings: RouterSettings):
+    def __init__(self, descriptions: Sequence[WorkerDescription], settings: RouterSettings):
         self._settings = settings
         self.descriptions = tuple(descriptions)
         self.worker_ids = tuple(each.worker_id for each in descriptions)
@@ -67,7 +67,7 @@ class Members:
         self.keeping_forms: Flags = np.array([each.keeps_forms for each in descriptions], dtype=np.bool_)
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
         self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}
-        self._with_adapter: dict[Adapter, Flags] = {}
+        self._with_adapter: dict[LoraAdapter, Flags] = {}
 
     def __len__(self) -> int:
         return len(self.descriptions)
@@ -81,7 +81,7 @@ class Members:
         fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
         return fit
 
-    def with_adapter(self, adapter: Adapter) -> Flags:
+    def with_adapter(self, adapter: LoraAdapter) -> Flags:
         """Who has an adapter or can load it: the very same, if one of this name has several revisions."""
         if (flags := self._with_adapter.get(adapter)) is None:
             able = [adapter in each.adapters for each in self.descriptions]
@@ -115,7 +115,7 @@ class Members:
 
 
 def common_path(
-    prefill: Description, decode: Description, asked: KvPath | None, settings: RouterSettings
+    prefill: WorkerDescription, decode: WorkerDescription, asked: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
     """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
     if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
@@ -141,6 +141,6 @@ def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
             return False
 
 
-def limit(description: Description, settings: RouterSettings) -> int:
+def limit(description: WorkerDescription, settings: RouterSettings) -> int:
     """Requests that may be booked on a worker."""
     return max(1, int(description.max_running * settings.oversubscribe))

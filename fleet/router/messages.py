@@ -19,12 +19,12 @@ from fleet.router.foretold import PlacedPrompt
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import Thresholds
 from fleet.router.truth import Knowledge
-from fleet.work import Adapter, Description, KvEvent, Load, Progress, Rejected, Start
+from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerDescription
 from kvstore.messages import POOL_TIER
 
 
 class WorkerJoined(Struct, frozen=True, kw_only=True):
-    description: Description
+    description: WorkerDescription
     address: str
     knowledge: Knowledge = Knowledge.EXACT  # of what it has cached
     believed_for: Nanos | None = None  # how long what was sent there is believed to be cached; None: that is told
@@ -56,7 +56,7 @@ class WorkerResumed(Struct, frozen=True, kw_only=True):
 
 class LoadReported(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
-    load: Load
+    load: LoadReport
 
 
 class KvChanged(Struct, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     pin: WorkerId | None = None  # the only worker that may answer
     labels: tuple[str, ...] = ()  # that this worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
-    adapter: Adapter | None = None  # to run with; `salt` keeps its blocks apart
+    adapter: LoraAdapter | None = None  # to run with; `salt` keeps its blocks apart
     expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
     second_hand: bool = (
         False  # its progress is told by others than workers, at times of their own: nothing is learned of it

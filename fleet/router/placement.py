@@ -44,7 +44,7 @@ from fleet.router.members import common_path
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 from fleet.router.standings import Standings
-from fleet.work import Description
+from fleet.work import WorkerDescription
 
 
 class Why(StrEnum):
@@ -218,7 +218,7 @@ def decide(
 
 
 def decide_decode(
-    prefill: Description,
+    prefill: WorkerDescription,
     kv_path: KvPath,
     asked: Asked,
     standings: Standings,

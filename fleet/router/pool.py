@@ -48,7 +48,7 @@ from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
 from fleet.router.standings import Serving, Standings
 from fleet.router.truth import CacheTruth, Knowledge
-from fleet.work import Description, Load
+from fleet.work import LoadReport, WorkerDescription
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
 
@@ -58,7 +58,7 @@ class KnownWorker:
 
     def __init__(
         self,
-        description: Description,
+        description: WorkerDescription,
         address: str,
         pool: "WorkerPool",
         request_limit: int,
@@ -70,7 +70,7 @@ class KnownWorker:
         self.address = address
         self.request_limit = request_limit
         self.draining = False  # changed by `WorkerPool` only
-        self.load = Load(running=0, waiting=0, kv_blocks_used=0)
+        self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
         self.bookings = self._bookings(pool, believed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)

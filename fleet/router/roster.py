@@ -19,7 +19,7 @@ from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.router.standings import Standings
 from fleet.router.truth import Compared, Knowledge
-from fleet.work import Description, KvCleared, KvEvent, KvRemoved, KvStored
+from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
 
 
 class Roster:
@@ -53,7 +53,7 @@ class Roster:
 
     def join(
         self,
-        description: Description,
+        description: WorkerDescription,
         address: str,
         knowledge: Knowledge = Knowledge.EXACT,
         believed_for: Nanos | None = None,

@@ -15,7 +15,7 @@ from typing import Never, Protocol, Self, assert_never
 from msgspec import structs
 
 from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import KvPhase, ModelCard
 from fleet.router.foretold import PlacedPrompts
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class Listener(Protocol):
     """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
 
-    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
-        """Yield the events that the machine has for this client; nothing follows a `Complete` or a `Refused`."""
+    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
+        """Yield the events that the machine has for this client; nothing follows a `Complete` or a `RequestRejected`."""
         ...
 
 
@@ -70,7 +70,7 @@ class RequestStream:
         self._server = server
         self.kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as is known
         self.cached_tokens = 0  # of the prompt, likewise
-        self._waiting: deque[Progress | StartedOver | Complete | Refused] = deque()
+        self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
 
@@ -81,7 +81,7 @@ class RequestStream:
             Refused: It was not taken; leaving is not needed.
         """
         self._server.open(self._arrived, self)
-        if self._waiting and isinstance(refused := self._waiting[0], Refused):
+        if self._waiting and isinstance(refused := self._waiting[0], RequestRejected):
             raise refused
         return self
 
@@ -105,11 +105,11 @@ class RequestStream:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
         item = self._waiting.popleft()
-        if isinstance(item, Refused):
+        if isinstance(item, RequestRejected):
             raise item
         return item
 
-    def put(self, item: Emit | StartedOver | Complete | Refused) -> None:
+    def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
         """For the server: what the machine has for this client."""
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
@@ -230,7 +230,9 @@ class RouterServer:
         if self._closed:
             raise _going_away()
         if arrived.request_id in self._streams:
-            raise Refused(Reason.INVALID_ARGUMENT, "request_id: a running request has the same", field="request_id")
+            raise RequestRejected(
+                Reason.INVALID_ARGUMENT, "request_id: a running request has the same", field="request_id"
+            )
         self._streams[arrived.request_id] = stream
         self._idle.clear()
         self._absorb(arrived)
@@ -338,12 +340,14 @@ def _warn_of_drift(command: CacheDrifts) -> None:
         log.info("what a worker has cached is what is known of it again", extra=told)
 
 
-def _going_away() -> Refused:
-    return Refused(Reason.DRAINING, "this router is going away; another will serve the request", retry_after_ms=1)
+def _going_away() -> RequestRejected:
+    return RequestRejected(
+        Reason.DRAINING, "this router is going away; another will serve the request", retry_after_ms=1
+    )
 
 
-def _refused(command: Refuse) -> Refused:
-    return Refused(
+def _refused(command: Refuse) -> RequestRejected:
+    return RequestRejected(
         command.reason,
         command.message,
         field=command.field,

@@ -1,13 +1,13 @@
 """Admission under limits that several routers share: the others hear first what was taken here, where that could matter."""
 
 from fleet.clock import Clock
-from fleet.requests import Allowance
+from fleet.requests import RateLimitStatus
 from fleet.router.tenants import Settle, Tenants
 
 ROUNDS = 100  # each admits an equal share of what is left, at least
 
 
-async def admitted(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> Allowance | None:
+async def admitted(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
     """Let a request in, as `Tenants.admit` does; waits for other routers only near a limit.
 
     Raises:

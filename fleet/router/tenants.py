@@ -23,8 +23,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import ConfigurationRefused, Reason, Refused, invalid
-from fleet.requests import Allowance, Remaining
+from fleet.errors import ConfigurationRefused, Reason, RequestRejected, invalid
+from fleet.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
 
@@ -172,7 +172,7 @@ class Tenants:
         known = self._by_key.get(sha256(sent).hexdigest())
         if scheme.lower() != "bearer" or known is None:
             missing = "is missing" if not authorization else "has no key that is known here"
-            raise Refused(
+            raise RequestRejected(
                 Reason.UNAUTHENTICATED,
                 f"authorization: {missing}; send 'Bearer' and your API key",
                 field="authorization",
@@ -181,7 +181,7 @@ class Tenants:
             raise invalid("tenant", "is not the one of the API key; leave it out")
         return known
 
-    def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> Allowance | None:
+    def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
         """Let a request in; returns what is left, None for a tenant without limits.
 
         Raises:
@@ -197,7 +197,7 @@ class Tenants:
         if limited is None:
             return None
         self._take(limited, 1, prompt_tokens, now)
-        return Allowance(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
+        return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
 
     def used(self, tenant: str, answer_tokens: int, now: Nanos) -> None:
         """An answer has ended, however it did."""
@@ -321,13 +321,13 @@ def _check(bucket: Bucket | None, what: str, now: Nanos) -> None:
     if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
         return
     message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
-    raise Refused(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))
+    raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))
 
 
-def _remaining(bucket: Bucket | None, now: Nanos) -> Remaining | None:
+def _remaining(bucket: Bucket | None, now: Nanos) -> RemainingLimit | None:
     if bucket is None:
         return None
-    return Remaining(
+    return RemainingLimit(
         limit=int(bucket.per_minute),
         remaining=max(0, int(bucket.level(now))),
         full_in_seconds=bucket.seconds_until(bucket.per_minute, now),

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 
 THREADS = 2
 MOST = 64  # that wait or run: half a GiB at the largest size that fronts take
@@ -58,7 +58,7 @@ class TokenisingThreads:
         """
         lane = self._very_long if size > VERY_LONG_BYTES else self._others
         if lane.full or sum(map(len, self._lanes)) >= MOST:
-            raise Refused(
+            raise RequestRejected(
                 Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
             )
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, Stepped
 from fleet.sim.prompts import hashes_of
-from fleet.work import Description, KvEvent, KvRemoved, KvStored, Load, Progress, Start
+from fleet.work import KvEvent, KvRemoved, KvStored, LoadReport, Progress, Start, WorkerDescription
 from workers.ports import EngineFacts, EngineOutput, Pulse
 
 Item = TypeVar("Item")
@@ -21,7 +21,10 @@ class HostedEngine:
     """Implements `workers.ports.Engine` around a worker of `fleet.sim.world`."""
 
     def __init__(
-        self, description: Description, obey: Callable[[Dispatch | CancelWork], None], load: Callable[[], Load]
+        self,
+        description: WorkerDescription,
+        obey: Callable[[Dispatch | CancelWork], None],
+        load: Callable[[], LoadReport],
     ):
         """An engine that is ready.
 

@@ -32,7 +32,7 @@ from fleet.router.messages import Arrived, Command
 from fleet.router.policies.ports import Policy
 from fleet.router.settings import RouterSettings
 from fleet.sim.decisions import DecisionLog
-from fleet.work import Description
+from fleet.work import WorkerDescription
 
 UNHURRIED_MS = 1e6
 
@@ -96,7 +96,7 @@ class _Answers:
 class Replay:
     """One recording and the machine that hears it; `run` it once."""
 
-    def __init__(self, path: Path, profile_of: Callable[[Description], Profile | None] | None = None):
+    def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], Profile | None] | None = None):
         """Reads the head.
 
         Args:

@@ -24,10 +24,10 @@ from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.router_streams import routers_of
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.control.messages import Deregister, Occupied, Register, Superseded
+from fleet.control.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
 from fleet.control.server import RegistryServer
-from fleet.control.settings import ControlSettings
-from fleet.errors import Refused
+from fleet.control.settings import MembershipSettings
+from fleet.errors import RequestRejected
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, TokenBytes
 from fleet.router.machine import RouterMachine
@@ -49,7 +49,7 @@ from fleet.sim.hosted import HostedEngine
 from fleet.sim.loop import VirtualLoop
 from fleet.sim.worker import Worker
 from fleet.sim.world import World
-from fleet.work import Description, Load
+from fleet.work import LoadReport, WorkerDescription
 from kvstore.frames import FrameConnection
 from workers.ports import NameHeld
 from workers.ports import Superseded as WorkerSuperseded
@@ -82,7 +82,7 @@ class ShellWorld(World):
         """
         kernel, _, settings = arguments
         self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # its rule 5
-        self._registry = RegistryServer(ControlSettings(), kernel)
+        self._registry = RegistryServer(MembershipSettings(), kernel)
         self._streams = WorkerStreams(settings, self._registry.membership(), reachability=self._registry.hear)
         self._router = RouterServer(machine, self._streams, kernel)
         self._processes: dict[WorkerId, _Process] = {}
@@ -147,20 +147,20 @@ class ShellWorld(World):
                         self._started_over(request_id)
                     else:
                         self._emitted(Emit(request_id=request_id, progress=item), now())
-        except Refused as refused:
+        except RequestRejected as refused:
             self._ended_at(request_id, now(), 0, refused.reason.value)
 
     def _ended_at(self, request_id: RequestId, now: Nanos, cached_tokens: int, refused: str) -> None:
         del self._asking[request_id]
         self._over(request_id, now, cached_tokens, refused)
 
-    def _begin(self, description: Description) -> None:
+    def _begin(self, description: WorkerDescription) -> None:
         worker = self._cluster.get(description.worker_id)
         assert worker is not None, description.worker_id
 
-        def load() -> Load:
+        def load() -> LoadReport:
             engine = worker.engine
-            return Load(
+            return LoadReport(
                 running=engine.held - engine.waiting, waiting=engine.waiting, kv_blocks_used=engine.kv_blocks_used
             )
 
@@ -179,7 +179,9 @@ class ShellWorld(World):
 class _Process:
     """A worker's process."""
 
-    def __init__(self, loop: VirtualLoop, description: Description, engine: HostedEngine, registry: RegistryServer):
+    def __init__(
+        self, loop: VirtualLoop, description: WorkerDescription, engine: HostedEngine, registry: RegistryServer
+    ):
         """Not started yet."""
         self.engine = engine
         self._loop = loop
@@ -256,9 +258,9 @@ class _NearRegistry:
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         await asyncio.sleep(2 * self._delay / SECOND)
         match self._registry.register(Register(worker_id=worker_id, incarnation=incarnation, address=address)):
-            case Superseded():
+            case RegistrationSuperseded():
                 raise WorkerSuperseded(worker_id)
-            case Occupied():
+            case NameOccupied():
                 raise NameHeld(worker_id)
             case None:
                 pass

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.adapters.ray_tasks import map_on_ray
-from fleet.config import overlaid
+from fleet.config import merge_changes
 from fleet.errors import ConfigurationRefused
 from fleet.sim.planning import plan, traffic
 from fleet.sim.processes import process_pool, watch
@@ -68,7 +68,7 @@ def cases(
         raise ConfigurationRefused(f"{'--over' if over else '--seeds'}: {number:,} runs are more than {MOST_RUNS:,}")
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
     made = [
-        Case(scenario=str(path), changes=overlaid(set_, changes), seed=seed)
+        Case(scenario=str(path), changes=merge_changes(set_, changes), seed=seed)
         for path in scenarios
         for changes in combinations
         for seed in seeds

@@ -37,7 +37,7 @@ from fleet.sim.pools import PoolProfile
 from fleet.sim.store import Borrower, NodeStore
 from fleet.sim.ways import Way
 from fleet.sim.work import Job, Told
-from fleet.work import Description, Handoff, Progress, Rejected, Start
+from fleet.work import Handoff, Progress, Rejected, Start, WorkerDescription
 
 MODEL = ModelName("model")
 FINGERPRINT = "simulated"
@@ -140,7 +140,7 @@ class Worker:
     def announce(self, say: Callable[[RouterEvent], None]) -> None:
         """Say what it is, and what it has."""
         profile, limits = self.profile, self.profile.limits
-        description = Description(
+        description = WorkerDescription(
             worker_id=self.id,
             incarnation=Incarnation(str(self.incarnation)),
             model=MODEL,

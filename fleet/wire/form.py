@@ -1,12 +1,12 @@
-"""What an answer must be (`Form` in proto/fleet/v1/inference.proto) to and from our values. Pure."""
+"""What an answer must be (`StructuredOutput` in proto/fleet/v1/inference.proto) to and from our values. Pure."""
 
 from typing import assert_never
 
-from fleet.requests import AnyObject, Choice, Form, Grammar, JsonSchema, Pattern
+from fleet.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuredOutput
 from fleet.v1 import inference_pb2 as pb
 
 
-def encode_form(form: Form | None) -> pb.Form | None:
+def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
     match form:
         case None:
             return None
@@ -24,7 +24,7 @@ def encode_form(form: Form | None) -> pb.Form | None:
             assert_never(form)
 
 
-def decode_form(message: pb.Form) -> Form | None:
+def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
     """The value in `message`, of which nothing is checked; None for one that says nothing, or what this version does not know.
 
     None must be refused: an answer that may be anything is not what was asked for.

@@ -17,12 +17,12 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.clock import Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import ModelName, RequestId
 from fleet.requests import Finished, GenerateRequest, Logprobs, ModelCard, Prompt, TextPrompt, TokenPrompt
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve_parameters import SAMPLING_INPUT, read_parameters
-from fleet.wire.tensors import Accepted, Elements, Tensors, add_tensor, quoted
+from fleet.wire.tensors import AcceptedTensor, Elements, InputTensors, add_tensor, quoted
 
 VERSION = "1"  # of every model
 PLATFORM = "fleet"
@@ -30,24 +30,24 @@ MAX_ID_CHARACTERS = 256  # it goes back with every response
 MAX_ERROR_CHARACTERS = 500  # as in the other protocol
 FINAL = "triton_final_response"
 
-_INPUTS: Mapping[str, Accepted] = {
-    "text_input": Accepted(("BYTES",)),
-    "input_ids": Accepted(("INT32", "INT64", "UINT32"), any_size=True),
-    "stream": Accepted(("BOOL",)),
-    SAMPLING_INPUT: Accepted(("BYTES",)),
-    "exclude_input_in_output": Accepted(("BOOL",)),
+_INPUTS: Mapping[str, AcceptedTensor] = {
+    "text_input": AcceptedTensor(("BYTES",)),
+    "input_ids": AcceptedTensor(("INT32", "INT64", "UINT32"), any_size=True),
+    "stream": AcceptedTensor(("BOOL",)),
+    SAMPLING_INPUT: AcceptedTensor(("BYTES",)),
+    "exclude_input_in_output": AcceptedTensor(("BOOL",)),
 }
-_OUTPUTS: Mapping[str, Accepted] = {
-    "text_output": Accepted(("BYTES",)),
-    "finish_reason": Accepted(("BYTES",)),
-    "output_ids": Accepted(("INT32",), any_size=True),
-    "logprobs": Accepted(("BYTES",)),
+_OUTPUTS: Mapping[str, AcceptedTensor] = {
+    "text_output": AcceptedTensor(("BYTES",)),
+    "finish_reason": AcceptedTensor(("BYTES",)),
+    "output_ids": AcceptedTensor(("INT32",), any_size=True),
+    "logprobs": AcceptedTensor(("BYTES",)),
 }
-_NAMES: Mapping[str, str] = {"text": "text_input", "token_ids": "input_ids", "model": "model_name"}
+_FIELD_NAMES: Mapping[str, str] = {"text": "text_input", "token_ids": "input_ids", "model": "model_name"}
 """Field paths of the public protocol to those of this one."""
 
 
-class Form(Struct, frozen=True, kw_only=True):
+class KServeResponseFormat(Struct, frozen=True, kw_only=True):
     """How a client wants to be answered."""
 
     id: str  # its own, given back
@@ -56,16 +56,16 @@ class Form(Struct, frozen=True, kw_only=True):
     batched: bool  # shapes begin with a dimension of 1
 
 
-class Inference(Struct, frozen=True, kw_only=True):
+class KServeRequest(Struct, frozen=True, kw_only=True):
     """A request as we understood it."""
 
     request: GenerateRequest
     stream: bool  # a response for every step, in place of one
-    form: Form
+    form: KServeResponseFormat
     names: Mapping[str, str]  # of fields, for refusals that come later
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class KServePart(Struct, frozen=True, kw_only=True):
     """What one response says of an answer: all of it, or what came since the last one."""
 
     text: str
@@ -74,7 +74,9 @@ class Part(Struct, frozen=True, kw_only=True):
     finished: Finished | None = None  # None: there is more to come
 
 
-def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nanos, latest: Nanos | None) -> Inference:
+def decode_infer(
+    message: pb.ModelInferRequest, request_id: RequestId, now: Nanos, latest: Nanos | None
+) -> KServeRequest:
     """A client's message as a request.
 
     Args:
@@ -89,7 +91,7 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
     if len(message.id) > MAX_ID_CHARACTERS:
         raise invalid("id", f"has {len(message.id)} characters, and {MAX_ID_CHARACTERS} are allowed")
     check_version("model_version", message.model_version)
-    tensors = Tensors(message, _INPUTS)
+    tensors = InputTensors(message, _INPUTS)
     prompt, prompt_name = _prompt(tensors)
     if not tensors.flag("exclude_input_in_output", default=True):
         raise invalid("exclude_input_in_output", "only true is supported: the prompt is not given back")
@@ -115,17 +117,21 @@ def decode_infer(message: pb.ModelInferRequest, request_id: RequestId, now: Nano
         labels=told.labels,
         whole=not stream,
     )
-    form = Form(
+    form = KServeResponseFormat(
         id=message.id,
         outputs=_outputs(message, with_logprobs=told.sampling.logprobs is not None),
         raw=tensors.raw,
         batched=tensors.batched(prompt_name),
     )
-    return Inference(request=request, stream=stream, form=form, names={**_NAMES, **told.names})
+    return KServeRequest(request=request, stream=stream, form=form, names={**_FIELD_NAMES, **told.names})
 
 
 def encode_part(
-    part: Part, form: Form, request_id: RequestId, model: ModelName, token_text: Callable[[int], str]
+    part: KServePart,
+    form: KServeResponseFormat,
+    request_id: RequestId,
+    model: ModelName,
+    token_text: Callable[[int], str],
 ) -> pb.ModelInferResponse:
     """A response; the last one of a request says in its parameters what was used, and how the router calls the request.
 
@@ -156,7 +162,7 @@ def encode_streamed(response: pb.ModelInferResponse, *, final: bool) -> pb.Model
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
-def encode_refusal(refused: Refused, client_id: str, model: str) -> pb.ModelStreamInferResponse:
+def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.ModelStreamInferResponse:
     """The last response to a request of a stream that was not, or not completely, served."""
     message = refused.message
     if len(message) > MAX_ERROR_CHARACTERS:
@@ -189,19 +195,19 @@ def check_version(field: str, version: str) -> None:
         Refused: MODEL_NOT_FOUND.
     """
     if version not in ("", VERSION):
-        raise Refused(
+        raise RequestRejected(
             Reason.MODEL_NOT_FOUND,
             f"{field}: {quoted(version)} does not exist; leave it empty, or say {VERSION!r}",
             field=field,
         )
 
 
-def _described(name: str, tensor: Accepted) -> pb.ModelMetadataResponse.TensorMetadata:
+def _described(name: str, tensor: AcceptedTensor) -> pb.ModelMetadataResponse.TensorMetadata:
     size = -1 if tensor.any_size else 1
     return pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=tensor.datatypes[0], shape=[size])
 
 
-def _prompt(tensors: Tensors) -> tuple[Prompt, str]:
+def _prompt(tensors: InputTensors) -> tuple[Prompt, str]:
     """The prompt, and the input in which it came."""
     text, ids = tensors.text("text_input"), tensors.get("input_ids")
     if text is not None and ids is not None:
@@ -236,7 +242,7 @@ def _outputs(message: pb.ModelInferRequest, *, with_logprobs: bool) -> tuple[str
     return tuple(names)
 
 
-def _output(name: str, part: Part, token_text: Callable[[int], str]) -> Elements:
+def _output(name: str, part: KServePart, token_text: Callable[[int], str]) -> Elements:
     match name:
         case "text_output":
             return [part.text.encode()]
@@ -249,7 +255,7 @@ def _output(name: str, part: Part, token_text: Callable[[int], str]) -> Elements
             return [_logprobs(part, token_text)]
 
 
-def _logprobs(part: Part, token_text: Callable[[int], str]) -> bytes:
+def _logprobs(part: KServePart, token_text: Callable[[int], str]) -> bytes:
     """A JSON list with an object for each token: its log probability, and the most likely ones."""
     return msgspec.json.encode(
         [

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.errors import invalid, why_and_where
+from fleet.errors import invalid, split_validation_error
 from fleet.requests import Sampling
 from fleet.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
@@ -72,7 +72,7 @@ class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_un
     triton_enable_empty_final_response: bool = False  # our final response always comes, and is not empty
 
 
-_ALREADY_SO: Mapping[str, object] = {
+_FIXED_VALUES: Mapping[str, object] = {
     "n": 1,
     "best_of": 1,
     "detokenize": True,
@@ -85,7 +85,7 @@ _ALREADY_SO: Mapping[str, object] = {
 _SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParameters.__struct_fields__)
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class KServeOptions(Struct, frozen=True, kw_only=True):
     """Everything that was said besides the prompt, in our words."""
 
     sampling: Sampling
@@ -102,7 +102,7 @@ class Told(Struct, frozen=True, kw_only=True):
     names: Mapping[str, str]  # what the client called the fields, by paths of the public protocol
 
 
-def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) -> Told:
+def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) -> KServeOptions:
     """What a request says besides its prompt.
 
     Args:
@@ -123,13 +123,13 @@ def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) ->
         value, called = (alone, name) if inside is None else (inside, f"{SAMPLING_INPUT}.{name}")
         if value is None:
             continue
-        if name in _ALREADY_SO and value != _ALREADY_SO[name]:
-            only = msgspec.json.encode(_ALREADY_SO[name]).decode()
+        if name in _FIXED_VALUES and value != _FIXED_VALUES[name]:
+            only = msgspec.json.encode(_FIXED_VALUES[name]).decode()
             raise invalid(called, f"only {only} is supported")
         given[name] = value
         names["stop" if name == "stop" else f"sampling.{name}"] = called
     session, names["session"] = _session(one_by_one)
-    return Told(
+    return KServeOptions(
         sampling=_sampling(given),
         stop=_strings(given.get("stop", ())),
         priority=DEFAULT_PRIORITY - one_by_one.priority if one_by_one.priority else 0,
@@ -198,7 +198,7 @@ def _converted(convert: Callable[[], AnyStruct], parent: str) -> AnyStruct:
     try:
         return convert()
     except msgspec.ValidationError as error:
-        message, path = why_and_where(error)
+        message, path = split_validation_error(error)
         field = (parent + path).removeprefix(".")
         before, _, unknown = message.partition(" unknown field `")
         if before == "Object contains":

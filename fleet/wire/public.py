@@ -35,7 +35,7 @@ from fleet.requests import (
 )
 from fleet.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
-from fleet.wire.form import decode_form, encode_form
+from fleet.wire.form import decode_structured_output, encode_structured_output
 
 _PLACEMENTS: Mapping[int, Placement] = {
     pb.PLACEMENT_UNSPECIFIED: Placement.AUTO,
@@ -260,7 +260,7 @@ def _decode_chat_message(message: pb.ChatMessage) -> ChatMessage:
 def _decode_sampling(message: pb.Sampling) -> Sampling:
     given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
     form = None
-    if message.HasField("form") and (form := decode_form(message.form)) is None:
+    if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
         raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
     return Sampling(stop_token_ids=tuple(message.stop_token_ids), form=form, **given)
 
@@ -268,7 +268,7 @@ def _decode_sampling(message: pb.Sampling) -> Sampling:
 def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
     given = dict(sampling)
     form = given.pop("form", None)
-    return pb.Sampling(**given, form=encode_form(form))  # type: ignore[arg-type]  # by name; protobuf checks
+    return pb.Sampling(**given, form=encode_structured_output(form))  # type: ignore[arg-type]  # by name; protobuf checks
 
 
 def _encode_logprobs(logprobs: Logprobs, token_text: Callable[[int], str]) -> pb.TokenLogprobs:

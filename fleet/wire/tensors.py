@@ -35,17 +35,17 @@ _DATATYPES: Mapping[str, _Datatype] = {
 }
 
 
-class Accepted(Struct, frozen=True):
+class AcceptedTensor(Struct, frozen=True):
     """What an input may be."""
 
     datatypes: tuple[str, ...]
     any_size: bool = False  # else one element
 
 
-class Tensors:
+class InputTensors:
     """The inputs of a request, by name."""
 
-    def __init__(self, message: pb.ModelInferRequest, accepted: Mapping[str, Accepted]) -> None:
+    def __init__(self, message: pb.ModelInferRequest, accepted: Mapping[str, AcceptedTensor]) -> None:
         """Read them all.
 
         Raises:
@@ -127,7 +127,7 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
 
 
-def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, accepted: Accepted) -> Elements:
+def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, accepted: AcceptedTensor) -> Elements:
     """What a tensor holds, from either of its two forms."""
     name, shape = tensor.name, tensor.shape
     if tensor.datatype not in accepted.datatypes:

@@ -3,7 +3,7 @@
 Rules:
 
 1. Encoding never fails: our own values are sound. Decoding checks everything that a foreign or newer peer could get
-   wrong and raises `Malformed`, which names the field.
+   wrong and raises `MalformedMessage`, which names the field.
 2. Unknown *fields* are ignored, as protobuf intends; an unknown *message* in a stream decodes to None, so that a newer
    peer may say more than this one understands. Unknown enumeration values are malformed: acting on half an
    instruction is worse than refusing it.
@@ -17,31 +17,31 @@ from typing import TypeVar, assert_never
 
 from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.requests import Finish, Form, KvOrigin, KvReport, Logprobs, Sampling, Source
+from fleet.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source, StructuredOutput
 from fleet.roles import KvPath, Phase, Role
 from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
-from fleet.wire.form import decode_form, encode_form
+from fleet.wire.form import decode_structured_output, encode_structured_output
 from fleet.work import (
-    Adapter,
     Cancel,
-    Description,
     Draining,
-    Golden,
     Goodbye,
     Handoff,
-    Hello,
     KvCleared,
     KvEvent,
     KvEvents,
     KvRemoved,
     KvStored,
-    Load,
+    LoadReport,
+    LoraAdapter,
     Progress,
     Rejected,
+    RouterHello,
     RouterMessage,
     Start,
     Step,
+    TokenizerDigests,
+    WorkerDescription,
     WorkerMessage,
 )
 from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, split
@@ -51,7 +51,7 @@ LONGEST_TIMEOUT_MS = 2**32 - 1
 """Of `Start.timeout_ms`: 49 days. A client's deadline may be later; the router keeps it, the worker need not."""
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """A message that cannot be understood.
 
     Attributes:
@@ -82,7 +82,7 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
             return pb.RouterMessage(start=_start_to_wire(message))
         case Cancel():
             return pb.RouterMessage(cancel=pb.Cancel(request_id=message.request_id))
-        case Hello():
+        case RouterHello():
             return pb.RouterMessage(hello=pb.Hello(router_id=message.router_id))
         case _:
             assert_never(message)
@@ -100,7 +100,7 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
         case "cancel":
             return Cancel(request_id=RequestId(_filled(message.cancel.request_id, "cancel.request_id")))
         case "hello":
-            return Hello(router_id=_filled(message.hello.router_id, "hello.router_id"))
+            return RouterHello(router_id=_filled(message.hello.router_id, "hello.router_id"))
         case _:
             return None
 
@@ -113,7 +113,7 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
         case KvEvents():
             events = [_kv_event_to_wire(event) for event in message.events]
             return pb.WorkerMessage(kv_events=pb.KvEvents(sequence=message.sequence, events=events))
-        case Load():
+        case LoadReport():
             load = pb.Load(
                 running=message.running,
                 waiting=message.waiting,
@@ -123,7 +123,7 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
             return pb.WorkerMessage(load=load)
         case Rejected():
             return pb.WorkerMessage(rejected=_rejected_to_wire(message))
-        case Description():
+        case WorkerDescription():
             return pb.WorkerMessage(description=encode_description(message))
         case Draining():
             return pb.WorkerMessage(draining=pb.Draining())
@@ -148,7 +148,7 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
             return KvEvents(sequence=events.sequence, events=decoded)
         case "load":
             load = message.load
-            return Load(
+            return LoadReport(
                 running=load.running,
                 waiting=load.waiting,
                 kv_blocks_used=load.kv_blocks_used,
@@ -166,7 +166,7 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
             return None
 
 
-def encode_description(description: Description) -> pb.Description:
+def encode_description(description: WorkerDescription) -> pb.Description:
     return pb.Description(
         worker_id=description.worker_id,
         incarnation=description.incarnation,
@@ -186,19 +186,19 @@ def encode_description(description: Description) -> pb.Description:
         labels=description.labels,
         adapters=[pb.Adapter(name=each.name, revision=each.revision) for each in description.adapters],
         adapter_slots=description.adapter_slots,
-        golden=_golden_to_wire(description.golden),
+        golden=_tokenizer_digests_to_wire(description.golden),
         keeps_forms=description.keeps_forms,
         generation=description.generation,
     )
 
 
-def decode_description(description: pb.Description) -> Description:
+def decode_description(description: pb.Description) -> WorkerDescription:
     """What a worker says that it is.
 
     Raises:
         Malformed: A field is wrong.
     """
-    return Description(
+    return WorkerDescription(
         worker_id=WorkerId(_filled(description.worker_id, "description.worker_id")),
         incarnation=Incarnation(_filled(description.incarnation, "description.incarnation")),
         model=ModelName(_filled(description.model, "description.model")),
@@ -216,27 +216,27 @@ def decode_description(description: pb.Description) -> Description:
         decode_speed=_speed(description.decode_speed, "description.decode_speed"),
         labels=tuple(description.labels),
         adapters=tuple(
-            Adapter(ModelName(_filled(each.name, "description.adapters.name")), each.revision)
+            LoraAdapter(ModelName(_filled(each.name, "description.adapters.name")), each.revision)
             for each in description.adapters
         ),
         adapter_slots=description.adapter_slots,
-        golden=_golden_from_wire(description.golden) if description.HasField("golden") else None,
+        golden=_tokenizer_digests_from_wire(description.golden) if description.HasField("golden") else None,
         keeps_forms=description.keeps_forms,
         generation=description.generation,
     )
 
 
-def _golden_to_wire(golden: Golden | None) -> pb.Golden | None:
+def _tokenizer_digests_to_wire(golden: TokenizerDigests | None) -> pb.Golden | None:
     return None if golden is None else pb.Golden(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
 
 
-def _golden_from_wire(golden: pb.Golden) -> Golden:
-    return Golden(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
+def _tokenizer_digests_from_wire(golden: pb.Golden) -> TokenizerDigests:
+    return TokenizerDigests(tokens=golden.tokens, template=golden.template, blocks=golden.blocks)
 
 
 def _speed(value: float, field: str) -> float:
     if not 0 <= value < inf:
-        raise Malformed(field, f"must be a number from 0, not {value}")
+        raise MalformedMessage(field, f"must be a number from 0, not {value}")
     return value or 1.0
 
 
@@ -277,11 +277,13 @@ def _start_from_wire(start: pb.Start) -> Start:
     try:
         phase = _PHASE_FROM_WIRE.get(start.phase)
         if phase is None:
-            raise Malformed("start.phase", f"{start.phase} is no known phase of work")
+            raise MalformedMessage("start.phase", f"{start.phase} is no known phase of work")
         if len(start.tokens) % TOKEN_BYTES:
-            raise Malformed("start.tokens", f"{len(start.tokens)} bytes are not a number of {TOKEN_BYTES}-byte ids")
+            raise MalformedMessage(
+                "start.tokens", f"{len(start.tokens)} bytes are not a number of {TOKEN_BYTES}-byte ids"
+            )
         if len(start.salt) not in (0, SALT_BYTES):
-            raise Malformed("start.salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
+            raise MalformedMessage("start.salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
         return Start(
             request_id=RequestId(request_id),
             phase=phase,
@@ -295,7 +297,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             session=start.session,
             adapter=start.adapter,
         )
-    except Malformed as error:
+    except MalformedMessage as error:
         error.request_id = RequestId(request_id)  # so that the refusal can be told to whom it concerns
         raise
 
@@ -315,7 +317,7 @@ def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
-        form=encode_form(sampling.form),
+        form=encode_structured_output(sampling.form),
     )
 
 
@@ -334,13 +336,13 @@ def _sampling_from_wire(sampling: pb.WorkSampling) -> Sampling:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=tuple(sampling.stop_token_ids),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        form=_form_from_wire(sampling.form) if sampling.HasField("form") else None,
+        form=_structured_output_from_wire(sampling.form) if sampling.HasField("form") else None,
     )
 
 
-def _form_from_wire(message: inference_pb2.Form) -> Form:
-    if (form := decode_form(message)) is None:
-        raise Malformed("start.sampling.form", "is empty, or of a kind that this version does not know")
+def _structured_output_from_wire(message: inference_pb2.Form) -> StructuredOutput:
+    if (form := decode_structured_output(message)) is None:
+        raise MalformedMessage("start.sampling.form", "is empty, or of a kind that this version does not know")
     return form
 
 
@@ -393,7 +395,7 @@ def _step_to_wire(step: Step) -> pb.WorkerMessage:
 
 def _progress_from_wire(progress: pb.Progress) -> Progress:
     if not progress.request_id:
-        raise Malformed("step.progress.request_id", "is empty")
+        raise MalformedMessage("step.progress.request_id", "is empty")
     if not progress.finish:  # nearly always
         return Progress(
             request_id=RequestId(progress.request_id),
@@ -415,7 +417,7 @@ def _logprobs_from_wire(logprobs: Iterable[pb.WorkLogprobs]) -> tuple[Logprobs, 
     decoded = []
     for one in logprobs:
         if len(one.top_ids) != len(one.top_logprobs):
-            raise Malformed("step.progress.logprobs.top_logprobs", "has another length than top_ids")
+            raise MalformedMessage("step.progress.logprobs.top_logprobs", "has another length than top_ids")
         decoded.append(Logprobs(chosen=one.logprob, top_ids=tuple(one.top_ids), top=tuple(one.top_logprobs)))
     return tuple(decoded)
 
@@ -443,7 +445,7 @@ def _report_from_wire(report: pb.KvPhaseReport) -> KvReport:
     )
     counted = sum(origin.blocks for origin in origins)
     if counted != report.prompt_blocks:
-        raise Malformed("step.progress.kv", f"origins add up to {counted} of {report.prompt_blocks} blocks")
+        raise MalformedMessage("step.progress.kv", f"origins add up to {counted} of {report.prompt_blocks} blocks")
     return KvReport(prompt_blocks=report.prompt_blocks, origins=origins, cached_tokens=report.cached_tokens)
 
 
@@ -481,7 +483,7 @@ def _kv_event_from_wire(event: pb.KvEvent) -> KvEvent:
     kind = event.WhichOneof("event")
     decode = _KV_EVENTS.get(kind or "")
     if decode is None:  # an unknown change cannot be skipped: the view of the cache would be wrong from here on
-        raise Malformed("kv_events.events", "one of them is of an unknown kind")
+        raise MalformedMessage("kv_events.events", "one of them is of an unknown kind")
     return decode(event)
 
 
@@ -499,23 +501,23 @@ def _hashes(joined: bytes, path: str) -> tuple[bytes, ...]:
     try:
         return tuple(split(joined))
     except ValueError as error:
-        raise Malformed(path, f"{len(joined)} bytes are not a number of {HASH_BYTES}-byte hashes") from error
+        raise MalformedMessage(path, f"{len(joined)} bytes are not a number of {HASH_BYTES}-byte hashes") from error
 
 
 def _named(names: type[Name], value: str, path: str) -> Name:
     try:
         return names(value)
     except ValueError:
-        raise Malformed(path, f"{value!r} is none of {', '.join(names)}") from None
+        raise MalformedMessage(path, f"{value!r} is none of {', '.join(names)}") from None
 
 
 def _filled(value: str, path: str) -> str:
     if not value:
-        raise Malformed(path, "is empty")
+        raise MalformedMessage(path, "is empty")
     return value
 
 
 def _at_least_one(value: int, path: str) -> int:
     if value < 1:
-        raise Malformed(path, f"must be at least 1, not {value}")
+        raise MalformedMessage(path, f"must be at least 1, not {value}")
     return value

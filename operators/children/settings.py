@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import msgspec
 
-from fleet.hub import repository_of
+from fleet.hub import parse_repository
 from operators.children.manifests import Manifest, object_of
 from operators.children.names import (
     CONTROL,
@@ -123,7 +123,7 @@ def _model_dir(deployment: Deployment) -> str:
 
 def is_fetched(deployment: Deployment) -> bool:
     """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
-    return repository_of(_model_dir(deployment)) is not None
+    return parse_repository(_model_dir(deployment)) is not None
 
 
 def _hub(deployment: Deployment, **more: float) -> Manifest:

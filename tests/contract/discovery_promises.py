@@ -8,10 +8,10 @@ from typing import Protocol
 
 import pytest
 
-from fleet.adapters.discovery import OpenedDirectory
+from fleet.adapters.discovery import OpenDirectory
 from fleet.clock import Nanos
 from fleet.control.server import RegistryServer
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.ids import Incarnation, WorkerId
 from tests.kv_builders import HandClock
 from tests.waiting import until
@@ -28,11 +28,11 @@ class World(Protocol):
 
     lease: Nanos
 
-    def open(self) -> AbstractAsyncContextManager[OpenedDirectory]:
+    def open(self) -> AbstractAsyncContextManager[OpenDirectory]:
         """As another process would, by a way that is never cut."""
         ...
 
-    def open_far(self) -> AbstractAsyncContextManager[OpenedDirectory]:
+    def open_far(self) -> AbstractAsyncContextManager[OpenDirectory]:
         """By a way that `cut` cuts."""
         ...
 
@@ -60,7 +60,7 @@ class Router:
     def __init__(self, world: World) -> None:
         self.world = world
         self.clock = HandClock()
-        self.registry = RegistryServer(ControlSettings(), self.clock)
+        self.registry = RegistryServer(MembershipSettings(), self.clock)
 
     def addresses(self) -> dict[str, str]:
         self.registry.tick()
@@ -90,7 +90,7 @@ async def a_router(world: World, *, far: bool = False) -> AsyncIterator[Router]:
         following.cancel()
 
 
-async def registered(worker: OpenedDirectory) -> None:
+async def registered(worker: OpenDirectory) -> None:
     """By a way that was just mended."""
     async with asyncio.timeout(SECONDS):
         while True:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.adapters.discovery import directory_of
+from fleet.adapters.discovery import open_directory
 from fleet.adapters.discovery_memory import MemoryDirectory
 from fleet.clock import SECOND
 from fleet.discovery import EtcdDiscovery, FileDiscovery
@@ -68,7 +68,7 @@ class FileWorld:
         return self._open(self.way)
 
     def _open(self, folder):
-        return directory_of(FileDiscovery(folder=str(folder), lease_seconds=LEASE_SECONDS, poll_ms=10))
+        return open_directory(FileDiscovery(folder=str(folder), lease_seconds=LEASE_SECONDS, poll_ms=10))
 
     async def cut(self) -> None:
         self.way.unlink()
@@ -102,7 +102,7 @@ class EtcdWorld:
         return self._open(f"127.0.0.1:{self.way.port}")
 
     def _open(self, address):
-        return directory_of(EtcdDiscovery(endpoints=(address,), lease_seconds=LEASE_SECONDS))
+        return open_directory(EtcdDiscovery(endpoints=(address,), lease_seconds=LEASE_SECONDS))
 
     async def cut(self) -> None:
         await self.way.close()
@@ -139,21 +139,21 @@ async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_i
     with an_etcd(*options, scheme="https") as server:
         endpoints = (f"127.0.0.1:{a_free_port()}", server.address)
         credentials = Credentials(authority=authority.file, **ours)
-        async with directory_of(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
+        async with open_directory(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
             with pytest.raises(RegistryUnreachable, match="UNAVAILABLE"):
                 await directory.register(WORKER, OLD, ADDRESS)
             await directory.register(WORKER, OLD, ADDRESS)
         unknown = Credentials(authority=authority.file)
-        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
+        async with open_directory(EtcdDiscovery(endpoints=endpoints[1:], credentials=unknown)) as directory:
             with pytest.raises(
                 RegistryUnreachable, match=r"shows no certificate: set discovery\.credentials\.certificate"
             ):
                 await directory.register(WORKER, NEW, ADDRESS)
         others = Credentials(authority=Authority(tmp_path, "others").file, **ours)
-        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:], credentials=others)) as directory:
+        async with open_directory(EtcdDiscovery(endpoints=endpoints[1:], credentials=others)) as directory:
             with pytest.raises(RegistryUnreachable, match=r"is not signed by the authority in .*others\.pem"):
                 await directory.register(WORKER, NEW, ADDRESS)
-        async with directory_of(EtcdDiscovery(endpoints=endpoints[1:])) as directory:
+        async with open_directory(EtcdDiscovery(endpoints=endpoints[1:])) as directory:
             with pytest.raises(RegistryUnreachable, match=r"speaks TLS, and this client does not: set discovery\.cred"):
                 await directory.register(WORKER, NEW, ADDRESS)
 
@@ -174,14 +174,14 @@ def test_settings_that_name_what_is_not_there_are_refused(settings, message):
         pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
 
     with pytest.raises(ConfigurationRefused, match=message):
-        directory_of(settings)
+        open_directory(settings)
 
 
 def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog):
     (tmp_path / "torn.worker.json").write_text('{"worker_id": "a", ')
     (tmp_path / "huge.worker.json").write_bytes(b" " * (1 << 20))
     (tmp_path / "unrelated.json").write_text("{}")
-    directory = directory_of(FileDiscovery(folder=str(tmp_path)))
+    directory = open_directory(FileDiscovery(folder=str(tmp_path)))
 
     assert directory._read() == directory._read() == []
     assert len(caplog.records) == 2

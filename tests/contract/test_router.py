@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
 from fleet.router.generation import Router
@@ -127,10 +127,10 @@ async def test_the_models_that_are_served_are_known(opens):
 
 async def test_what_is_not_taken_is_refused_on_entering_or_by_the_iterator():
     fake = FakeRouter(ANSWER)
-    fake.refuse = Refused(Reason.NO_WORKER, "no worker")
+    fake.refuse = RequestRejected(Reason.NO_WORKER, "no worker")
     real = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), FakeWorkers(), SystemClock())
     for router in (fake, real):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             async with router.submit(an_arrival()) as events:
                 await anext(events)
         assert refused.value.reason is Reason.NO_WORKER

@@ -23,7 +23,6 @@ from fleet.router.messages import (
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.work import (
     Cancel,
-    Description,
     Draining,
     KvCleared,
     KvEvents,
@@ -32,6 +31,7 @@ from fleet.work import (
     Rejected,
     RouterMessage,
     Step,
+    WorkerDescription,
     WorkerMessage,
 )
 from tests.builders import a_description, a_handoff, a_load, a_report, a_start, some_progress
@@ -42,7 +42,7 @@ from tests.stream_peers import Heard, a_stream_world
 class Peer(Protocol):
     """A worker, played by the test."""
 
-    description: Description
+    description: WorkerDescription
 
     async def heard(self) -> RouterMessage: ...
     async def say(self, message: WorkerMessage) -> None: ...
@@ -51,7 +51,7 @@ class Peer(Protocol):
 
 class World(Protocol):
     workers: Workers
-    join: Callable[[Description], Awaitable[Peer]]
+    join: Callable[[WorkerDescription], Awaitable[Peer]]
     take: Callable[[], Awaitable[WorkerEvent]]
 
 
@@ -63,7 +63,7 @@ class FakeWorld:
     async def take(self) -> WorkerEvent:
         return await self._heard.take()
 
-    async def join(self, description: Description) -> Peer:
+    async def join(self, description: WorkerDescription) -> Peer:
         return self.workers.join(description)
 
 

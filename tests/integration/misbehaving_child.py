@@ -11,7 +11,7 @@ import time
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from fleet.adapters.heartbeat import beat
+from fleet.adapters.heartbeat import send_heartbeats
 from fleet.adapters.process_group import die_with_parent
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -54,7 +54,7 @@ async def stay_alive(ready_fd: int) -> None:
     """Send beats until somebody sends SIGUSR1: then the event loop is stuck."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
     say_ready(ready_fd)
-    beat(ready_fd)
+    send_heartbeats(ready_fd)
     await asyncio.Event().wait()
 
 

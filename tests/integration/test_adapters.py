@@ -28,7 +28,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from tests.kv_builders import a_node, a_short_folder
 from tests.waiting import until
 from tests.worker_processes import a_worker_process
@@ -108,7 +108,7 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
             clock=clock,
             tenants=Tenants({}, clock.now()),
             tenant_secret=b"secret",
-            metrics=Metrics(registry),
+            metrics=RouterProcessMetrics(registry),
             threads=threads,
         )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

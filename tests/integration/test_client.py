@@ -26,7 +26,7 @@ from fleet.client import (
     Unavailable,
 )
 from fleet.client.errors import _CODES, _REASONS
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.requests import ChatMessage, Logprobs
 from tests.builders import token_ids
 from tests.text_model import EOS
@@ -203,7 +203,7 @@ async def test_a_wrong_request_says_which_field(fronts, client, prompt, options,
 
 
 async def test_what_may_be_tried_again_says_when(fronts, client):
-    fronts.router.refuse = Refused(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
+    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(Unavailable) as raised:
         await client.complete("once")
@@ -212,7 +212,7 @@ async def test_what_may_be_tried_again_says_when(fronts, client):
 
 
 async def test_a_client_reads_why_no_worker_could_be_chosen(fronts, client):
-    fronts.router.refuse = Refused(Reason.NO_WORKER, "no", cause="no_label")
+    fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "no", cause="no_label")
 
     with pytest.raises(Unavailable) as raised:
         await client.complete("once")

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fleet.adapters.control_access import control_access
 from fleet.adapters.control_address import control_folder, control_socket
-from fleet.cli.exits import REFUSED, REPLACED
+from fleet.cli.exits import CONFIGURATION_REFUSED, REPLACED
 from fleet.cli.main import run
 from fleet.client import AsyncClient, Client, FleetError, Unauthenticated, Unavailable
 from fleet.v1 import control_pb2 as control
@@ -309,7 +309,7 @@ def test_a_tcp_control_port_without_credentials_is_refused(tmp_path, model_dir, 
 
     told = run_fleet("serve", "router", "--config", str(file))
 
-    assert told.returncode == REFUSED
+    assert told.returncode == CONFIGURATION_REFUSED
     assert f"control_listen: whoever reaches {listen} could register workers" in told.stderr
     assert "control_credentials.secret_file" in told.stderr
 
@@ -321,7 +321,7 @@ def test_a_workers_tcp_port_without_credentials_is_refused(tmp_path, listen):
 
     told = run_fleet("serve", "worker", "--config", str(file))
 
-    assert told.returncode == REFUSED
+    assert told.returncode == CONFIGURATION_REFUSED
     assert f"control_listen: whoever reaches {listen} could end the worker" in told.stderr
     assert "control_credentials.secret_file" in told.stderr
 
@@ -376,7 +376,7 @@ def test_a_control_folder_that_is_not_private_is_refused(tmp_path, model_dir, sh
         check=False,
     )
 
-    assert told.returncode == REFUSED, told.stderr
+    assert told.returncode == CONFIGURATION_REFUSED, told.stderr
     assert "is not a folder of this user alone" in told.stderr
     assert list(elsewhere.iterdir()) == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.adapters.control_relay import relayed
+from fleet.adapters.control_relay import open_control_relay
 from tests.kv_builders import a_short_folder
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ def folder():
 async def a_relay(folder, process):
     """Yields the path of a relay to one process, whose connections `process` serves."""
     path, own = f"{folder}/control", f"{folder}/own"
-    async with await asyncio.start_unix_server(process, own), relayed(f"unix:{path}", [f"unix:{own}"]):
+    async with await asyncio.start_unix_server(process, own), open_control_relay(f"unix:{path}", [f"unix:{own}"]):
         yield path
 
 

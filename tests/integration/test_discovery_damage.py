@@ -6,10 +6,10 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from fleet.adapters.discovery import directory_of
+from fleet.adapters.discovery import open_directory
 from fleet.adapters.discovery_file import SUFFIX
-from fleet.control.messages import Listed, Missing, Seen
-from fleet.discovery import EtcdDiscovery, FileDiscovery, Record
+from fleet.control.messages import DirectoryListing, RecordMissing, RecordSeen
+from fleet.discovery import EtcdDiscovery, FileDiscovery, WorkerRecord
 from fleet.ids import Incarnation, WorkerId
 from tests.etcd import an_etcd
 
@@ -17,16 +17,16 @@ pytestmark = pytest.mark.integration
 
 WORKER, INCARNATION, ADDRESS = WorkerId("decode-0"), Incarnation("new"), "10.0.0.1:50060"
 RECORD = msgspec.json.encode(
-    Record(worker_id=WORKER, incarnation=INCARNATION, address=ADDRESS, lease_seconds=9),
+    WorkerRecord(worker_id=WORKER, incarnation=INCARNATION, address=ADDRESS, lease_seconds=9),
 )
 DEEP = b'{"more":' + b"[" * 30_000 + b"]" * 30_000 + b"}"
 NO_RECORDS = {"deep": DEEP, "not UTF-8": RECORD.replace(b"new", b"\xff"), "empty": b"", "of nobody": b"null"}
 
 
 async def who_is_in(settings) -> list[str]:
-    async with directory_of(settings) as directory, aclosing(directory.sightings()) as sightings:
-        found = await anext(sightings)
-    assert isinstance(found, Listed)
+    async with open_directory(settings) as directory, aclosing(directory.readings()) as readings:
+        found = await anext(readings)
+    assert isinstance(found, DirectoryListing)
     return [seen.record.worker_id for seen in found.all]
 
 
@@ -34,7 +34,7 @@ async def who_is_in(settings) -> list[str]:
 async def settings(tmp_path):
     """Of a folder with one worker."""
     settings = FileDiscovery(folder=str(tmp_path))
-    async with directory_of(settings) as directory:
+    async with open_directory(settings) as directory:
         await directory.register(WORKER, INCARNATION, ADDRESS)
     return settings
 
@@ -65,19 +65,19 @@ async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_
     with an_etcd() as server:
         async with (
             aetcd.Client(port=server.port) as client,
-            directory_of(EtcdDiscovery(endpoints=(server.address,))) as directory,
+            open_directory(EtcdDiscovery(endpoints=(server.address,))) as directory,
         ):
             for key, content in zip((b"a", b"b", b"c", b"d\xff"), NO_RECORDS.values(), strict=True):
                 await client.put(b"/fleet/workers/" + key, content)
-            async with aclosing(directory.sightings()) as sightings:
-                assert await anext(sightings) == Listed(all=())
+            async with aclosing(directory.readings()) as readings:
+                assert await anext(readings) == DirectoryListing(all=())
                 await client.delete(b"/fleet/workers/d\xff")
                 await client.put(b"/fleet/workers/a", DEEP)
                 await directory.register(WORKER, INCARNATION, ADDRESS)
-                match await anext(sightings):
-                    case Seen() as seen:
+                match await anext(readings):
+                    case RecordSeen() as seen:
                         assert seen.record.worker_id == WORKER
                     case other:
                         pytest.fail(f"{other}")
                 await directory.deregister(WORKER, INCARNATION)
-                assert await anext(sightings) == Missing(worker_id=WORKER)
+                assert await anext(readings) == RecordMissing(worker_id=WORKER)

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.grpc_frontend import open_grpc_frontend
-from fleet.errors import ConfigurationRefused, Reason, Refused
+from fleet.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.requests import Logprobs
 from fleet.router.http_settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
@@ -259,7 +259,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
 
 
 async def test_refusals_carry_when_to_try_again(fronts, stub):
-    fronts.router.refuse = Refused(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
+    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))

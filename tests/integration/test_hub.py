@@ -16,14 +16,14 @@ from huggingface_hub import constants
 
 from fleet.adapters import hub_download
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.golden import golden_of_folder
-from fleet.adapters.hub import model_of, with_fetched
-from fleet.adapters.hub_download import Failed, Failure, Fetched, Request
+from fleet.adapters.golden import folder_tokenizer_digests
+from fleet.adapters.hub import fetch_model, fetch_topology_model
+from fleet.adapters.hub_download import DownloadComplete, DownloadFailed, DownloadFailure, DownloadRequest
 from fleet.config import ClusterSection, Topology
 from fleet.errors import ConfigurationRefused
 from fleet.hub import HubSettings, Repository
 from fleet.router.settings import RouterSettings
-from fleet.work import Description
+from fleet.work import WorkerDescription
 from tests.hub_server import Repo, a_hub
 from tests.waiting import eventually
 from tests.worker_processes import a_stream
@@ -50,7 +50,7 @@ def hub(model_dir, monkeypatch):
 def request_for(hub, tmp_path):
     def made(name=NAME, revision="main", *, weights=True, token=""):
         repository = Repository(name, revision)
-        return Request(
+        return DownloadRequest(
             repository=repository, endpoint=hub.url, cache=str(tmp_path / "cache"), weights=weights, token=token
         )
 
@@ -144,12 +144,12 @@ async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request
         async with a_process(tmp_path, "worker", worker) as working:
             stream = (await endpoints(working))["stream"]
             async with a_stream(stream) as asking:
-                golden = (await asking.next(Description)).golden
+                golden = (await asking.next(WorkerDescription)).golden
             answer = await ask(found["http"], {"model": "tiny", "prompt": "once upon a time", "max_tokens": 4})
 
     assert answer["usage"]["completion_tokens"] == 4
     assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer, and not bytes
-    assert golden.tokens == golden_of_folder(str(model_dir), 32).tokens  # the worker has it as well
+    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has it as well
     assert hub.sent("tokenizer.json") == 1  # both keep what one fetched
     assert not any(hub.sent(name) for name in PARTS)  # neither runs the model
     assert set(hub.authorised) == {f"Bearer {TOKEN}"}
@@ -187,7 +187,7 @@ async def test_a_worker_that_is_asked_to_end_while_its_model_comes_ends_at_once_
 
 def test_files_are_those_of_the_repository_and_a_pinned_revision_is_never_asked_for_again(hub, request_for):
     fetched = outcome(request_for())
-    assert isinstance(fetched, Fetched)
+    assert isinstance(fetched, DownloadComplete)
     assert content_of(fetched.folder) == hub.repos[NAME].files
     assert fetched.commit == hub.repos[NAME].commit
 
@@ -208,9 +208,9 @@ def test_a_hub_out_of_reach_does_not_keep_a_fetched_model_from_serving(hub, requ
 
 
 def test_what_a_router_fetched_is_no_whole_model_to_a_worker(hub, request_for):
-    assert isinstance(outcome(request_for(weights=False)), Fetched)
+    assert isinstance(outcome(request_for(weights=False)), DownloadComplete)
     hub.failing = 1000
-    assert outcome(request_for()).failure is Failure.UNREACHABLE
+    assert outcome(request_for()).failure is DownloadFailure.UNREACHABLE
 
 
 def test_a_killed_download_goes_on_with_the_files_that_are_missing_and_leaves_nothing_behind(
@@ -268,51 +268,51 @@ def test_a_download_ends_with_whoever_started_it(hub, request_for, a_download):
 @pytest.mark.parametrize(
     ("wrong", "failure"),
     [
-        ({"name": "fleet-tests/nobody"}, Failure.REPOSITORY),
-        ({"name": "fleet--tests/nobody"}, Failure.REPOSITORY),
-        ({"revision": "v9"}, Failure.REVISION),
-        ({"token": "hf_wrong"}, Failure.TOKEN),
+        ({"name": "fleet-tests/nobody"}, DownloadFailure.REPOSITORY),
+        ({"name": "fleet--tests/nobody"}, DownloadFailure.REPOSITORY),
+        ({"revision": "v9"}, DownloadFailure.REVISION),
+        ({"token": "hf_wrong"}, DownloadFailure.TOKEN),
     ],
     ids=["repository", "name", "revision", "token"],
 )
 def test_what_only_people_can_mend_is_told_apart(hub, request_for, wrong, failure):
     hub.token = TOKEN
     failed = outcome(request_for(**wrong))
-    assert (type(failed), failed.failure) == (Failed, failure)
+    assert (type(failed), failed.failure) == (DownloadFailed, failure)
     assert "hf_wrong" not in failed.cause
 
 
 @pytest.mark.parametrize("token", ["", TOKEN], ids=["no token", "not let in"])
 def test_a_gated_repository_is_told_apart(hub, request_for, token):
     hub.token, hub.repos[NAME].gated = TOKEN, "hf_another"
-    assert outcome(request_for(token=token)).failure is Failure.GATED
+    assert outcome(request_for(token=token)).failure is DownloadFailure.GATED
     hub.repos[NAME].gated = TOKEN
-    assert isinstance(outcome(request_for(token=TOKEN)), Fetched)
+    assert isinstance(outcome(request_for(token=TOKEN)), DownloadComplete)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_of_it_is_fetched(hub, request_for):
     hub.sizes[next(iter(PARTS))] = 1 << 60
     failed = outcome(request_for())
-    assert failed.failure is Failure.SPACE
+    assert failed.failure is DownloadFailure.SPACE
     assert "1073741824.0 GiB are to be fetched" in failed.cause
     assert not any(method == "GET" and "/resolve/" in path for method, path in hub.asked)
 
 
 def test_a_repository_that_has_no_weights_for_an_engine_is_told_apart(hub, request_for, model_dir):
     hub.repos[NAME] = Repo(model_dir)
-    assert outcome(request_for()) == Failed(Failure.INCOMPLETE, "*.safetensors weights")
+    assert outcome(request_for()) == DownloadFailed(DownloadFailure.INCOMPLETE, "*.safetensors weights")
 
 
 def test_a_cache_that_cannot_be_written_is_told_apart(hub, request_for, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    assert outcome(request_for()).failure is Failure.CACHE
+    assert outcome(request_for()).failure is DownloadFailure.CACHE
 
 
 async def test_a_refusal_names_the_field_and_what_to_do(hub, tmp_path):
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
     hub.repos[NAME].gated = "hf_another"
     with pytest.raises(ConfigurationRefused) as refused:
-        await model_of(NAME, settings, SystemClock(), field="model_dir", weights=True)
+        await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=True)
     assert str(refused.value) == (
         f"model_dir: {NAME} is gated; accept its terms at {hub.url}/{NAME}, and name a file with a token that may read"
         " it in hub.token_file"
@@ -322,7 +322,7 @@ async def test_a_refusal_names_the_field_and_what_to_do(hub, tmp_path):
 async def test_a_hub_that_is_busy_is_asked_again(hub, tmp_path):
     hub.failing = 1
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
-    model = await model_of(NAME, settings, SystemClock(), field="model_dir", weights=False)
+    model = await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=False)
     assert model.named == f"{NAME}@{hub.repos[NAME].commit}"
 
 
@@ -330,13 +330,13 @@ async def test_a_hub_that_sends_nothing_more_is_given_up_after_that_time(hub, tm
     hub.held = "config.json"
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url, patience_seconds=3)
     with pytest.raises(ConfigurationRefused, match=rf"^hub.endpoint: nothing of {NAME} came from {hub.url} for 3 s"):
-        await model_of(NAME, settings, SystemClock(), field="model_dir", weights=True)
+        await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=True)
 
 
 async def test_a_cluster_that_is_told_a_repository_serves_it_by_that_name(hub, tmp_path):
     told = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
     topology = Topology(cluster=ClusterSection(model=f"{NAME}@main", engine="simulated"), hub=told)
-    fetched = await with_fetched(topology, tmp_path, SystemClock())
+    fetched = await fetch_topology_model(topology, tmp_path, SystemClock())
     assert fetched.cluster.served_name == NAME
     assert content_of(fetched.cluster.model).keys() == hub.repos[NAME].files.keys() - PARTS.keys()
 
@@ -345,7 +345,7 @@ async def test_a_folder_needs_no_hub(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     nowhere = HubSettings(endpoint="http://127.0.0.1:9", patience_seconds=0.1)
-    model = await model_of("owner/name", nowhere, SystemClock(), field="model_dir", weights=True)
+    model = await fetch_model("owner/name", nowhere, SystemClock(), field="model_dir", weights=True)
     assert (model.folder, model.named) == ("owner/name", "owner/name")
 
 
@@ -356,5 +356,5 @@ async def test_a_token_file_without_a_token_is_refused(tmp_path, content):
         file.write_bytes(content)
     settings = HubSettings(cache=str(tmp_path), endpoint="http://127.0.0.1:9", token_file=str(file))
     with pytest.raises(ConfigurationRefused, match=r"^hub.token_file: ") as refused:
-        await model_of(NAME, settings, SystemClock(), field="model_dir", weights=True)
+        await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=True)
     assert "words" not in str(refused.value)

@@ -17,7 +17,7 @@ from fleet.adapters.grpc_calls import MAX_REQUEST_BYTES
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.client import Client
 from fleet.clock import SECOND
-from fleet.errors import ConfigurationRefused, Reason, Refused
+from fleet.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.requests import Logprobs
 from fleet.router.http_settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
@@ -343,7 +343,7 @@ async def test_an_unknown_model_is_not_found_and_not_ready(fronts, stub):
 
 
 async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(fronts, stub):
-    fronts.router.refuse = Refused(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
+    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
     responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
 
@@ -482,7 +482,7 @@ class GoneCaller:
 
 async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
     fronts.will_answer(TEXT)
-    fronts.router.refuse = Refused(Reason.NO_WORKER, "none")  # the first one
+    fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first one
 
     async def messages() -> AsyncIterator[bytes]:
         yield a_message().SerializeToString()

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.requests import Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
 from kvstore import link
@@ -53,7 +53,7 @@ async def handed_over(cluster) -> bool:
     """True if a prompt goes through the store, from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
-    except Refused:  # while no way leads from one to the other
+    except RequestRejected:  # while no way leads from one to the other
         return False
     return Source.STORE in sources(complete, Phase.DECODE)
 

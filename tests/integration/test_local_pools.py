@@ -9,7 +9,7 @@ import pytest
 from fleet.adapters.local_pools import LocalPools
 from fleet.adapters.local_topology import LocalPool
 from fleet.config import ClusterSection, PoolSection, Topology
-from fleet.control.supervision import Condition
+from fleet.control.supervision import ChildState
 from fleet.errors import ConfigurationRefused
 from fleet.roles import Role
 from workers.settings import WorkerSettings
@@ -23,8 +23,8 @@ class Processes:
     def __init__(self, *names):
         self.names = frozenset(names)
 
-    def conditions(self):
-        return dict.fromkeys(self.names, Condition.READY)
+    def child_states(self):
+        return dict.fromkeys(self.names, ChildState.READY)
 
     def failing(self):
         return frozenset()

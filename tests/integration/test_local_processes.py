@@ -20,8 +20,8 @@ from fleet.adapters.local_processes import ClusterFailed, LocalProcess, LocalPro
 from fleet.adapters.local_runs import LocalRun, runtime_folder
 from fleet.clock import SECOND, Nanos
 from fleet.config import child_environment
-from fleet.control.liveness import Limits
-from fleet.control.supervision import LONGEST_PAUSE, Child, Condition
+from fleet.control.liveness import LivenessLimits
+from fleet.control.supervision import LONGEST_BACKOFF, ChildProcess, ChildState
 from fleet.errors import ConfigurationRefused
 from kvstore.clock import nanos
 from tests.fleet_processes import alive, command_of
@@ -36,7 +36,7 @@ DEBUGGER = Path(__file__).with_name("attaching_debugger.py")
 
 
 def a_process(name: str, *how: str) -> LocalProcess:
-    child = Child(
+    child = ChildProcess(
         name=name, start_stage=0, stop_stage=0, ready_within=Nanos(10 * SECOND), stop_within=Nanos(5 * SECOND)
     )
     return LocalProcess(child=child, command=(sys.executable, str(CHILD), *how))
@@ -46,11 +46,11 @@ def a_beating_process(
     name: str, *, silent: float = 3600, stopped: float = 3600, how: Sequence[str] = ("beat",)
 ) -> LocalProcess:
     """A child that sends beats; limits in seconds."""
-    return structs.replace(a_process(name, *how), limits=Limits(stopped=nanos(stopped), silent=nanos(silent)))
+    return structs.replace(a_process(name, *how), limits=LivenessLimits(stopped=nanos(stopped), silent=nanos(silent)))
 
 
 def supervise(
-    folder: Path, said: list[str], *processes: LocalProcess, drain=None, longest_pause=LONGEST_PAUSE
+    folder: Path, said: list[str], *processes: LocalProcess, drain=None, longest_pause=LONGEST_BACKOFF
 ) -> LocalProcesses:
     return LocalProcesses(
         processes,
@@ -259,13 +259,13 @@ async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(
     async def body():
         processes.add(a_process("b", "serve"))
         processes.add(a_process("c", "exit", "1", "broken"))
-        await until(lambda: processes.conditions().get("b") is Condition.READY)
-        await until(lambda: "c" in processes.failing() and processes.conditions()["c"] is Condition.PAUSED)
+        await until(lambda: processes.child_states().get("b") is ChildState.READY)
+        await until(lambda: "c" in processes.failing() and processes.child_states()["c"] is ChildState.PAUSED)
         for name in ("b", "c"):
             processes.remove(name, Nanos(10 * SECOND))
         await until(lambda: processes.names == {"a"})
         processes.add(a_process("b", "serve"))
-        await until(lambda: processes.conditions().get("b") is Condition.READY)
+        await until(lambda: processes.child_states().get("b") is ChildState.READY)
         assert set(processes.pids) == set(processes.endpoints) == {"a", "b"}
 
     assert await processes.hold(body)
@@ -319,7 +319,7 @@ async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_an
 
 
 async def test_a_stopped_guardian_does_not_keep_a_cluster_from_ending(folder, monkeypatch):
-    monkeypatch.setattr("fleet.adapters.local_processes.GUARDIAN_SECONDS", 0.5)
+    monkeypatch.setattr("fleet.adapters.local_processes.ORPHAN_REAPER_SECONDS", 0.5)
     processes = supervise(folder, [], a_process("a", "serve"))
 
     async def body():
@@ -339,7 +339,7 @@ async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
     async def body():
         other = processes.pids["b"]
         for deaths in range(1, 11):
-            await until(lambda: processes.conditions()["a"] is Condition.READY)
+            await until(lambda: processes.child_states()["a"] is ChildState.READY)
             os.kill(processes.pids["a"], signal.SIGKILL)
             await until(lambda: LocalRun(folder).parts()["a"].deaths >= deaths)  # noqa: B023 - awaited here
         assert LocalRun(folder).parts()["a"].failing
@@ -364,7 +364,7 @@ async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
         await until(lambda: any("a refused its settings; starting it again" in line for line in said))
         assert "a" in processes.failing()
         refuses.unlink()
-        await until(lambda: processes.conditions()["a"] is Condition.READY)
+        await until(lambda: processes.child_states()["a"] is ChildState.READY)
 
     assert await processes.hold(body)
 
@@ -378,7 +378,7 @@ async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder,
         pids = dict(processes.pids)
         os.kill(pids["a"], number)
         await until(lambda: processes.pids.get("a", pids["a"]) != pids["a"])
-        await until(lambda: processes.conditions()["a"] is Condition.READY)
+        await until(lambda: processes.child_states()["a"] is ChildState.READY)
         assert processes.pids["b"] == pids["b"]
 
     assert await processes.hold(body)
@@ -392,7 +392,7 @@ async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1, how=("slow", "4")))
 
     async def body():
-        assert processes.conditions()["a"] is Condition.READY
+        assert processes.child_states()["a"] is ChildState.READY
 
     assert await processes.hold(body)
     assert not [line for line in said if "killed" in line]

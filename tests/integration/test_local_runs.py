@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from fleet.adapters import local_runs
-from fleet.adapters.held_files import held, held_too, left, taken
+from fleet.adapters.held_files import hold_lock_file, is_abandoned, share_lock_file, take_abandoned
 from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
 from tests.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
@@ -67,25 +67,25 @@ def a_process(log=None, **environment):
 
 def test_a_file_is_held_until_its_holder_ends_in_order(tmp_path):
     path = tmp_path / "alive"
-    assert not left(path)
-    with held(path):
+    assert not is_abandoned(path)
+    with hold_lock_file(path):
         assert path.exists()
-        assert not left(path)
+        assert not is_abandoned(path)
     assert not path.exists()
 
 
 def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
     path = tmp_path / "alive"
     path.touch()
-    with held_too(path):
-        assert not left(path)
-        with held_too(path):
-            assert not left(path)
-        assert not left(path)
-    assert left(path)
-    with taken(path) as mine:
+    with share_lock_file(path):
+        assert not is_abandoned(path)
+        with share_lock_file(path):
+            assert not is_abandoned(path)
+        assert not is_abandoned(path)
+    assert is_abandoned(path)
+    with take_abandoned(path) as mine:
         assert mine
-        assert not left(path), "two do not clear up at a time"
+        assert not is_abandoned(path), "two do not clear up at a time"
 
 
 def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):

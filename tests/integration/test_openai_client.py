@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.requests import Logprobs
 from tests.builders import a_prompt, token_ids
 from tests.fronts import Fronts
@@ -205,7 +205,7 @@ async def test_bad_input_is_a_typed_error_that_names_the_field(fronts, client, f
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refusals_have_their_status_also_when_streaming(fronts, client, reason, error, status, stream):
-    fronts.router.refuse = Refused(reason, "no", retry_after_ms=1500)
+    fronts.router.refuse = RequestRejected(reason, "no", retry_after_ms=1500)
 
     with pytest.raises(error) as raised:
         await client.completions.create(model="tiny", prompt="once", stream=stream)

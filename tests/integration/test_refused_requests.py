@@ -8,7 +8,7 @@ import pytest
 
 from fleet.adapters.kserve_frontend import open_kserve_frontend
 from fleet.adapters.relay import Relayed
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.requests import GenerateRequest
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
-KEPT = (Refused, GenerateRequest, Relayed)
+KEPT = (RequestRejected, GenerateRequest, Relayed)
 
 
 def kept():

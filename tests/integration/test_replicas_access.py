@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.adapters.replicas import Replicas
+from fleet.adapters.replicas import PeerRouters
 from fleet.client import Client
 from fleet.errors import ConfigurationRefused
 from fleet.router.settings import RouterSettings
@@ -142,7 +142,7 @@ def test_open_replica_port_is_refused_at_start(tmp_path, listen):
 def test_unprotected_address_of_a_router_is_named(told):
     router = Heard()
     with pytest.raises(ConfigurationRefused, match=r"^replicas(\[0\]|_listen): .* is open to"):
-        Replicas(RouterSettings(**told), router, router, router, lambda: "")
+        PeerRouters(RouterSettings(**told), router, router, router, lambda: "")
 
 
 @asynccontextmanager
@@ -151,7 +151,7 @@ async def a_router(number, listen, others, credentials):
     settings = RouterSettings(
         router_id=f"r{number}", replicas_listen=listen, replicas=others, replicas_credentials=credentials
     )
-    running = asyncio.create_task(Replicas(settings, router, router, router, lambda: "").run())
+    running = asyncio.create_task(PeerRouters(settings, router, router, router, lambda: "").run())
     try:
         yield router
     finally:

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from fleet.adapters.replica_messages import LATEST, encode_sessions
-from fleet.adapters.replicas import Replicas
+from fleet.adapters.replicas import PeerRouters
 from fleet.clock import Nanos
 from fleet.ids import WorkerId
 from fleet.router.foretold import MOST_KEYS, PlacedPrompts
@@ -72,7 +72,7 @@ def heard(tmp_path, *said, **fields):
     async def play():
         router = Heard()
         address = f"unix:{tmp_path}/r.sock"
-        replicas = Replicas(RouterSettings(replicas_listen=address), router, router, router, lambda: "", **fields)
+        replicas = PeerRouters(RouterSettings(replicas_listen=address), router, router, router, lambda: "", **fields)
         running = asyncio.create_task(replicas.run())
         speaker = Speaker()
         async with asyncio.timeout(60):

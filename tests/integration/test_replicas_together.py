@@ -9,14 +9,14 @@ import pytest
 
 from fleet.adapters import replicas
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
-from fleet.adapters.replicas import Replicas, SharedLimits
+from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService
+from fleet.adapters.replicas import PeerLimits, PeerRouters
 from fleet.client.errors import error_of
 from fleet.clock import SECOND
 from fleet.control.messages import MemberJoined, Register
 from fleet.control.server import RegistryServer
-from fleet.control.settings import ControlSettings
-from fleet.errors import Reason, Refused
+from fleet.control.settings import MembershipSettings
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import Incarnation, WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
@@ -110,13 +110,13 @@ class One:
         settings = RouterSettings(
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
         )
-        selecting = SelectingWorkers(NoWorkers())
+        selecting = SelectionAwareWorkers(NoWorkers())
         self.server = Told(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
-        self.members = RegistryServer(ControlSettings(lease_ms=60_000), SystemClock())
-        self.replicas = Replicas(settings, self.server, self.members, self.selection, lambda: "")
+        self.members = RegistryServer(MembershipSettings(lease_ms=60_000), SystemClock())
+        self.replicas = PeerRouters(settings, self.server, self.members, self.selection, lambda: "")
         self.selection.others = self.replicas
         self._asked = 0
 
@@ -179,7 +179,7 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
         await until(lambda: b.booked_elsewhere() == 1)
         await asyncio.sleep(0.2)
 
-        anyway = 1 + (clock.time() - began) / replicas.ANYWAY_SECONDS
+        anyway = 1 + (clock.time() - began) / replicas.FULL_STATE_SECONDS
         assert b.server.times <= 1 + anyway, "the booking, and what is told anyway"
         assert a.server.times <= anyway
         assert b.server.booked() == {}
@@ -310,16 +310,16 @@ def limited(address, others, limit=12):
     clock = SystemClock()
     tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
     settings = RouterSettings(router_id=address, replicas_listen=address, replicas=others)
-    router = Told(RouterMachine(settings, random.Random(1)), SelectingWorkers(NoWorkers()), clock)
-    members = RegistryServer(ControlSettings(lease_ms=60_000), clock)
-    shared = Replicas(settings, router, members, None, lambda: "", limits=SharedLimits(tenants, clock))
+    router = Told(RouterMachine(settings, random.Random(1)), SelectionAwareWorkers(NoWorkers()), clock)
+    members = RegistryServer(MembershipSettings(lease_ms=60_000), clock)
+    shared = PeerRouters(settings, router, members, None, lambda: "", limits=PeerLimits(tenants, clock))
     return tenants, shared, clock
 
 
 async def let_in(tenants, clock, count):
     number = 0
     for _ in range(count):
-        with suppress(Refused):
+        with suppress(RequestRejected):
             await admitted(tenants, "acme", 1, clock)
             number += 1
     return number

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.worker_streams import WorkerStreams
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
@@ -279,7 +279,7 @@ async def test_without_workers_requests_are_refused_and_none_is_left_behind():
         process.kill()
         await cluster.until(lambda status: not status.pools)
 
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(RequestRejected) as refusal:
             await cluster.ask(fresh_prompt(50))
 
         assert refusal.value.reason is Reason.NO_WORKER

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.grpc_selection import SelectingWorkers, SelectionService
+from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService
 from fleet.client.errors import error_of
 from fleet.clock import Nanos
 from fleet.errors import Reason
@@ -63,7 +63,7 @@ class Brain:
 
 @asynccontextmanager
 async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
-    selecting = SelectingWorkers(Untouched())
+    selecting = SelectionAwareWorkers(Untouched())
     server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
     for worker_id, role, fields in workers:
         server.hear(a_joined_worker(worker_id, role, **fields))

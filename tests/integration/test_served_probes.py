@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp", reason="the extra `kubernetes` is not installed")
 from aiohttp import web
 
 from fleet.adapters.served_probes import ServedProbes, router_address, service_address
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.router.tenants import TenantSettings
 from operators.probing import Completion, Failure, Probe
 from tests.builders import MODEL
@@ -102,7 +102,7 @@ async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answe
 
 async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
     async with open_fronts(model_dir) as fronts:
-        fronts.router.refuse = Refused(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
+        fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
 
         found = await probes(fronts.url).ask(a_probe())
 
@@ -145,10 +145,10 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
 @pytest.mark.parametrize(
     ("refused", "found"),
     [
-        (Refused(Reason.QUEUE_FULL, "it would wait about 31 s"), Failure(429, "queue_full", busy=True)),
-        (Refused(Reason.RATE_LIMITED, "60 requests a minute"), Failure(429, "rate_limited", busy=True)),
-        (Refused(Reason.NO_WORKER, "nobody serves it"), Failure(503, "no_worker: nobody serves it")),
-        (Refused(Reason.DEADLINE_PASSED, "too late"), Failure(504, "deadline_passed: too late")),
+        (RequestRejected(Reason.QUEUE_FULL, "it would wait about 31 s"), Failure(429, "queue_full", busy=True)),
+        (RequestRejected(Reason.RATE_LIMITED, "60 requests a minute"), Failure(429, "rate_limited", busy=True)),
+        (RequestRejected(Reason.NO_WORKER, "nobody serves it"), Failure(503, "no_worker: nobody serves it")),
+        (RequestRejected(Reason.DEADLINE_PASSED, "too late"), Failure(504, "deadline_passed: too late")),
     ],
 )
 async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):

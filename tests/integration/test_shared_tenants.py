@@ -2,9 +2,9 @@
 
 import pytest
 
-from fleet.adapters.redis_tenants import RedisTenants
+from fleet.adapters.redis_tenants import RedisRateLimits
 from fleet.clock import SECOND, Nanos
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.servers import a_redis
 
@@ -34,12 +34,12 @@ class Router:
     def __init__(self, url):
         self.clock = Stopped()
         self.tenants = Tenants(LIMITS, START)
-        self.shared = RedisTenants(url, self.tenants, self.clock)
+        self.shared = RedisRateLimits(url, self.tenants, self.clock)
 
     def admits(self, tokens=10, tenant="acme"):
         try:
             self.tenants.admit(tenant, tokens, self.clock.now())
-        except Refused:
+        except RequestRejected:
             return False
         return True
 

@@ -9,9 +9,9 @@ import uvloop
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.router_streams import serve_routers
-from fleet.adapters.stream_doors import UNPROVEN, StreamDoor, dial
+from fleet.adapters.stream_doors import UNPROVEN, StreamAuthenticator, dial
 from fleet.adapters.stream_proofs import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
-from fleet.adapters.stream_tls import of_router, of_worker
+from fleet.adapters.stream_tls import router_identity, worker_identity
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.app.worker import run_worker
 from fleet.errors import ConfigurationRefused
@@ -45,7 +45,7 @@ async def a_worker(credentials: Credentials):
     told = WorkerSettings(worker_id=WorkerId("w1"), engine="simulated", model=ModelName("tiny"))
     async with open_engine(told) as engine:
         server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
-        async with serve_routers(server, "127.0.0.1:0", of_worker("credentials", credentials)) as address:
+        async with serve_routers(server, "127.0.0.1:0", worker_identity("credentials", credentials)) as address:
             yield address
 
 
@@ -216,14 +216,14 @@ class Echo:
 @asynccontextmanager
 async def a_door(secret):
     """A listener that lets in who proves the secret, and then says what it is told."""
-    door = StreamDoor(of_worker("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
+    door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
     async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
         yield address
 
 
 async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
     """The proof and the newcomer are both there when the event loop looks at its sockets."""
-    identity = of_router("worker_credentials", Credentials(secret_file=secret))
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
     async with a_door(secret) as address:
         host, port = address.rsplit(":", 1)
@@ -244,7 +244,7 @@ async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
 
 
 async def test_silent_connections_of_one_host_end_each_other(secret):
-    prover = Prover(of_router("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
+    prover = Prover(router_identity("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
     async with a_door(secret) as address:
         host, port = address.rsplit(":", 1)
         loop = asyncio.get_running_loop()
@@ -266,7 +266,7 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
 
 async def test_proof_of_one_connection_opens_no_other(secret):
     """A stranger who passes the worker's challenge on to nobody can only repeat what was said before."""
-    identity = of_router("worker_credentials", Credentials(secret_file=secret))
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     heard_before = Prover(identity, TO_WORKERS)
     async with a_worker(Credentials(secret_file=secret)) as address:
         first = await a_peer(address)
@@ -299,7 +299,7 @@ async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
 
         def lost(self, cause): ...
 
-    identity = of_router("worker_credentials", Credentials(secret_file=secret))
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     async with open_server("listen", "127.0.0.1:0", Mirror) as address:
         with pytest.raises(ConnectionError, match="it does not prove the secret"):
             await dial(address, lambda _: pytest.fail("it was let in"), identity, TO_WORKERS)
@@ -310,11 +310,11 @@ async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
 @pytest.mark.parametrize(
     ("read", "told"),
     [
-        (of_worker, {"authority": "a.pem"}),
-        (of_worker, {"secret_file": "/nowhere"}),
-        (of_worker, {"certificate": "/nowhere", "key": "/nowhere"}),
-        (of_router, {"certificate": "c.pem", "key": "k.pem"}),
-        (of_router, {"authority": "/nowhere"}),
+        (worker_identity, {"authority": "a.pem"}),
+        (worker_identity, {"secret_file": "/nowhere"}),
+        (worker_identity, {"certificate": "/nowhere", "key": "/nowhere"}),
+        (router_identity, {"certificate": "c.pem", "key": "k.pem"}),
+        (router_identity, {"authority": "/nowhere"}),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_with_the_field(read, told):
@@ -332,7 +332,7 @@ def test_worker_open_to_other_hosts_is_refused(listen):
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", {}), ("unix:/x", {}), ("0.0.0.0:0", {"insecure": True})])
 def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
-    of_worker("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
+    worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
 
 
 class a_peer:  # noqa: N801 - awaited like a function

@@ -19,7 +19,7 @@ from fleet.client import Client
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish
-from fleet.work import Description, Step
+from fleet.work import Step, WorkerDescription
 from kvstore.credentials import Credentials
 from tests.engine_driving import fresh_prompt, greedy, work
 from tests.fleet_processes import fleet_up
@@ -116,7 +116,7 @@ async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
     latency = EngineLatency(prefill_ms_per_token=0.05)
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.5, ceiling_seconds=1.0), latency=latency)
     async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
-        await stream.next(Description)  # a worker takes long messages only from a router that it has answered
+        await stream.next(WorkerDescription)  # a worker takes long messages only from a router that it has answered
         began = time.monotonic()
 
         tokens, end = await stream.do(work(fresh_prompt(LONG), 3))

@@ -16,9 +16,9 @@ from fleet.adapters.grpc_registry import GrpcRegistries, GrpcRegistry, GrpcRegis
 from fleet.adapters.router_streams import serve_routers
 from fleet.adapters.worker_streams import WorkerStreams
 from fleet.clock import SECOND
-from fleet.control.messages import MemberJoined, MemberLeft, Unreachable
+from fleet.control.messages import MemberJoined, MemberLeft, MemberUnreachable
 from fleet.control.server import RegistryServer
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.errors import Reason
 from fleet.ids import Incarnation, ModelName, WorkerId
 from fleet.requests import Finish, Source
@@ -28,7 +28,7 @@ from fleet.router.settings import RouterSettings
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 from fleet.wire.work import encode_router_message
-from fleet.work import Cancel, Description, Draining, Hello, Load, Rejected, Step
+from fleet.work import Cancel, Draining, LoadReport, Rejected, RouterHello, Step, WorkerDescription
 from kvstore.credentials import Credentials
 from kvstore.frames import HEAD
 from tests.builders import token_bytes
@@ -79,7 +79,7 @@ class Registry:
     """A registry that can go away and come back at the same address."""
 
     def __init__(self, lease_ms: int) -> None:
-        self.server = RegistryServer(ControlSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
+        self.server = RegistryServer(MembershipSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
         self.port = a_free_port()
         self._grpc = None
 
@@ -121,7 +121,7 @@ async def next_change(changes):
 async def test_a_request_streams_and_the_worker_describes_itself(folder):
     async with a_worker_process(folder, settings()) as worker:
         async with a_stream(worker.address) as stream:
-            description = await stream.next(Description)
+            description = await stream.next(WorkerDescription)
             assert (description.worker_id, description.role, description.engine) == ("w1", Role.BOTH, "simulated 1")
 
             tokens, end = await stream.do(work(fresh_prompt(500), 20))
@@ -188,7 +188,7 @@ async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
 
         _, end = await stream.end_of(start.request_id)
         assert end.finish is Finish.CANCELLED
-        await stream.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+        await stream.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
 
 async def test_a_router_that_disappears_frees_what_it_had(folder):
@@ -200,9 +200,11 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
             for _ in range(20):
                 await stream.say(work(fresh_prompt(100), 3000))
             await stream.next(Step)
-            await watching.until(lambda message: message if isinstance(message, Load) and message.running else None)
+            await watching.until(
+                lambda message: message if isinstance(message, LoadReport) and message.running else None
+            )
 
-        await watching.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+        await watching.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
 
 async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
@@ -235,7 +237,7 @@ async def test_a_stream_that_does_not_begin_with_hello_is_refused(folder, first)
 
 async def test_hello_is_said_once(folder):
     async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
-        await stream.say(Hello(router_id="again"))
+        await stream.say(RouterHello(router_id="again"))
 
         assert "already" in await stream.ended()
 
@@ -252,7 +254,7 @@ async def test_garbage_ends_its_own_stream_only(folder, said):
             stream.connection._transport.write_eof()
             await stream.ended()
 
-        await sound.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+        await sound.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
         _, end = await sound.do(work(fresh_prompt(10), 3))
         assert end.finish is Finish.LENGTH
 
@@ -274,8 +276,8 @@ async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(fold
         for _ in range(64):
             await sleeps.say(work(fresh_prompt(10), 4000))
         async with a_stream(worker.address, "reads") as reads:
-            await reads.until(lambda message: message if isinstance(message, Load) and message.running else None)
-            await reads.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+            await reads.until(lambda message: message if isinstance(message, LoadReport) and message.running else None)
+            await reads.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
             _, end = await reads.do(work(fresh_prompt(10), 3))
             assert end.finish is Finish.LENGTH
 
@@ -292,8 +294,8 @@ async def test_a_router_that_reads_late_hears_everything(folder):
         for start in starts:
             await late.say(start)
         async with a_stream(worker.address, "reads") as reads:
-            await reads.until(lambda message: message if isinstance(message, Load) and message.running else None)
-            await reads.until(lambda message: message == Load(running=0, waiting=0, kv_blocks_used=0) or None)
+            await reads.until(lambda message: message if isinstance(message, LoadReport) and message.running else None)
+            await reads.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
         late.connection.resume_reading()
 
@@ -477,7 +479,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             with pytest.raises(StreamEnded):
                 await stream.end_of("never")
             assert await worker.ended() == -9
-            registry.server.hear(Unreachable(worker_id=WorkerId("w1"), incarnation=first.incarnation))
+            registry.server.hear(MemberUnreachable(worker_id=WorkerId("w1"), incarnation=first.incarnation))
 
             await worker.start()
 
@@ -486,7 +488,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             assert isinstance(second, MemberJoined)
             assert second.incarnation != first.incarnation
             async with a_stream(worker.address) as again:
-                assert (await again.next(Description)).incarnation == second.incarnation
+                assert (await again.next(WorkerDescription)).incarnation == second.incarnation
                 assert (await again.do(work(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
 
 
@@ -512,7 +514,7 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         assert await client.register(WorkerId("w"), older, "127.0.0.1:1") == 30 * SECOND
         with pytest.raises(NameHeld, match=r"held by the process at 127\.0\.0\.1:1, whose lease ends in 30\.0 s"):
             await client.register(WorkerId("w"), newer, "127.0.0.1:2")
-        registry.server.hear(Unreachable(worker_id=WorkerId("w"), incarnation=older))
+        registry.server.hear(MemberUnreachable(worker_id=WorkerId("w"), incarnation=older))
         await client.register(WorkerId("w"), newer, "127.0.0.1:2")
 
         with pytest.raises(Superseded, match="an id of its own"):
@@ -591,7 +593,7 @@ async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():
             worker_id=WorkerId("a"), incarnation=Incarnation("1"), address="x:1"
         )
         for number in range(2, 50):
-            registry.server.hear(Unreachable(worker_id=WorkerId("a"), incarnation=Incarnation(str(number - 1))))
+            registry.server.hear(MemberUnreachable(worker_id=WorkerId("a"), incarnation=Incarnation(str(number - 1))))
             await client.register(WorkerId("a"), Incarnation(str(number)), "x:1")
 
         assert await next_change(changes) == MemberLeft(worker_id=WorkerId("a"))

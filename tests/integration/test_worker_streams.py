@@ -9,7 +9,7 @@ from msgspec import structs
 from fleet.adapters import worker_streams
 from fleet.adapters.worker_streams import SLICES
 from fleet.control.messages import MemberJoined
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.ids import RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
 from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, WorkerJoined, WorkerLeft
@@ -115,7 +115,7 @@ def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
     """With all that it held (`test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die`)."""
     longest_silence = RouterSettings().heartbeat_timeout_seconds * (1 + 1 / SLICES)
 
-    assert longest_silence < ControlSettings().lease_ms / 1000
+    assert longest_silence < MembershipSettings().lease_ms / 1000
 
 
 async def test_a_worker_that_reports_its_load_is_alive():
@@ -281,7 +281,7 @@ async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
 
 
 async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
-    monkeypatch.setattr(worker_streams, "UNTAKEN_BYTES", 1000)
+    monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
     async with a_stream_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
         await joined(world)
@@ -294,7 +294,7 @@ async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(mon
 
 
 async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
-    monkeypatch.setattr(worker_streams, "UNTAKEN_BYTES", 1000)
+    monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
     async with a_stream_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
         await joined(world)

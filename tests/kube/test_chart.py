@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import yaml
 
-from fleet.adapters.metric_catalogue import of_router
+from fleet.adapters.metric_catalogue import router_metric_descriptions
 from fleet.config import load
 from fleet.discovery import EtcdDiscovery, KubernetesDiscovery
 from fleet.router.settings import RouterSettings
@@ -478,7 +478,7 @@ def test_alerts_ask_for_metrics_that_there_are_where_the_cluster_has_the_kind():
     for rule in group["rules"]:
         asked = re.findall(r"\bfleet_[a-z_]+", rule["expr"])
         assert asked
-        assert all(of_router()[name].kind == "gauge" for name in asked)
+        assert all(router_metric_descriptions()[name].kind == "gauge" for name in asked)
         assert {"summary", "description"} <= set(rule["annotations"])
 
 

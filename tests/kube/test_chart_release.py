@@ -12,8 +12,8 @@ import msgspec
 import pytest
 import yaml
 
-from fleet.adapters.discovery import directory_of
-from fleet.control.messages import Missing
+from fleet.adapters.discovery import open_directory
+from fleet.control.messages import RecordMissing
 from fleet.discovery import KubernetesDiscovery
 from fleet.ids import Incarnation, WorkerId
 from operators.access import ACCESS
@@ -338,7 +338,7 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
     def directory(account: str, **fields: str):
         token = f"system:serviceaccount:{namespace}:fleet-{account}"
         config = str(cluster.kubeconfig(tmp_path, namespace=namespace, token=token))
-        return directory_of(KubernetesDiscovery(cluster="fleet", namespace=namespace, kubeconfig=config, **fields))
+        return open_directory(KubernetesDiscovery(cluster="fleet", namespace=namespace, kubeconfig=config, **fields))
 
     async with directory("workers", service="decode", lease_seconds=10) as workers, directory("routers") as routers:
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")
@@ -347,9 +347,9 @@ async def test_workers_and_routers_meet_by_the_rights_that_the_chart_gives_them(
             listed = await anext(sightings)
             assert [each.record.worker_id for each in listed.all] == ["decode-0"]
             await workers.deregister(WorkerId("decode-0"), Incarnation("first"))
-            assert isinstance(await anext(sightings), Missing)
+            assert isinstance(await anext(sightings), RecordMissing)
             await workers.register(WorkerId("decode-0"), Incarnation("second"), "10.0.0.1:50060")
-            while not isinstance(await anext(sightings), Missing):
+            while not isinstance(await anext(sightings), RecordMissing):
                 pass  # nobody renews its Lease any more: routers remove it
         used = {account: verbs_of(cluster, f"system:serviceaccount:{namespace}:fleet-{account}") for account in roles}
         with pytest.raises(RegistryUnreachable, match=r"403|orbidden"):

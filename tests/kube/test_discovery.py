@@ -12,12 +12,12 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from fleet.adapters import discovery_kubernetes
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.discovery import directory_of
-from fleet.adapters.own_pod import Pod, own_pod
+from fleet.adapters.discovery import open_directory
+from fleet.adapters.own_pod import OwnPod, own_pod
 from fleet.clock import SECOND
 from fleet.control.ports import DirectoryUnreachable
 from fleet.control.server import RegistryServer
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.discovery import KubernetesDiscovery
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName, WorkerId
@@ -159,7 +159,7 @@ async def test_a_renewal_is_one_request(a_world, server):
 async def test_a_lease_says_with_each_renewal_how_many_blocks_its_worker_has_warm(server, api, tmp_path):
     settings = KubernetesDiscovery(kubeconfig=str(server.kubeconfig(tmp_path)), cluster="tiny", namespace="default")
     warm, said = iter((7, 12)), []
-    async with directory_of(settings, lambda: next(warm)) as worker:
+    async with open_directory(settings, lambda: next(warm)) as worker:
         for _ in range(2):
             await worker.register(WORKER, OLD, ADDRESS)
             metadata = api.get(f"{LEASES}/{WORKER}").expect(200)["metadata"]
@@ -298,7 +298,7 @@ async def test_where_the_api_is_not_to_be_found_the_settings_are_refused(server,
     given = {"cluster": "tiny", "namespace": "default", "kubeconfig": str(server.kubeconfig(tmp_path))} | fields
 
     with pytest.raises(ConfigurationRefused, match=message):
-        async with directory_of(KubernetesDiscovery(**given)):
+        async with open_directory(KubernetesDiscovery(**given)):
             pass
 
 
@@ -383,8 +383,8 @@ async def test_a_router_removes_what_a_killed_worker_has_left(a_world, api, serv
         await worker.ended()
         assert api.get(LEASES).expect(200)["items"], "which nobody has withdrawn"
 
-        async with directory_of(KubernetesDiscovery(**given)) as directory, asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(RegistryServer(ControlSettings(), SystemClock()).follow(directory))
+        async with open_directory(KubernetesDiscovery(**given)) as directory, asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(RegistryServer(MembershipSettings(), SystemClock()).follow(directory))
             await asyncio.to_thread(eventually, lambda: not api.get(LEASES).expect(200)["items"])
             await asyncio.to_thread(eventually, lambda: not api.get(SLICES).expect(200)["items"])
             following.cancel()
@@ -400,7 +400,7 @@ def a_token(**claims) -> bytes:
     [
         (
             a_token(**{"kubernetes.io": {"namespace": "a", "pod": {"name": "decode-0", "uid": "u-1"}}}),
-            Pod("decode-0", "u-1"),
+            OwnPod("decode-0", "u-1"),
         ),
         (a_token(**{"kubernetes.io": {"namespace": "a"}}), None),
         (a_token(sub="system:serviceaccount:a:b"), None),
@@ -421,7 +421,7 @@ async def test_in_a_pod_what_is_written_belongs_to_that_pod_though_nobody_named_
     outside = a_world.open()._settings
     connect = discovery_kubernetes._client
     uid = a_pod(api)["metadata"]["uid"]
-    monkeypatch.setattr(discovery_kubernetes, "own_pod", lambda: Pod("decode-0", uid))
+    monkeypatch.setattr(discovery_kubernetes, "own_pod", lambda: OwnPod("decode-0", uid))
     monkeypatch.setattr(discovery_kubernetes, "_client", lambda _: connect(outside))
     inside = msgspec.structs.replace(outside, kubeconfig="")
     for settings, owners in ((inside, [uid]), (outside, [])):
@@ -461,7 +461,7 @@ async def test_the_charts_roles_allow_what_workers_and_routers_ask_for_and_nothi
             directory("fleet-routers", clock) as router,
             asyncio.TaskGroup() as tasks,
         ):
-            following = tasks.create_task(RegistryServer(ControlSettings(), clock).follow(router))
+            following = tasks.create_task(RegistryServer(MembershipSettings(), clock).follow(router))
             for name in (WORKER, OTHER):
                 await worker.register(name, OLD, ADDRESS)
             await worker.register(WORKER, OLD, ADDRESS)

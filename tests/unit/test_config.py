@@ -3,7 +3,7 @@
 import pytest
 from msgspec import Struct
 
-from fleet.config import ClusterSection, PoolSection, Topology, files_of, load, model_folder, save, served_name
+from fleet.config import ClusterSection, PoolSection, Topology, load, model_folder, read_file_changes, save, served_name
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath, Role
 from fleet.router.settings import RouterSettings
@@ -178,7 +178,7 @@ def test_a_setting_comes_from_a_file_of_its_own_as_text_or_as_json(tmp_path):
     tenants = a_file(tmp_path, '{"alice": {"weight": 2}}', "tenants.json")
     settings = a_file(tmp_path, "")
 
-    changes = files_of([f"tenant_secret={secret}", f"tenants={tenants}"])
+    changes = read_file_changes([f"tenant_secret={secret}", f"tenants={tenants}"])
 
     loaded = load(settings, RouterSettings, changes)
     assert loaded.tenant_secret == "12345"  # a text, though it looks like a number
@@ -203,6 +203,6 @@ def test_a_file_of_a_setting_that_cannot_be_read_is_refused_without_what_is_in_i
     (tmp_path / "bytes").write_bytes(b"hush\xff")
 
     with pytest.raises(ConfigurationRefused, match=cause) as refused:
-        files_of([assignment])
+        read_file_changes([assignment])
 
     assert "hush" not in str(refused.value)

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from fleet.errors import why_and_where
+from fleet.errors import split_validation_error
 
 
 class Value(msgspec.Struct, forbid_unknown_fields=True):
@@ -26,4 +26,4 @@ class Value(msgspec.Struct, forbid_unknown_fields=True):
 def test_a_misfit_is_told_apart_into_its_cause_and_its_place(value, told):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(value, Value)
-    assert why_and_where(refused.value) == told
+    assert split_validation_error(refused.value) == told

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from fleet.adapters.hub_download import lacking, wanted
-from fleet.hub import HubSettings, Repository, repository_of
+from fleet.hub import HubSettings, Repository, parse_repository
 from workers.engines import weights
 from workers.groups import common_of
 from workers.settings import GroupSettings, WorkerSettings
@@ -33,7 +33,7 @@ FILES = [
     ],
 )
 def test_a_repository_is_an_owner_and_a_name(named, repository):
-    assert repository_of(named) == repository
+    assert parse_repository(named) == repository
 
 
 def test_only_a_whole_commit_pins_a_revision():

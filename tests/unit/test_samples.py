@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.config import changes_of, load
+from fleet.config import load, parse_changes
 from fleet.hardware.gpus import GIB, Number, gpu
 from fleet.hardware.known import by_repository
 from fleet.hardware.models import stored_bytes
@@ -32,7 +32,7 @@ def main_of(role):
 
 def settings_of(role, tmp_path):
     """Those that the sample says, as a worker takes them."""
-    changes = changes_of([each.removeprefix("--set=") for each in main_of(role)["args"]])
+    changes = parse_changes([each.removeprefix("--set=") for each in main_of(role)["args"]])
     file = tmp_path / "worker.json"
     file.write_text('{"worker_id": "w", "model": "m"}')
     return load(file, WorkerSettings, changes)

@@ -5,18 +5,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fleet.errors import Reason
 from fleet.requests import Finish, KvPhase, Source, Usage
 from fleet.roles import Phase
-from fleet.telemetry import LATENCY_BUCKETS, LineFormatter, Metrics
+from fleet.telemetry import LATENCY_BUCKETS, LogLineFormatter, RouterProcessMetrics
 from tests.builders import a_report
 
 USAGE = Usage(prompt_tokens=64, completion_tokens=3, cached_tokens=32)
 
 
-def lines(metrics: Metrics) -> list[str]:
+def lines(metrics: RouterProcessMetrics) -> list[str]:
     return generate_latest(metrics.registry).decode().splitlines()
 
 
 def test_a_request_is_counted_by_how_it_ended_and_where_it_ran():
-    metrics = Metrics(CollectorRegistry())
+    metrics = RouterProcessMetrics(CollectorRegistry())
     kv = (
         KvPhase(phase=Phase.PREFILL, worker_id="p", report=a_report(64)),
         KvPhase(phase=Phase.DECODE, worker_id="d", report=a_report(64, cached_blocks=1, source=Source.STORE)),
@@ -46,7 +46,7 @@ def test_a_log_entry_is_one_line_with_its_extras():
     record = logging.LogRecord("fleet.x", logging.WARNING, __file__, 1, "worker %s", ("lost\nfake",), None)
     record.worker, record.code = "w1", 7
 
-    line = LineFormatter().format(record)
+    line = LogLineFormatter().format(record)
 
     assert line.endswith("WARNING fleet.x worker lost\\nfake worker=w1 code=7")
     assert "\n" not in line

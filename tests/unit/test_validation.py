@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.requests import (
     AnyObject,
     ChatMessage,
@@ -79,7 +79,7 @@ def test_the_ends_of_every_range_are_allowed(name, value):
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_is_outside_its_range_is_refused_by_name(name, value):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         validate(a_request(sampling=Sampling(**{name: value})), a_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
@@ -118,7 +118,7 @@ def test_what_is_outside_its_range_is_refused_by_name(name, value):
     ],
 )
 def test_a_wrong_field_is_refused_by_its_path(fields, field):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         validate(a_request(**fields), a_card(), 10, vocab_size=500)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
@@ -141,7 +141,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("form", "field", "said"), FORMS)
 def test_a_form_of_no_size_or_sense_is_refused_in_words(form, field, said):
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(RequestRejected, match=said) as refused:
         validate(a_request(sampling=Sampling(form=form)), a_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
@@ -176,7 +176,7 @@ A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": 
     ],
 )  # fmt: skip
 def test_tools_and_calls_that_are_none_are_refused_by_their_path(prompt, field):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         validate(a_request(prompt=prompt), a_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
@@ -205,14 +205,14 @@ def test_the_limits_themselves_are_allowed():
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers():
-    with pytest.raises(Refused, match=r"101 tokens.* 100") as refused:
+    with pytest.raises(RequestRejected, match=r"101 tokens.* 100") as refused:
         validate(a_request(prompt=TokenPrompt(a_prompt(101))), a_card(max_model_len=100), 101)
 
     assert refused.value.field == "token_ids"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused():
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         validate(a_request(fill_context=True), a_card(max_model_len=100), 100)
 
     assert refused.value.field == "text"
@@ -222,7 +222,7 @@ def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
     card = a_card(max_model_len=100)
     validate(a_request(sampling=Sampling(max_tokens=10)), card, 90)
 
-    with pytest.raises(Refused, match="at most 10") as refused:
+    with pytest.raises(RequestRejected, match="at most 10") as refused:
         validate(a_request(sampling=Sampling(max_tokens=11)), card, 90)
 
     assert refused.value.field == "sampling.max_tokens"
@@ -231,7 +231,7 @@ def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
 def test_max_tokens_does_not_count_when_the_answer_may_fill_the_context():
     validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_card(max_model_len=100), 99)
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_card(max_model_len=100), 99)
 
     assert refused.value.field == "sampling.min_tokens"
@@ -249,5 +249,5 @@ def test_of_all_floats_exactly_those_in_the_range_are_allowed(field, value):
     if low <= value <= high:
         validate(request, a_card(), 1)
     else:
-        with pytest.raises(Refused, match=name):
+        with pytest.raises(RequestRejected, match=name):
             validate(request, a_card(), 1)

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from kvstore.fingerprint import describe
 from kvstore.layout import Namespace
 from workers.engines.simulated_direct import listen
@@ -67,7 +67,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             fingerprint=namespace.fingerprint,
             kv_paths=settings.kv_paths,
             kv=kv,
-            adapters=tuple(Adapter(name, folder) for name, folder in settings.adapters.items()),
+            adapters=tuple(LoraAdapter(name, folder) for name, folder in settings.adapters.items()),
             adapter_slots=settings.adapter_slots if settings.adapters else 0,
         )
         engine = SimulatedEngine(settings, facts, model, layout, store=store)

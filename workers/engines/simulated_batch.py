@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from fleet.ids import RequestId
-from fleet.work import Load
+from fleet.work import LoadReport
 from kvstore.block import ChainHash
 from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
@@ -67,8 +67,8 @@ class Batch:
         )
 
     @property
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> LoadReport:
+        return LoadReport(
             running=len(self._placed),
             waiting=len(self._waiting),
             kv_blocks_used=self._memory.held,

@@ -19,7 +19,7 @@ from fleet.errors import Reason
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, Source
 from fleet.roles import KvPath, Phase
-from fleet.work import Handoff, KvEvent, Load, Progress, Rejected, Start
+from fleet.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import ChainHash
 from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_batch import Advanced, Batch
@@ -125,7 +125,7 @@ class SimulatedEngine:
             if events := self.memory.take_events():
                 yield events
 
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         return self._batch.load
 
     def pulses(self) -> Sequence[Pulse]:

@@ -23,7 +23,7 @@ from fleet.errors import ConfigurationRefused, Reason
 from fleet.ids import RequestId, StoreId
 from fleet.requests import TOKEN_BYTES, Finish, KvReport
 from fleet.roles import KvPath, Phase
-from fleet.work import KvEvent, Load, Progress, Rejected, Start
+from fleet.work import KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client import StoreClient
 from kvstore.errors import StoreError
@@ -306,14 +306,14 @@ class VllmEngine:
                         "vLLM's KV events are of no use; routers take its cache for empty", extra={"alert": alert}
                     )
 
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         """Counted here: as many as fit the batch run, the rest waits; blocks that requests share count for each."""
         held = sum(
             blocks_for(len(request.start.tokens) // TOKEN_BYTES + request.generated, self._facts.block_tokens)
             for request in self._requests.values()
         )
         running = min(len(self._requests), self._facts.max_running)
-        return Load(
+        return LoadReport(
             running=running,
             waiting=len(self._requests) - running,
             kv_blocks_used=min(held, self._facts.kv_blocks),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from kvstore.recent import Recent
 from workers.engines.weights import revision_of
 from workers.settings import WorkerSettings
@@ -56,13 +56,13 @@ class AdapterFiles:
         return model not in self._changed
 
 
-def adapters_of(settings: WorkerSettings) -> tuple[Adapter, ...]:
+def adapters_of(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
     """The adapters, each with a digest of its configuration and weights.
 
     Raises:
         ConfigurationRefused: Names the one that is no adapter.
     """
-    return tuple(Adapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
+    return tuple(LoraAdapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
 
 
 def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:

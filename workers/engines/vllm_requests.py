@@ -13,7 +13,6 @@ from fleet.requests import (
     AnyObject,
     Choice,
     Finish,
-    Form,
     Grammar,
     JsonSchema,
     KvOrigin,
@@ -22,6 +21,7 @@ from fleet.requests import (
     Pattern,
     Sampling,
     Source,
+    StructuredOutput,
 )
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, Start
@@ -115,7 +115,7 @@ def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
     )
 
 
-def _structured_outputs(form: Form) -> "StructuredOutputsParams":
+def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
     from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - heavy
 
     match form:

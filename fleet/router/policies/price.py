@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta, Struct
 
-from fleet.ids import WorkerId, longest_beginning
+from fleet.ids import WorkerId, longest_prefix
 from fleet.roles import Phase
 from fleet.router.candidates import Asked, Candidates, Floats
 
@@ -58,5 +58,5 @@ def _of_each(prices: Mapping[str, float], worker_ids: Sequence[WorkerId]) -> Flo
 @lru_cache(REMEMBERED)
 def _named(prices: Sequence[tuple[str, float]], worker_id: WorkerId) -> float:
     known = dict(prices)
-    name = longest_beginning(worker_id, known)
+    name = longest_prefix(worker_id, known)
     return max(known.values()) if name is None else known[name]

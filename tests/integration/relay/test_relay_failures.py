@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.openai_workers import OpenAiWorkers
+from fleet.adapters.openai_workers import ExternalBackends
 from fleet.ids import RequestId
 from fleet.router.http_settings import HttpSettings
 from fleet.router.settings import OpenAiWorkerSettings
@@ -332,7 +332,7 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     ]
     heard = []
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(OpenAiWorkers(settings, 1.0, SystemClock()).run(heard.append))
+        running = tasks.create_task(ExternalBackends(settings, 1.0, SystemClock()).run(heard.append))
         await until(lambda: len(caplog.records) == 2)
         await asyncio.sleep(0.2)  # it is asked again and again
         server.health_status = 200

@@ -6,11 +6,11 @@ import pytest
 from msgspec import structs
 
 from fleet.adapters import golden
-from fleet.adapters.golden import GoldenCheck, golden_of, golden_of_folder
-from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
+from fleet.adapters.golden import TokenizerCheck, folder_tokenizer_digests, tokenizer_digests
+from fleet.adapters.openai_workers import AllBackends, ExternalBackends
 from fleet.adapters.text_codec import load_codec
 from fleet.router.messages import WorkerJoined
-from fleet.work import Golden
+from fleet.work import TokenizerDigests
 from tests.builders import MODEL, a_description
 
 
@@ -20,8 +20,8 @@ def codec(model_dir):
 
 
 def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
-    check = GoldenCheck({MODEL: codec})
-    told = golden_of_folder(str(model_dir), 32)
+    check = TokenizerCheck({MODEL: codec})
+    told = folder_tokenizer_digests(str(model_dir), 32)
 
     assert all((told.tokens, told.template, told.blocks))
     assert check.accepts(structs.replace(a_description(), golden=told))
@@ -30,55 +30,55 @@ def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
 
 
 def test_what_a_worker_cannot_tell_is_not_compared(codec, tmp_path):
-    told = golden_of_folder(str(tmp_path), 32)
+    told = folder_tokenizer_digests(str(tmp_path), 32)
 
     assert (told.tokens, told.template) == ("", "")
-    assert GoldenCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
-    assert GoldenCheck({}).accepts(structs.replace(a_description(), golden=golden_of(codec, 32)))
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
+    assert TokenizerCheck({}).accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
 
 
 @pytest.mark.parametrize("field", ["tokens", "blocks"])
 def test_another_tokenizer_or_hash_rule_is_refused_by_name(codec, field, caplog):
-    check = GoldenCheck({MODEL: codec})
-    told = structs.replace(golden_of(codec, 32), **{field: "0" * 32})
+    check = TokenizerCheck({MODEL: codec})
+    told = structs.replace(tokenizer_digests(codec, 32), **{field: "0" * 32})
 
     assert not check.accepts(structs.replace(a_description(), golden=told))
     assert check.refused()[field] == 1
     (said,) = caplog.records
     assert (said.levelno, said.worker, said.different) == (logging.ERROR, "w1", field)
 
-    assert check.accepts(structs.replace(a_description(), golden=golden_of(codec, 32)))
+    assert check.accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
     assert check.refused()[field] == 0, "another incarnation is another matter"
 
 
 def test_another_template_is_told_and_no_more(codec, caplog):
-    told = structs.replace(golden_of(codec, 32), template="0" * 32)
+    told = structs.replace(tokenizer_digests(codec, 32), template="0" * 32)
 
-    assert GoldenCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_the_digests_show_another_block_size_and_another_salt_rule(codec, monkeypatch):
-    ours = golden_of(codec, 32)
+    ours = tokenizer_digests(codec, 32)
 
-    assert golden_of(codec, 16).blocks != ours.blocks
-    assert golden_of(codec, 16).tokens == ours.tokens
+    assert tokenizer_digests(codec, 16).blocks != ours.blocks
+    assert tokenizer_digests(codec, 16).tokens == ours.tokens
     monkeypatch.setattr(golden, "salt_of_adapter", lambda adapter, salt: b"x" * 32)
-    assert golden_of(codec, 32).blocks != ours.blocks
-    assert golden_of(None, 32) == Golden(blocks=golden_of(codec, 32).blocks)
+    assert tokenizer_digests(codec, 32).blocks != ours.blocks
+    assert tokenizer_digests(None, 32) == TokenizerDigests(blocks=tokenizer_digests(codec, 32).blocks)
 
 
 def test_the_names_of_golden_blocks_are_those_of_this_version():
     """Whoever changes them makes workers and routers of different versions strangers to each other."""
-    assert golden_of(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
+    assert tokenizer_digests(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
 
 
 def test_a_refused_worker_never_joins(codec):
     heard: list = []
-    workers = MixedWorkers(None, OpenAiWorkers((), 1.0, None), GoldenCheck({MODEL: codec}))
+    workers = AllBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
     hear = workers.only_acceptable(heard.append)
-    strange = structs.replace(golden_of(codec, 32), tokens="0" * 32)
-    for told in (strange, golden_of(codec, 32)):
+    strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
+    for told in (strange, tokenizer_digests(codec, 32)):
         hear(WorkerJoined(description=structs.replace(a_description(), golden=told), address="x"))
 
-    assert [event.description.golden for event in heard] == [golden_of(codec, 32)]
+    assert [event.description.golden for event in heard] == [tokenizer_digests(codec, 32)]

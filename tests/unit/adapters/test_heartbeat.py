@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fleet.adapters.heartbeat import look_at
+from fleet.adapters.heartbeat import sample_process
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -22,7 +22,7 @@ def child():
 
 
 def seen(process):
-    look = look_at(process.pid)
+    look = sample_process(process.pid)
     assert look is not None
     return look
 
@@ -44,4 +44,4 @@ def test_a_process_that_is_stopped_is_seen_to_be_stopped(child):
 def test_of_a_process_that_has_ended_nothing_is_seen(child):
     child.kill()
     child.wait()
-    assert look_at(child.pid) is None
+    assert sample_process(child.pid) is None

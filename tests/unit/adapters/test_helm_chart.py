@@ -11,7 +11,11 @@ import yaml
 from fleet.adapters.dashboards import DASHBOARDS, Queries
 from fleet.adapters.helm_chart import generated, main, rules, schema
 from fleet.adapters.helm_values import OWNED, Values
-from fleet.adapters.metric_catalogue import of_operator, of_router, of_store
+from fleet.adapters.metric_catalogue import (
+    operator_metric_descriptions,
+    router_metric_descriptions,
+    store_metric_descriptions,
+)
 from operators.access import ACCESS
 
 CHART = Path(__file__).parents[3] / "deploy" / "helm" / "fleet"
@@ -84,7 +88,12 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 
 @pytest.mark.parametrize(
-    ("name", "catalogue"), [("requests", of_router), ("kv-store", of_store), ("operator", of_operator)]
+    ("name", "catalogue"),
+    [
+        ("requests", router_metric_descriptions),
+        ("kv-store", store_metric_descriptions),
+        ("operator", operator_metric_descriptions),
+    ],
 )
 def test_a_dashboard_asks_for_metrics_and_labels_that_there_are(name, catalogue):
     samples = {f"{each.name}{suffix}": each for each in catalogue().values() for suffix in SUFFIXES[each.kind]}
@@ -126,7 +135,7 @@ OWN = {
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_what_every_router_tells_of_the_same_workers_is_not_added_up(name):
-    catalogue = of_router() | of_store() | of_operator()
+    catalogue = router_metric_descriptions() | store_metric_descriptions() | operator_metric_descriptions()
     texts = [target["expr"] for panel in DASHBOARDS[name]()["panels"] for target in panel.get("targets", ())]
     asked = [(each.group(), text) for text in texts for each in NAMES.finditer(text)]
     gauges = [(gauge, text) for gauge, text in asked if gauge in catalogue and catalogue[gauge].kind == "gauge"]
@@ -139,7 +148,7 @@ def test_what_every_router_tells_of_the_same_workers_is_not_added_up(name):
 
 
 def test_a_query_for_a_metric_or_a_label_that_there_is_not_is_never_made():
-    of = Queries(of_router())
+    of = Queries(router_metric_descriptions())
 
     with pytest.raises(LookupError, match="fleet_requets: there is no such counter"):
         of.rate("fleet_requets")

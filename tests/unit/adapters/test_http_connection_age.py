@@ -5,7 +5,7 @@ from http import HTTPStatus
 from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_messages import HeldBodies, KnownHeads
 from fleet.adapters.http_protocol import Connection
-from fleet.adapters.limit_log import SlowLog
+from fleet.adapters.limit_log import SlowClientLog
 from fleet.clock import SECOND
 from fleet.router.http_settings import HttpSettings
 from tests.kv_builders import HandClock
@@ -28,7 +28,7 @@ def a_connection(clock, lasts_seconds):
         ConnectionTable(1, 1.0),
         KnownHeads(),
         HeldBodies(),
-        SlowLog(HttpSettings()),
+        SlowClientLog(HttpSettings()),
         lasts_seconds=lasts_seconds,
     )
     connection.connection_made(client)

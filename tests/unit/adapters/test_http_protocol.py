@@ -6,7 +6,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.adapters.connection_table import ConnectionTable
 from fleet.adapters.http_messages import HeldBodies, HttpHead, KnownHeads
 from fleet.adapters.http_protocol import Connection
-from fleet.adapters.limit_log import SlowLog
+from fleet.adapters.limit_log import SlowClientLog
 from fleet.router.http_settings import HttpSettings
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
@@ -70,7 +70,7 @@ def a_connection(transport, held=None):
         table,
         KnownHeads(),
         held or HeldBodies(),
-        SlowLog(HttpSettings()),
+        SlowClientLog(HttpSettings()),
     )
     connection.connection_made(transport)
     return connection, exchanges

@@ -8,10 +8,10 @@ from msgspec import structs
 from fleet.adapters.connector_folder import FolderRecords
 from fleet.adapters.connector_virtual import Intent, PoolIntent
 from fleet.adapters.local_pools import DRAIN, LocalPools
-from fleet.adapters.local_topology import LocalPool, Plan, pool_names
+from fleet.adapters.local_topology import LocalPlan, LocalPool, pool_names
 from fleet.clock import SECOND, Nanos
 from fleet.config import ClusterSection, PoolSection, Topology
-from fleet.control.supervision import Condition
+from fleet.control.supervision import ChildState
 from fleet.planner.messages import PlanId, PoolName, Why
 from fleet.planner.ports import Unreachable
 from fleet.roles import KvPath, Role
@@ -23,7 +23,7 @@ class Processes:
     """In the place of `LocalProcesses`."""
 
     def __init__(self, *names: str) -> None:
-        self.has = dict.fromkeys(names, Condition.READY)
+        self.has = dict.fromkeys(names, ChildState.READY)
         self.dying: set[str] = set()
         self.removed: list[str] = []
 
@@ -31,7 +31,7 @@ class Processes:
     def names(self):
         return frozenset(self.has)
 
-    def conditions(self):
+    def child_states(self):
         return {name: condition for name, condition in self.has.items() if condition is not None}
 
     def failing(self):
@@ -43,16 +43,16 @@ class Processes:
     def remove(self, name, within):
         assert within == DRAIN
         self.removed.append(name)
-        self.has[name] = Condition.DRAINING
+        self.has[name] = ChildState.DRAINING
 
     def start(self):
         self.has = {
-            name: condition if condition is Condition.DRAINING else Condition.READY
+            name: condition if condition is ChildState.DRAINING else ChildState.READY
             for name, condition in self.has.items()
         }
 
     def finish(self):
-        self.has = {name: each for name, each in self.has.items() if each is not Condition.DRAINING}
+        self.has = {name: each for name, each in self.has.items() if each is not ChildState.DRAINING}
 
 
 def a_pool(role: Role, replicas: int) -> LocalPool:
@@ -69,7 +69,7 @@ class World:
         topology = Topology(cluster=ClusterSection(engine="simulated", most_workers=most_workers))
         pools = (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1))
         self.processes = Processes("router", "prefill-0", "decode-0")
-        planned = Plan(
+        planned = LocalPlan(
             processes=(),
             model="tiny",
             model_dir=folder,
@@ -117,7 +117,7 @@ async def test_a_pool_grows_by_names_that_are_free(world):
 async def test_who_serves_nobody_goes_first_then_the_last_one(world):
     await world.plan(decode=3)
     await world.step()
-    world.processes.has |= {"decode-1": Condition.STARTING, "decode-2": Condition.READY}
+    world.processes.has |= {"decode-1": ChildState.STARTING, "decode-2": ChildState.READY}
 
     await world.plan(decode=2)
     await world.step()
@@ -146,7 +146,7 @@ async def test_who_drains_holds_its_place(tmp_path):
 async def test_a_worker_that_does_not_start_is_why(world):
     await world.plan(decode=2)
     await world.step()
-    world.processes.has["decode-1"] = Condition.PAUSED
+    world.processes.has["decode-1"] = ChildState.PAUSED
     world.processes.dying = {"decode-1"}
 
     assert (await world.step())["decode"] == (2, 1, 0, Why.FAILING)

@@ -1,7 +1,7 @@
 """Fleet's own workers beside foreign servers: the names and models of these are taken."""
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.openai_workers import MixedWorkers, OpenAiWorkers
+from fleet.adapters.openai_workers import AllBackends, ExternalBackends
 from fleet.ids import WorkerId
 from fleet.router.messages import LoadReported, StoreChanged, WorkerDraining, WorkerEvent, WorkerJoined, WorkerLeft
 from fleet.router.settings import OpenAiWorkerSettings
@@ -12,7 +12,7 @@ FOREIGN = OpenAiWorkerSettings(worker_id="w0", url="http://127.0.0.1:1", model="
 
 
 def heard(*events: WorkerEvent) -> list[WorkerEvent]:
-    workers = MixedWorkers(FakeWorkers(), OpenAiWorkers((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
+    workers = AllBackends(FakeWorkers(), ExternalBackends((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
     heard: list[WorkerEvent] = []
     hear = workers.only_acceptable(heard.append)
     for event in events:

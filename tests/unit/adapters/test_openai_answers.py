@@ -7,7 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from fleet.adapters.openai_answers import ChatShape, CompletionShape, error_object
 from fleet.adapters.openai_requests import read_chat, read_completion
 from fleet.clock import Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId
 from fleet.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.roles import Phase
@@ -164,6 +164,6 @@ def test_every_answer_proves_where_its_blocks_came_from(make):
 
 
 def test_an_error_has_the_four_fields():
-    error = json.loads(error_object(Refused(Reason.QUEUE_FULL, "too busy")))["error"]
+    error = json.loads(error_object(RequestRejected(Reason.QUEUE_FULL, "too busy")))["error"]
 
     assert error == {"message": "too busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}

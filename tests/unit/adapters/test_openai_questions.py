@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fleet.adapters.openai_questions import MAX_ANSWER_BYTES, ServerAddress, Unreachable, ask
+from fleet.adapters.openai_questions import MAX_ANSWER_BYTES, BackendUnreachable, ServerAddress, http_request
 from tests.scripted_server import Script, a_scripted_server
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
@@ -14,7 +14,9 @@ UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgr
 
 async def asked(said: bytes, drip: bytes = b"") -> tuple[int, bytes]:
     with a_scripted_server(Script((said,), drip=drip)) as port:
-        return await ask(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
+        return await http_request(
+            ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60
+        )
 
 
 async def test_an_answer_is_its_status_and_its_content():
@@ -31,7 +33,7 @@ async def test_what_a_server_says_before_its_answer_is_none(drip):
 
 @pytest.mark.parametrize("said", [HINTS, UPGRADE, b"", b"hello"])
 async def test_a_server_that_says_something_else_does_not_answer(said):
-    with pytest.raises(Unreachable):
+    with pytest.raises(BackendUnreachable):
         await asked(said)
 
 
@@ -50,8 +52,8 @@ async def test_a_server_that_goes_on_and_on_before_its_answer_is_left():
 
     async with await asyncio.start_server(hint, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(Unreachable, match="on and on"):
-            await ask(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
+        with pytest.raises(BackendUnreachable, match="on and on"):
+            await http_request(ServerAddress.of(f"http://127.0.0.1:{port}", ""), b"GET", "/health", within_seconds=60)
         async with asyncio.timeout(60):
             await left.wait()
 

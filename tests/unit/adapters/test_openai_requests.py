@@ -4,9 +4,9 @@ import pytest
 
 from fleet.adapters.openai_bodies import NAMES
 from fleet.adapters.openai_requests import read_chat, read_completion
-from fleet.adapters.status import APPEARANCES, renamed
+from fleet.adapters.status import REASON_STATUSES, rename_field
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason, Refused, invalid
+from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import RequestId
 from fleet.requests import (
     AnyObject,
@@ -108,7 +108,7 @@ def test_chat_log_probabilities_need_their_switch():
     assert chat(logprobs=True).request.sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).request.sampling.logprobs == 3
     assert chat(logprobs=False).request.sampling.logprobs is None
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         chat(top_logprobs=3)
     assert refused.value.field == "top_logprobs"
 
@@ -237,7 +237,7 @@ REFUSED = [
 @pytest.mark.parametrize("read", [completion, chat])
 @pytest.mark.parametrize(("fields", "field"), REFUSED)
 def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, field):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         read(**fields)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
@@ -273,7 +273,7 @@ def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, 
     ],
 )
 def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         read(**fields)
 
     assert refused.value.field == field
@@ -297,7 +297,7 @@ def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
     ],
 )
 def test_what_is_no_request_is_refused_in_words(body, said):
-    with pytest.raises(Refused, match=said) as refused:
+    with pytest.raises(RequestRejected, match=said) as refused:
         read_completion(body, ID, NOW)
 
     assert refused.value.reason is Reason.INVALID_ARGUMENT
@@ -315,12 +315,12 @@ def test_a_later_refusal_is_told_under_the_clients_names():
         ("stop[0]", "stop[0]"),
         ("model", "model"),
     ):
-        refused = renamed(invalid(path, "is wrong"), NAMES)
+        refused = rename_field(invalid(path, "is wrong"), NAMES)
         assert (refused.field, refused.message) == (name, f"{name}: is wrong")
 
 
 def test_every_reason_has_an_appearance_and_errors_of_clients_are_told_from_ours():
-    assert set(APPEARANCES) == set(Reason)
-    for reason, appearance in APPEARANCES.items():
+    assert set(REASON_STATUSES) == set(Reason)
+    for reason, appearance in REASON_STATUSES.items():
         assert 400 <= appearance.http < 600
         assert (appearance.openai == "invalid_request_error") == (appearance.http in (400, 404, 413)), reason

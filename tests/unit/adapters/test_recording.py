@@ -48,7 +48,7 @@ from fleet.router.messages import (
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.truth import Knowledge
-from fleet.work import Adapter, Handoff, KvCleared, KvRemoved, KvStored, Progress, Rejected
+from fleet.work import Handoff, KvCleared, KvRemoved, KvStored, LoraAdapter, Progress, Rejected
 from tests.builders import a_description, a_load, a_start, an_arrival
 
 NOW = Nanos(7 * SECOND + 1)
@@ -91,7 +91,7 @@ EVENTS = (
         session="s",
         tenant="t",
         labels=("l",),
-        adapter=Adapter("a", "1"),
+        adapter=LoraAdapter("a", "1"),
         keys={32: (1, 2), 64: ((1 << 64) - 1,)},
         kv_path=KvPath.STORE,
         pin="w",

@@ -6,7 +6,7 @@ from fleet.adapters.http_exchange import Exchange
 from fleet.adapters.http_messages import HttpHead, HttpRequest
 from fleet.adapters.relay import Relayed
 from fleet.clock import Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId
 
 EVENT = b"9\r\ndata: a\n\n\r\n"
@@ -67,7 +67,7 @@ def test_an_error_goes_behind_what_came_in_the_same_turn(at_boundary):
     relayed = Relayed(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
     relayed.begin(None, Flow(line, at_boundary=at_boundary))
 
-    relayed.refuse(Refused(Reason.DRAINING, "this router is going away"))
+    relayed.refuse(RequestRejected(Reason.DRAINING, "this router is going away"))
 
     assert line.written.startswith(EVENT)
     assert (b"going away" in line.written.removeprefix(EVENT)) == at_boundary

@@ -10,7 +10,7 @@ import pytest
 from msgspec import Struct
 
 from fleet.adapters import router_policies
-from fleet.adapters.router_policies import GuardedPolicy, catalogue, open_policy
+from fleet.adapters.router_policies import GuardedPolicy, open_policy, policy_catalogue
 from fleet.errors import ConfigurationRefused
 from fleet.ids import RequestId
 from fleet.roles import Phase, Role
@@ -95,7 +95,7 @@ def choose(chosen: GuardedPolicy) -> str:
 def test_our_policies_are_there_without_any_entry_point(monkeypatch):
     found(monkeypatch)
 
-    assert catalogue().policies == BUILT_IN.policies
+    assert policy_catalogue().policies == BUILT_IN.policies
 
 
 def test_an_installed_policy_is_used_with_its_parameters_and_explained(monkeypatch):
@@ -133,7 +133,7 @@ def test_what_is_ours_is_not_guarded(monkeypatch):
 def test_a_name_of_ours_keeps_its_meaning(monkeypatch):
     found(monkeypatch, dynamo=f"{__name__}:LastPolicy")
 
-    assert catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
+    assert policy_catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
 
 
 @pytest.mark.parametrize("value", [f"{__name__}:NO_STRUCT", f"{__name__}:missing"])

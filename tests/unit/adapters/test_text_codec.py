@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from fleet.adapters import text_codec
 from fleet.adapters.text_codec import load_codec
 from fleet.adapters.text_decoder import REPLACEMENT, WindowDecoder
-from fleet.errors import ConfigurationRefused, Refused
+from fleet.errors import ConfigurationRefused, RequestRejected
 from fleet.requests import ChatMessage
 from tests.builders import token_bytes, token_ids
 from tests.text_model import BOS, END, EOS, write_json, write_model, write_sentencepiece_model
@@ -136,7 +136,7 @@ def test_a_conversation_is_rendered_by_the_models_template(codec, reference):
 
 
 def test_what_the_template_refuses_names_the_messages(codec):
-    with pytest.raises(Refused, match="no such role") as refused:
+    with pytest.raises(RequestRejected, match="no such role") as refused:
         codec.render([ChatMessage(role="wizard", content="x")])
 
     assert refused.value.field == "chat.messages"
@@ -214,11 +214,11 @@ def test_a_model_may_have_a_template_for_tools_alone(tmp_path):
 
 def test_a_template_that_would_leave_tools_or_calls_out_refuses_them(codec):
     conversation = [ChatMessage(role="user", content="x")]
-    with pytest.raises(Refused, match="knows no tools") as refused:
+    with pytest.raises(RequestRejected, match="knows no tools") as refused:
         codec.render(conversation, TOOLS)
     assert refused.value.field == "chat.tools"
 
-    with pytest.raises(Refused, match="knows no calls") as refused:
+    with pytest.raises(RequestRejected, match="knows no calls") as refused:
         codec.render([*conversation, ChatMessage(role="assistant", content="", tool_calls=CALLS)])
     assert refused.value.field == "chat.messages[1].tool_calls"
 
@@ -227,7 +227,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
     folder = write_model(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
 
-    with pytest.raises(Refused, match="unsafe"):
+    with pytest.raises(RequestRejected, match="unsafe"):
         load_codec(folder).render([ChatMessage(role="user", content="x")])
 
 
@@ -235,7 +235,7 @@ def test_a_model_without_template_refuses_conversations(tmp_path):
     folder = write_model(tmp_path)
     write_json(folder / "tokenizer_config.json", {})
 
-    with pytest.raises(Refused, match="no chat template") as refused:
+    with pytest.raises(RequestRejected, match="no chat template") as refused:
         load_codec(folder).render([ChatMessage(role="user", content="x")])
 
     assert refused.value.field == "chat.messages"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fleet.adapters.turn_end import MOST_WAITING, TurnEnd
+from fleet.adapters.turn_end import MAX_BATCHED_MESSAGES, WriteBatcher
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def done():
 @pytest.fixture
 async def turn_end():
     """Whose latest turn had several messages."""
-    turn_end = TurnEnd()
+    turn_end = WriteBatcher()
     for _ in range(2):
         turn_end.send(lambda: None)
     await asyncio.sleep(0)
@@ -23,7 +23,7 @@ async def turn_end():
 
 
 async def test_a_message_goes_at_once_where_turns_have_but_one(done):
-    turn_end = TurnEnd()
+    turn_end = WriteBatcher()
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
         assert done[-1] == number
@@ -31,7 +31,7 @@ async def test_a_message_goes_at_once_where_turns_have_but_one(done):
 
 
 async def test_what_comes_behind_a_message_that_went_at_once_waits_as_does_the_next_turn(done):
-    turn_end = TurnEnd()
+    turn_end = WriteBatcher()
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
     assert done == [0]
@@ -76,12 +76,12 @@ async def test_what_books_bring_about_is_sent_before_the_next_book(done, turn_en
 
 
 async def test_a_long_turn_does_not_hold_back_more_than_a_few_messages(done, turn_end):
-    for number in range(MOST_WAITING + 1):
+    for number in range(MAX_BATCHED_MESSAGES + 1):
         turn_end.send(lambda number=number: done.append(number))
 
-    assert done == list(range(MOST_WAITING))
+    assert done == list(range(MAX_BATCHED_MESSAGES))
     await asyncio.sleep(0)
-    assert done == list(range(MOST_WAITING + 1))
+    assert done == list(range(MAX_BATCHED_MESSAGES + 1))
 
 
 async def test_one_that_fails_is_reported_and_the_others_go_on(done, turn_end):

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from fleet.adapters.turn_end import MOST_WAITING, TurnEnd
-from fleet.adapters.upstream import MAX_INTERIM_HEADS, USAGE_BYTES, AnswerHeads, Upstream, Usage, read_head
+from fleet.adapters.turn_end import MAX_BATCHED_MESSAGES, WriteBatcher
+from fleet.adapters.upstream import MAX_INTERIM_HEADS, USAGE_BYTES, AnswerHeads, Upstream, UpstreamUsage, read_head
 from fleet.ids import RequestId
 
 WORK = RequestId("r#1")
@@ -63,7 +63,7 @@ class Relayed:
 class Owner:
     def __init__(self):
         self.heads = AnswerHeads()
-        self.turn_end = TurnEnd()
+        self.write_batcher = WriteBatcher()
         self.told = []
         self.says_done = False
         self.first_bytes = []
@@ -90,7 +90,7 @@ class Owner:
 async def make_busy(owner):
     """Have a turn with several messages, so that those of the next one wait for its end."""
     for _ in range(2):
-        owner.turn_end.send(lambda: None)
+        owner.write_batcher.send(lambda: None)
     await asyncio.sleep(0)
 
 
@@ -135,7 +135,7 @@ async def test_all_clients_of_a_turn_have_their_answers_before_anything_is_told_
 
 
 async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
-    asked = [(Upstream(owner, report_every=2), Relayed()) for _ in range(3 * MOST_WAITING)]
+    asked = [(Upstream(owner, report_every=2), Relayed()) for _ in range(3 * MAX_BATCHED_MESSAGES)]
     for upstream, relayed in asked:
         upstream.connection_made(Transport())
         upstream.begin(WORK, relayed, REQUEST)
@@ -268,7 +268,7 @@ async def test_what_an_answer_says_of_its_tokens_counts_wherever_it_is_cut(owner
         await asyncio.sleep(0)
 
         assert (relayed.ended, relayed.answer_tokens) == (1, 21), cut
-        assert upstream.usage() == Usage(7, 3), cut
+        assert upstream.usage() == UpstreamUsage(7, 3), cut
 
 
 @pytest.mark.parametrize("size", [1, 7, 40])
@@ -286,7 +286,7 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
     await asyncio.sleep(0)
 
     assert (relayed.ended, relayed.answer_tokens) == (1, 21)
-    assert upstream.usage() == Usage(7, 3)
+    assert upstream.usage() == UpstreamUsage(7, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 60])
@@ -302,7 +302,7 @@ async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
     )
     await asyncio.sleep(0)
 
-    assert upstream.usage() == Usage(1234, 89)
+    assert upstream.usage() == UpstreamUsage(1234, 89)
     assert relayed.answer_tokens == 567
 
 

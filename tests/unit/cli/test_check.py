@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.cli.check import WITHIN, Completion, blocks_came, complaint, disaggregated, judge
+from fleet.cli.check import WITHIN, CheckedCompletion, blocks_received, complaint, disaggregated, judge
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.config import Topology
 from fleet.requests import KvOrigin, KvPhase, KvReport, Source
@@ -18,7 +18,7 @@ def an_answer(tokens=(1, 2, 3), *, moved=2, source=Source.STORE, held=0, compute
         KvOrigin(source=Source.COMPUTED, blocks=computed),
     )
     report = KvReport(prompt_blocks=moved + held + computed, origins=origins, cached_tokens=0)
-    return Completion(
+    return CheckedCompletion(
         tokens=tuple(tokens),
         kv=(KvPhase(phase=Phase.DECODE, worker_id="decode-0", report=report),),
         **{"ttft": Nanos(10 * MILLISECOND), "rest": Nanos(6 * MILLISECOND)} | fields,
@@ -86,7 +86,7 @@ def test_a_cluster_that_did_not_start_counts_nothing():
     ],
 )
 def test_blocks_must_move_unless_the_engine_has_them(tokens, moved, held, good):
-    assert blocks_came(an_answer(moved=moved, held=held), KvPath.STORE, tokens, BLOCK) is good
+    assert blocks_received(an_answer(moved=moved, held=held), KvPath.STORE, tokens, BLOCK) is good
 
 
 @pytest.mark.parametrize("path", list(KvPath))

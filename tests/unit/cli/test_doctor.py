@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fleet.cli import doctor
-from fleet.cli.doctor import PROBES, Verdict, examine
+from fleet.cli.doctor import PROBES, DoctorVerdict, examine
 from fleet.cli.main import run
 
 NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # seconds each; the integration tests have them
@@ -48,7 +48,7 @@ def test_a_probe_that_falls_over_is_a_finding_and_the_others_go_on():
     def fall():
         raise ZeroDivisionError("nothing to divide by")
 
-    fallen, fine = examine([("broken", fall), ("fine", lambda: Verdict(True, "yes"))])
+    fallen, fine = examine([("broken", fall), ("fine", lambda: DoctorVerdict(True, "yes"))])
 
     assert not fallen.usable
     assert "ZeroDivisionError: nothing to divide by" in fallen.detail
@@ -77,7 +77,7 @@ def test_an_answer_that_does_not_come_is_a_finding(monkeypatch):
 
 
 def test_the_list_is_json_with_four_fields_each(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "PROBES", [("a", lambda: Verdict(False, "is not here", "get it"))])
+    monkeypatch.setattr(doctor, "PROBES", [("a", lambda: DoctorVerdict(False, "is not here", "get it"))])
 
     assert run(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
@@ -87,7 +87,9 @@ def test_the_list_is_json_with_four_fields_each(monkeypatch, capsys):
 
 @pytest.mark.parametrize("usable", [True, False])
 def test_the_table_names_each_part_and_what_to_do(monkeypatch, capsys, usable):
-    monkeypatch.setattr(doctor, "PROBES", [("part", lambda: Verdict(usable, "detail", "" if usable else "get it"))])
+    monkeypatch.setattr(
+        doctor, "PROBES", [("part", lambda: DoctorVerdict(usable, "detail", "" if usable else "get it"))]
+    )
 
     run(["doctor"])
 

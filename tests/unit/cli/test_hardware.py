@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fleet.cli.exits import DONE, REFUSED
+from fleet.cli.exits import CONFIGURATION_REFUSED, DONE
 from fleet.cli.main import run
 from tests.model_shapes import LLAMA_70B
 
@@ -61,7 +61,7 @@ def test_a_repository_that_is_known_needs_no_file(capsys):
     assert run(["hardware", "estimate", "meta-llama/Llama-3.3-70B-Instruct", *asked]) == DONE
     assert answered(capsys)["parameters"] == pytest.approx(70.55e9, rel=0.01)
 
-    assert run(["hardware", "estimate", "nobody/nothing", *asked]) == REFUSED
+    assert run(["hardware", "estimate", "nobody/nothing", *asked]) == CONFIGURATION_REFUSED
     assert capsys.readouterr().err == "fleet: nobody/nothing: No such file or directory\n"
 
 
@@ -88,7 +88,7 @@ def test_energy_and_money_are_told_to_people(capsys, model):
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
-    assert run(["hardware", "estimate", model, "--gpu", "l40s"]) == REFUSED
+    assert run(["hardware", "estimate", model, "--gpu", "l40s"]) == CONFIGURATION_REFUSED
 
     said = capsys.readouterr().err
     assert "does not fit" in said
@@ -109,7 +109,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(capsys, model):
 def test_a_config_that_cannot_be_read_is_refused_by_file_and_field(capsys, tmp_path, content, said):
     (tmp_path / "config.json").write_text(content)
 
-    assert run(["hardware", "estimate", str(tmp_path), "--gpu", "h100"]) == REFUSED
+    assert run(["hardware", "estimate", str(tmp_path), "--gpu", "h100"]) == CONFIGURATION_REFUSED
 
     error = capsys.readouterr().err
     assert f"{tmp_path / 'config.json'}: " in error
@@ -117,12 +117,12 @@ def test_a_config_that_cannot_be_read_is_refused_by_file_and_field(capsys, tmp_p
 
 
 def test_a_wheel_that_is_not_there_is_refused(capsys, tmp_path):
-    assert run(["hardware", "accuracy", "--data", str(tmp_path / "absent.whl")]) == REFUSED
+    assert run(["hardware", "accuracy", "--data", str(tmp_path / "absent.whl")]) == CONFIGURATION_REFUSED
 
     assert "absent.whl" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused(capsys, tmp_path):
-    assert run(["hardware", "list", "--json", str(tmp_path / "no" / "folder.json")]) == REFUSED
+    assert run(["hardware", "list", "--json", str(tmp_path / "no" / "folder.json")]) == CONFIGURATION_REFUSED
 
     assert "--json" in capsys.readouterr().err

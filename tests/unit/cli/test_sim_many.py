@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from fleet.cli.main import run
-from fleet.cli.progress import Progress
+from fleet.cli.progress import ProgressBar
 from fleet.errors import ConfigurationRefused
 from fleet.sim import sweep
 from tests.scenarios import SCENARIO
@@ -254,12 +254,12 @@ def all_of(terminal: int) -> str:
 
 def test_a_terminal_sees_a_bar_and_a_file_does_not(tmp_path):
     theirs, ours = pty.openpty()
-    with os.fdopen(ours, "w") as terminal, Progress(200, terminal) as progress:
+    with os.fdopen(ours, "w") as terminal, ProgressBar(200, terminal) as progress:
         progress(50, "50 requests")
     seen = all_of(theirs)
     assert "██████░░░░░░░░░░░░░░░░░░  25%  50 requests" in seen
     assert seen.endswith("\r\x1b[K")
-    with (tmp_path / "log").open("w") as log, Progress(200, log) as progress:
+    with (tmp_path / "log").open("w") as log, ProgressBar(200, log) as progress:
         progress(50, "50 requests")
         progress.line("one is done")
     assert (tmp_path / "log").read_text() == "one is done\n"

@@ -11,7 +11,7 @@ from fleet import cli
 from fleet.cli import main
 from fleet.cli.exits import FAILED
 from fleet.cli.files import whole_file
-from fleet.cli.stopping import as_interrupt
+from fleet.cli.stopping import raise_interrupt_on
 
 
 def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path):
@@ -19,7 +19,7 @@ def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path)
     file.write_text("before")
 
     def stopped():
-        with as_interrupt(), whole_file(file, "--json") as path:
+        with raise_interrupt_on(), whole_file(file, "--json") as path:
             path.write_text("half")
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 10)  # is never over
@@ -32,7 +32,7 @@ def test_a_sigterm_leaves_no_unfinished_file_and_what_was_there_before(tmp_path)
 
 def test_afterwards_a_sigterm_means_what_it_meant_before():
     before = signal.getsignal(signal.SIGTERM)
-    with as_interrupt():
+    with raise_interrupt_on():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -60,7 +60,7 @@ def test_in_the_middle_of_an_import_nobody_is_interrupted_but_after_it(tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
 
     def stopped():
-        with as_interrupt():
+        with raise_interrupt_on():
             importlib.import_module("slowly_imported")
             signal.sigtimedwait([], 10)  # is never over
 
@@ -74,7 +74,7 @@ def test_what_asked_at_the_end_of_an_import_is_heard_though_nothing_follows(tmp_
     (tmp_path / "imported_last.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
     monkeypatch.syspath_prepend(tmp_path)
 
-    with pytest.raises(KeyboardInterrupt), as_interrupt():
+    with pytest.raises(KeyboardInterrupt), raise_interrupt_on():
         importlib.import_module("imported_last")
 
     assert sys.modules.pop("imported_last").whole
@@ -93,7 +93,7 @@ def test_nobody_is_interrupted_while_a_commands_module_is_imported(tmp_path, mon
 def test_what_a_shell_ignores_for_a_background_job_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with as_interrupt():
+        with raise_interrupt_on():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -5,23 +5,23 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.control.machine import REMEMBERED, Membership
+from fleet.control.machine import REMEMBERED_INCARNATIONS, Membership
 from fleet.control.messages import (
-    Connected,
     Deregister,
-    Disconnected,
-    Found,
+    DirectoryRenewal,
     MemberJoined,
     MemberLeft,
-    Occupied,
+    MembershipTicked,
+    MemberUnreachable,
+    NameOccupied,
+    RecordWithdrawn,
     Register,
-    Superseded,
-    Ticked,
-    Told,
-    Unreachable,
-    Withdrawn,
+    Registration,
+    RegistrationSuperseded,
+    WorkerStreamClosed,
+    WorkerStreamOpened,
 )
-from fleet.control.settings import ControlSettings
+from fleet.control.settings import MembershipSettings
 from fleet.ids import Incarnation, WorkerId
 
 START = Nanos(1_000)
@@ -30,23 +30,23 @@ WORKER = WorkerId("decode-0")
 
 
 def a_membership() -> Membership:
-    return Membership(ControlSettings(lease_ms=3_000))
+    return Membership(MembershipSettings(lease_ms=3_000))
 
 
 def a_registration(worker: str = WORKER, incarnation: str = "one", address: str = "127.0.0.1:1") -> Register:
     return Register(worker_id=WorkerId(worker), incarnation=Incarnation(incarnation), address=address)
 
 
-def unreachable(event: Register) -> Unreachable:
-    return Unreachable(worker_id=event.worker_id, incarnation=event.incarnation)
+def unreachable(event: Register) -> MemberUnreachable:
+    return MemberUnreachable(worker_id=event.worker_id, incarnation=event.incarnation)
 
 
-def connected(event: Register) -> Connected:
-    return Connected(worker_id=event.worker_id, incarnation=event.incarnation)
+def connected(event: Register) -> WorkerStreamOpened:
+    return WorkerStreamOpened(worker_id=event.worker_id, incarnation=event.incarnation)
 
 
-def occupied(wants: Register, holder: Register, lease: Nanos | None) -> Occupied:
-    return Occupied(worker_id=wants.worker_id, incarnation=wants.incarnation, holder=holder.address, lease=lease)
+def occupied(wants: Register, holder: Register, lease: Nanos | None) -> NameOccupied:
+    return NameOccupied(worker_id=wants.worker_id, incarnation=wants.incarnation, holder=holder.address, lease=lease)
 
 
 def joined(event: Register) -> MemberJoined:
@@ -64,8 +64,8 @@ def test_a_member_that_does_not_renew_leaves_when_its_lease_ends():
     membership = a_membership()
     membership.handle(a_registration(), START)
 
-    assert membership.handle(Ticked(), Nanos(START + LEASE - 1)) == []
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE - 1)) == []
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
     assert membership.members == {}
 
 
@@ -74,7 +74,7 @@ def test_a_renewal_extends_the_lease():
     membership.handle(a_registration(), START)
     membership.handle(a_registration(), Nanos(START + LEASE - 1))
 
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == []
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == []
 
 
 def test_a_name_is_refused_while_the_lease_of_its_holder_lasts():
@@ -105,9 +105,9 @@ def test_a_live_stream_keeps_the_name_even_after_the_lease():
     membership.handle(connected(holder), START)
     after = Nanos(START + LEASE)
 
-    assert membership.handle(Ticked(), after) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), after) == [MemberLeft(worker_id=WORKER)]
     assert membership.handle(other, after) == [occupied(other, a_registration(address=""), None)]
-    assert membership.handle(Disconnected(worker_id=WORKER), after) == []
+    assert membership.handle(WorkerStreamClosed(worker_id=WORKER), after) == []
     assert membership.handle(other, after) == [joined(other)]
 
 
@@ -147,7 +147,9 @@ def test_a_forwarded_registration_joins_when_the_name_is_free():
 
     assert membership.handle(other, START) == [occupied(other, holder, LEASE)]
     assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
-    assert membership.handle(holder, START) == [Superseded(worker_id=WORKER, incarnation=Incarnation("one"))]
+    assert membership.handle(holder, START) == [
+        RegistrationSuperseded(worker_id=WORKER, incarnation=Incarnation("one"))
+    ]
 
 
 def test_what_a_directory_has_joins_when_the_holder_leaves():
@@ -159,7 +161,7 @@ def test_what_a_directory_has_joins_when_the_holder_leaves():
     assert membership.handle(unreachable(holder), START) == [], (
         "it has registered here, and the directory's may be old news"
     )
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER), joined(other)]
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER), joined(other)]
 
 
 def test_a_directory_takes_no_name_from_a_live_stream():
@@ -169,12 +171,12 @@ def test_a_directory_takes_no_name_from_a_live_stream():
     membership.handle(connected(holder), START)
 
     assert membership.handle(found(other), START) == []
-    assert membership.handle(Disconnected(worker_id=WORKER), START) == []
+    assert membership.handle(WorkerStreamClosed(worker_id=WORKER), START) == []
     assert membership.handle(unreachable(holder), START) == [MemberLeft(worker_id=WORKER), joined(other)]
 
 
-def disconnected(event: Register) -> Disconnected:
-    return Disconnected(worker_id=event.worker_id)
+def disconnected(event: Register) -> WorkerStreamClosed:
+    return WorkerStreamClosed(worker_id=event.worker_id)
 
 
 def a_draining_stream(holder: Register) -> Membership:
@@ -192,7 +194,7 @@ def test_claim_joins_when_the_stream_without_member_ends():
 
     assert membership.handle(found(other), START) == []
     assert membership.handle(disconnected(holder), START) == [joined(other)]
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
 def test_claim_from_before_the_withdrawal_waits_for_the_stream():
@@ -248,7 +250,7 @@ def test_a_claim_that_has_ended_or_was_withdrawn_does_not_join():
         membership.handle(found(holder, Nanos(2 * LEASE)), START)
         membership.handle(connected(holder), START)
         membership.handle(found(other), START)
-        membership.handle(Disconnected(worker_id=WORKER), START)
+        membership.handle(WorkerStreamClosed(worker_id=WORKER), START)
     withdrawn_one.handle(withdrawn(other), START)
 
     assert ended.handle(unreachable(holder), Nanos(START + LEASE)) == []
@@ -261,7 +263,9 @@ def test_a_replaced_incarnation_can_neither_return_nor_remove_its_successor():
     membership.handle(unreachable(a_registration()), START)
     membership.handle(a_registration(incarnation="two"), START)
 
-    assert membership.handle(a_registration(), START) == [Superseded(worker_id=WORKER, incarnation=Incarnation("one"))]
+    assert membership.handle(a_registration(), START) == [
+        RegistrationSuperseded(worker_id=WORKER, incarnation=Incarnation("one"))
+    ]
     assert membership.handle(Deregister(worker_id=WORKER, incarnation=Incarnation("one")), START) == []
     assert membership.members[WORKER].incarnation == "two"
 
@@ -284,13 +288,15 @@ def test_a_deregistration_is_immediate():
     ]
 
 
-def found(event: Register, lease: Nanos = LEASE) -> Found:
+def found(event: Register, lease: Nanos = LEASE) -> DirectoryRenewal:
     """A directory's sighting of what registers so elsewhere."""
-    return Found(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
+    return DirectoryRenewal(
+        worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease
+    )
 
 
-def withdrawn(event: Register) -> Withdrawn:
-    return Withdrawn(worker_id=event.worker_id, incarnation=event.incarnation)
+def withdrawn(event: Register) -> RecordWithdrawn:
+    return RecordWithdrawn(worker_id=event.worker_id, incarnation=event.incarnation)
 
 
 def test_who_is_found_is_a_member_for_as_long_as_the_directory_says():
@@ -298,8 +304,8 @@ def test_who_is_found_is_a_member_for_as_long_as_the_directory_says():
     worker = a_registration()
 
     assert membership.handle(found(worker, Nanos(2 * LEASE)), START) == [joined(worker)]
-    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE - 1)) == []
-    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), Nanos(START + 2 * LEASE - 1)) == []
+    assert membership.handle(MembershipTicked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
 def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
@@ -307,12 +313,12 @@ def test_a_lease_from_here_and_one_of_a_directory_end_with_the_later():
     membership.handle(found(a_registration(), Nanos(2 * LEASE)), START)
 
     assert membership.handle(a_registration(), START) == []
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == []
-    assert membership.handle(Ticked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == []
+    assert membership.handle(MembershipTicked(), Nanos(START + 2 * LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
-def told(event: Register, lease: Nanos = LEASE) -> Told:
-    return Told(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
+def told(event: Register, lease: Nanos = LEASE) -> Registration:
+    return Registration(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address, lease=lease)
 
 
 def test_who_has_registered_is_told_to_others_with_what_is_left_of_the_lease():
@@ -328,7 +334,7 @@ def test_who_has_registered_is_told_to_others_with_what_is_left_of_the_lease():
 
     assert registrations == [told(a_registration(), Nanos(START + LEASE - later))]
     assert other.registrations(later) == []
-    assert other.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert other.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
     assert membership.registrations(Nanos(START + LEASE)) == []
 
 
@@ -336,7 +342,7 @@ def test_nobody_is_a_member_for_longer_because_another_router_says_so():
     membership = a_membership()
     membership.handle(told(a_registration(), Nanos(1000 * LEASE)), START)
 
-    assert membership.handle(Ticked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
+    assert membership.handle(MembershipTicked(), Nanos(START + LEASE)) == [MemberLeft(worker_id=WORKER)]
 
 
 def test_old_news_of_another_router_replace_nobody_and_lock_nobody_out():
@@ -405,8 +411,8 @@ steps = st.lists(
         | st.builds(a_registration, workers, incarnations).map(unreachable)
         | st.builds(a_registration, workers, incarnations).map(connected)
         | st.builds(a_registration, workers, incarnations).map(lambda each: structs.replace(each, forwarded=True))
-        | st.builds(Disconnected, worker_id=workers.map(WorkerId))
-        | st.just(Ticked()),
+        | st.builds(WorkerStreamClosed, worker_id=workers.map(WorkerId))
+        | st.just(MembershipTicked()),
         st.integers(0, 2 * LEASE),
     ),
     max_size=30,
@@ -427,9 +433,9 @@ def test_the_announcements_always_add_up_to_the_members(steps):
                     announced[change.worker_id] = change
                 case MemberLeft():
                     del announced[change.worker_id]
-                case Superseded():
+                case RegistrationSuperseded():
                     assert announced[change.worker_id].incarnation != change.incarnation
-                case Occupied():
+                case NameOccupied():
                     assert change.worker_id not in announced or change.lease is None or change.lease > 0
         membership.check()
         assert membership.members == announced
@@ -437,23 +443,23 @@ def test_the_announcements_always_add_up_to_the_members(steps):
     for worker_id, name in ((WorkerId("a"), "4"), (WorkerId("b"), "5")):  # rule 7: whatever came before, it joins
         claimant = a_registration(worker_id, name)
         membership.handle(found(claimant), now)
-        membership.handle(Disconnected(worker_id=worker_id), now)
+        membership.handle(WorkerStreamClosed(worker_id=worker_id), now)
         held = membership.members[worker_id]
         if held != joined(claimant):
             membership.handle(Deregister(worker_id=worker_id, incarnation=held.incarnation), now)
         assert membership.members[worker_id] == joined(claimant)
         membership.check()
     for late in (now + LEASE, now + 2 * LEASE):  # who has a claim joins for the rest of its own lease
-        membership.handle(Ticked(), Nanos(late))
+        membership.handle(MembershipTicked(), Nanos(late))
     assert membership.members == {}
 
 
 def test_many_restarts_are_remembered_within_bounds():
     membership = a_membership()
-    for number in range(REMEMBERED + 2):
+    for number in range(REMEMBERED_INCARNATIONS + 2):
         membership.handle(a_registration(incarnation=str(number)), START)
         membership.handle(unreachable(a_registration(incarnation=str(number))), START)
 
-    assert membership.handle(a_registration(incarnation="1"), START)[0] == Superseded(
+    assert membership.handle(a_registration(incarnation="1"), START)[0] == RegistrationSuperseded(
         worker_id=WORKER, incarnation=Incarnation("1")
     )

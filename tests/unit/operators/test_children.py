@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.config import changes_of, load
+from fleet.config import load, parse_changes
 from fleet.router.settings import RouterSettings
 from operators.children.names import INSTANCE, ROLE, TYPE, Deployment
 from operators.children.pods import Images, merged
@@ -272,7 +272,7 @@ def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_
         put_in = {"POD_NAME": f"pod-{rank}", "POD_IP": f"10.0.0.{rank}", "REVISION": "rev"}
         put_in |= {"LWS_LEADER_ADDRESS": "pod-0.ns", "LWS_WORKER_INDEX": str(rank)}
         words = [re.sub(r"\$\((\w+)\)", lambda found, have=put_in: have[found[1]], each) for each in main["command"]]
-        changes = changes_of(each for before, each in itertools.pairwise(words) if before == "--set")
+        changes = parse_changes(each for before, each in itertools.pairwise(words) if before == "--set")
         file = tmp_path / "settings.json"
         file.write_text(config["data"]["settings.json"])
         ranks.append(load(file, WorkerSettings, changes))

@@ -3,7 +3,7 @@
 import msgspec
 
 from fleet.adapters.grpc_port import LIVENESS
-from fleet.config import changes_of
+from fleet.config import parse_changes
 from operators.children.pods import GOODBYE_SECONDS
 from operators.children.settings import CONNECTION_SECONDS
 from operators.children.shared import shared
@@ -83,7 +83,7 @@ def test_a_workers_generation_is_its_revision():
     assert revision["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['fleet-serving.io/revision']"
     (generation,) = [word for word in container["command"] if word.startswith("generation=")]
     for revision in ("4407e947", "12345678", "aee2b89c"):
-        assert changes_of([generation.replace("$(REVISION)", revision)]) == {"generation": revision}
+        assert parse_changes([generation.replace("$(REVISION)", revision)]) == {"generation": revision}
 
 
 def test_no_connection_of_a_client_outlasts_a_routers_goodbye():

@@ -15,7 +15,7 @@ from fleet.router.placement import decide as decide_in_table
 from fleet.router.policies.built_in import parameters, policy
 from fleet.router.settings import RouterSettings
 from fleet.router.standings import Serving, Standings
-from fleet.work import Description
+from fleet.work import WorkerDescription
 from kvstore.block import blocks_for
 from tests.builders import BLOCK_TOKENS, a_description
 
@@ -23,7 +23,7 @@ from tests.builders import BLOCK_TOKENS, a_description
 class Standing(Struct, frozen=True, kw_only=True):
     """One worker as it stands for one request; see `fleet.router.candidates` for what each number is."""
 
-    description: Description
+    description: WorkerDescription
     draining: bool = False
     failed: bool = False
     backlog_tokens: int = 0

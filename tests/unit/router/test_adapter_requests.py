@@ -5,15 +5,15 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.text_codec import load_codec
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName
 from fleet.requests import Admitted, Sampling, TokenPrompt
 from fleet.router.generation import Generation
 from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from fleet.wire.public import decode_model, encode_model
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from kvstore.block import salt_for, salt_of_adapter
 from tests.builders import MODEL, a_prompt, a_request
 from tests.fake_router import FakeRouter, a_card
@@ -35,7 +35,7 @@ def served(model_dir):
             clock=clock,
             tenants=Tenants({}, clock.now()),
             tenant_secret=b"secret",
-            metrics=Metrics(CollectorRegistry()),
+            metrics=RouterProcessMetrics(CollectorRegistry()),
             threads=threads,
         ),
     )
@@ -57,7 +57,7 @@ async def test_an_adapter_is_its_model_with_a_salt_of_its_own(served, tenant):
 
     (arrived,) = router.submitted
     assert told.model == "ada"
-    assert (arrived.model, arrived.adapter) == (MODEL, Adapter(ModelName("ada"), "1"))
+    assert (arrived.model, arrived.adapter) == (MODEL, LoraAdapter(ModelName("ada"), "1"))
     assert arrived.salt == salt_of_adapter("ada@1", salt_for(b"secret", tenant))
     assert generation.token_text(ModelName("ada"), 300) == generation.token_text(MODEL, 300)
 
@@ -74,7 +74,7 @@ async def test_the_only_model_needs_no_name_however_many_adapters_it_has(served)
 async def test_an_unknown_name_is_refused_with_the_adapters_among_those_that_are_served(served):
     _, generation = served
 
-    with pytest.raises(Refused, match="served: ada, tiny") as refused:
+    with pytest.raises(RequestRejected, match="served: ada, tiny") as refused:
         await admitted(generation, model=ModelName("eve"))
     assert refused.value.reason is Reason.MODEL_NOT_FOUND
 

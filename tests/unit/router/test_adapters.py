@@ -10,29 +10,31 @@ from fleet.roles import Phase, Role
 from fleet.router.eligibility import Unfit
 from fleet.router.impossible import Cause
 from fleet.router.messages import KvChanged, LoadReported, Refuse, WorkerDraining
-from fleet.work import Adapter, KvStored, Load
+from fleet.work import KvStored, LoadReport, LoraAdapter
 from kvstore.block import chain, salt_of_adapter
 from tests.builders import BLOCK_TOKENS, MODEL, a_joined_worker, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, Driver, the
 
-ADA, BOB = Adapter(ModelName("ada"), "1"), Adapter(ModelName("bob"), "1")
+ADA, BOB = LoraAdapter(ModelName("ada"), "1"), LoraAdapter(ModelName("bob"), "1")
 
 
 class Fleet(Driver):
-    def join_with(self, worker_id: str, *adapters: Adapter, slots: int = 1, role: Role = Role.DECODE, **fields) -> None:
+    def join_with(
+        self, worker_id: str, *adapters: LoraAdapter, slots: int = 1, role: Role = Role.DECODE, **fields
+    ) -> None:
         joined = a_joined_worker(worker_id, role, **fields)
         described = structs.replace(joined.description, adapters=adapters, adapter_slots=slots)
         self.send(structs.replace(joined, description=described))
 
     def loaded(self, worker_id: str, *names: str) -> None:
-        load = Load(running=0, waiting=0, kv_blocks_used=0, adapters=names)
+        load = LoadReport(running=0, waiting=0, kv_blocks_used=0, adapters=names)
         self.send(LoadReported(worker_id=WorkerId(worker_id), load=load))
 
-    def ask(self, request_id: str, adapter: Adapter | None, **fields) -> list:
+    def ask(self, request_id: str, adapter: LoraAdapter | None, **fields) -> list:
         salt = b"" if adapter is None else salt_of_adapter(adapter.identity)
         return self.send(an_arrival(request_id=request_id, adapter=adapter, salt=salt, **fields))
 
-    def placed(self, request_id: str, adapter: Adapter | None, **fields) -> str:
+    def placed(self, request_id: str, adapter: LoraAdapter | None, **fields) -> str:
         return the(Dispatch, self.ask(request_id, adapter, **fields)).worker_id
 
 
@@ -80,7 +82,7 @@ def test_when_the_batches_of_all_who_have_it_are_full_another_loads_it():
 def test_only_workers_that_have_the_adapter_are_candidates_and_the_others_say_why():
     fleet = Fleet(("d1", Role.DECODE))
     fleet.join_with("d2", BOB)
-    fleet.join_with("d3", Adapter(ADA.name, "2"))
+    fleet.join_with("d3", LoraAdapter(ADA.name, "2"))
     fleet.join_with("d4", ADA)
     fleet.join_with("d5", ADA)
     fleet.loaded("d5", "ada")
@@ -135,7 +137,7 @@ def test_an_adapters_blocks_are_no_hit_for_another_nor_for_the_model():
     fleet.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(names),)))
 
     uncached = {}
-    for request_id, adapter in (("a", ADA), ("b", BOB), ("c", Adapter(ADA.name, "2")), ("none", None)):
+    for request_id, adapter in (("a", ADA), ("b", BOB), ("c", LoraAdapter(ADA.name, "2")), ("none", None)):
         if adapter is None or adapter in (ADA, BOB):
             fleet.ask(request_id, adapter, tokens=prompt)
             uncached[request_id] = fleet.machine.explain(request_id).placements[0].uncached_tokens
@@ -154,7 +156,7 @@ def test_the_books_of_adapters_follow_the_requests():
     fleet.join_with(work.worker_id, ADA)
     assert fleet.placed("r2", ADA) == other
 
-    fleet.send(LoadReported(worker_id=WorkerId(other), load=Load(running=0, waiting=0, kv_blocks_used=0)))
+    fleet.send(LoadReported(worker_id=WorkerId(other), load=LoadReport(running=0, waiting=0, kv_blocks_used=0)))
 
 
 def test_a_worker_that_ends_a_request_has_its_slot_back():
@@ -179,7 +181,7 @@ def test_adapters_are_listed_as_models_of_their_parent():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB)
     fleet.join_with("d2", ADA)
-    fleet.join_with("x1", Adapter(ModelName("eve")), model=ModelName("other"))
+    fleet.join_with("x1", LoraAdapter(ModelName("eve")), model=ModelName("other"))
 
     assert cards(fleet) == {
         "tiny": ("", "", 2),
@@ -194,7 +196,7 @@ def test_adapters_are_listed_as_models_of_their_parent():
 def test_of_two_revisions_the_one_that_joined_first_counts(leaving):
     fleet = Fleet()
     fleet.join_with("d1", ADA)
-    fleet.join_with("d2", Adapter(ADA.name, "2"))
+    fleet.join_with("d2", LoraAdapter(ADA.name, "2"))
     assert cards(fleet)["ada"] == (MODEL, "1", 1)
 
     fleet.leave(leaving)
@@ -205,7 +207,7 @@ def test_of_two_revisions_the_one_that_joined_first_counts(leaving):
 def test_a_new_revision_takes_over_when_the_last_worker_of_the_old_one_drains():
     fleet = Fleet()
     fleet.join_with("d1", ADA)
-    fleet.join_with("d2", Adapter(ADA.name, "2"))
+    fleet.join_with("d2", LoraAdapter(ADA.name, "2"))
 
     fleet.send(WorkerDraining(worker_id=WorkerId("d1")))
 
@@ -214,7 +216,7 @@ def test_a_new_revision_takes_over_when_the_last_worker_of_the_old_one_drains():
 
 def test_a_model_goes_before_an_adapter_of_its_name():
     fleet = Fleet()
-    fleet.join_with("d1", Adapter(ModelName("other")))
+    fleet.join_with("d1", LoraAdapter(ModelName("other")))
     fleet.join_with("x1", model=ModelName("other"))
 
     assert cards(fleet) == {"tiny": ("", "", 1), "other": ("", "", 1)}

@@ -15,7 +15,7 @@ from fleet.router.holdings import MOST_PASSED
 from fleet.router.messages import KvChanged, ReplicaLeft, Ticked, Tuned, WorkerDraining, WorkerJoined
 from fleet.router.tenants import TenantSettings
 from fleet.router.waiting import EVIDENCE
-from fleet.work import Adapter, KvStored
+from fleet.work import KvStored, LoraAdapter
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_description, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, Driver, Refuse, the
@@ -221,7 +221,7 @@ def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_
 
 # Who waits for workers of its own.
 
-ADA = Adapter(ModelName("ada"))
+ADA = LoraAdapter(ModelName("ada"))
 PARTICULAR = [
     {"pin": WorkerId("busy")},
     {"labels": ("gold",)},

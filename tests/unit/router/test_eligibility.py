@@ -12,7 +12,7 @@ from fleet.router.eligibility import Unfit
 from fleet.router.impossible import Cause, Impossible, Wait
 from fleet.router.placement import Placed
 from fleet.router.settings import RouterSettings
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from tests.unit.router.rows import a_standing, decide
 
 SETTINGS = RouterSettings(oversubscribe=1.0)
@@ -44,7 +44,7 @@ IMPOSSIBLE = [
     ),
     (Cause.NO_LABEL, {"labels": ("gold",)}, [D, a_standing("s", labels=("silver",))], Reason.NO_WORKER, "labels"),
     (Cause.NONE_AMONG, {"among": (WorkerId("x"), WorkerId("p"))}, [D, P], Reason.NO_WORKER, ""),
-    (Cause.NO_ADAPTER, {"adapter": Adapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
+    (Cause.NO_ADAPTER, {"adapter": LoraAdapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
     (Cause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
     (
         Cause.NO_FORM,

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.text_codec import load_codec
 from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName
 from fleet.requests import (
     Admitted,
@@ -30,7 +30,7 @@ from fleet.router.generation import INLINE_CHARACTERS, Generation
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import MOST, TokenisingThreads
-from fleet.telemetry import Metrics
+from fleet.telemetry import RouterProcessMetrics
 from kvstore.block import salt_for
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
 from tests.fake_router import FakeRouter, a_card
@@ -62,7 +62,7 @@ def generations(codec):
     def make(
         router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings
     ) -> Generation:
-        metrics = Metrics(CollectorRegistry())
+        metrics = RouterProcessMetrics(CollectorRegistry())
         return Generation(
             router,
             {MODEL: codec} if codecs is None else codecs,
@@ -235,7 +235,7 @@ async def test_a_request_that_could_not_be_completed_is_refused_with_the_routers
     router.break_after = 2
     generation = generations(router)
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         await collect(generation.generate(a_request()))
 
     assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.WORKER_LOST, 1500)
@@ -294,7 +294,7 @@ async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):
 async def test_a_model_that_is_not_served_is_refused_with_those_that_are(generations, cards, model, reason, said):
     router = FakeRouter([5], cards=cards)
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         await collect(generations(router).generate(a_request(model=model)))
 
     assert refused.value.reason is reason
@@ -324,14 +324,14 @@ async def test_the_only_model_needs_no_name(generations):
 async def test_nothing_is_submitted_before_everything_was_checked(generations, request_: GenerateRequest):
     router = FakeRouter([5])
 
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRejected):
         await collect(generations(router).generate(request_))
 
     assert router.submitted == []
 
 
 async def test_a_deadline_that_has_passed_is_told_from_a_wrong_request(generations):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         await collect(generations(FakeRouter([5])).generate(a_request(deadline=Nanos(1))))
 
     assert (refused.value.reason, refused.value.field) == (Reason.DEADLINE_PASSED, "timeout_ms")
@@ -362,7 +362,7 @@ async def test_two_running_requests_cannot_have_one_id(generations):
     async with aclosing(generation.generate(a_request())) as events:
         await anext(events)
 
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRejected) as refused:
             await collect(generation.generate(a_request()))
 
     assert refused.value.field == "request_id"
@@ -396,7 +396,7 @@ async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(gener
             for number in range(MOST):
                 tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
             await asyncio.sleep(0)  # the loop still turns
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRejected) as refused:
                 await collect(generation.generate(a_request(id="one-more", prompt=TextPrompt(text))))
             may_go.set()
     finally:
@@ -411,7 +411,7 @@ async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt
     generation = generations(router, acme=TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),)))
 
     await collect(generation.generate(a_request(sampling=Sampling(max_tokens=1)), "Bearer key"))
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         await collect(generation.generate(a_request(), "Bearer other"))
 
     (arrived,) = router.submitted
@@ -425,7 +425,7 @@ async def test_prompts_and_answers_are_charged_to_their_tenant_and_nothing_is_su
     asked = a_request(prompt=TokenPrompt(a_prompt(10)), tenant="acme", sampling=Sampling(max_tokens=3))
 
     events = [event async for event in generation.generate(asked)]
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         await collect(generation.generate(asked))
 
     assert isinstance(events[0], Admitted)

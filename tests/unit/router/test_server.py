@@ -8,7 +8,7 @@ import pytest
 
 from fleet.adapters.clock import SystemClock
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
@@ -132,7 +132,7 @@ async def test_a_consumer_that_is_cancelled_while_waiting_stops_the_work():
 
 async def test_a_refusal_on_arrival_is_raised_on_entering():
     async with a_router() as router:
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(RequestRejected) as refusal:
             async with router.server.submit(an_arrival()):
                 pytest.fail("was entered")
 
@@ -148,7 +148,7 @@ async def test_a_refusal_later_on_is_raised_after_the_tokens_that_came_before():
             await answer(worker, start, 11)
             await worker.leave()
             assert (await anext(events)).token_ids == (11,)
-            with pytest.raises(Refused) as refusal:
+            with pytest.raises(RequestRejected) as refusal:
                 await anext(events)
 
         assert refusal.value.reason is Reason.WORKER_LOST
@@ -159,7 +159,7 @@ async def test_two_requests_of_one_name_cannot_run_at_once():
         worker = await router.join()
         async with router.server.submit(an_arrival()) as events:
             start = await a_start_at(worker)
-            with pytest.raises(Refused) as refusal:
+            with pytest.raises(RequestRejected) as refusal:
                 async with router.server.submit(an_arrival()):
                     pytest.fail("was entered")
             await answer(worker, start, 11, finish=Finish.STOP)
@@ -217,7 +217,7 @@ async def test_a_deadline_is_kept_without_anything_else_happening():
         soon = Nanos(router.clock.now() + 30 * MILLISECOND)
         async with router.server.submit(an_arrival(deadline=soon)) as events:
             start = await a_start_at(worker)
-            with pytest.raises(Refused) as refusal:
+            with pytest.raises(RequestRejected) as refusal:
                 await anext(events)
 
         assert refusal.value.reason is Reason.DEADLINE_PASSED
@@ -233,7 +233,7 @@ async def test_an_earlier_deadline_that_comes_later_is_not_overslept():
             await asyncio.sleep(0)  # the timer is set for the patient one
             hasty = an_arrival(request_id="hasty", deadline=Nanos(now + 20 * MILLISECOND))
             async with router.server.submit(hasty) as events:
-                with pytest.raises(Refused):
+                with pytest.raises(RequestRejected):
                     await anext(events)
 
 
@@ -245,11 +245,11 @@ async def test_stopping_the_router_refuses_open_streams_and_stops_their_work():
         async with router.server.submit(an_arrival()) as events:
             start = await a_start_at(worker)
             running.cancel()
-            with pytest.raises(Refused) as refusal:
+            with pytest.raises(RequestRejected) as refusal:
                 await anext(events)
             assert refusal.value.reason is Reason.DRAINING
             assert await worker.heard() == Cancel(request_id=start.request_id)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRejected):
         async with router.server.submit(an_arrival(request_id="later")):
             pytest.fail("was entered")
 
@@ -261,7 +261,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new():
             start = await a_start_at(worker)
             draining = tasks.create_task(router.server.drain(Nanos(10 * SECOND)))
             await asyncio.sleep(0)
-            with pytest.raises(Refused) as refusal:
+            with pytest.raises(RequestRejected) as refusal:
                 async with router.server.submit(an_arrival(request_id="late")):
                     pytest.fail("was entered")
             await answer(worker, start, 11, finish=Finish.STOP)
@@ -330,5 +330,5 @@ async def test_a_bug_met_in_a_decision_ends_the_router_whoever_brought_it_about(
 
     assert [refused.reason for refused in beside] == [Reason.DRAINING]
     assert [refused.reason for refused in told] == ([] if say is close else [Reason.DRAINING])
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRejected):
         router.server.open(an_arrival(request_id="later"), Told())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
-from fleet.errors import ConfigurationRefused, Reason, Refused
+from fleet.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.router.tenants import Left, Taken, Tenants, TenantSettings
 
 START = Nanos(5 * SECOND)
@@ -31,7 +31,7 @@ def limited(**settings):
 
 
 def refusal(call, *arguments):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         call(*arguments)
     return caught.value
 
@@ -158,7 +158,7 @@ def test_routers_that_tell_each_other_let_in_what_one_would():
         try:
             router.admit("acme", 10, START)
             admitted += 1
-        except Refused:
+        except RequestRejected:
             continue
         for each in routers:
             taken = each.taken().get("acme")
@@ -299,7 +299,7 @@ def test_routers_in_any_order_let_in_two_too_many_at_most(steps, limit):
                 continue
         try:
             here.admit("acme", 1, START)
-        except Refused:
+        except RequestRejected:
             continue
         let_in += 1
         for taken in here.taken().values():

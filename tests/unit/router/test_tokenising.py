@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.router.tokenising import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenisingThreads
 
 SIZE = 10_000
@@ -47,7 +47,7 @@ async def test_no_more_wait_than_so_many(threads):
     slow = Slow()
     waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         threads.run(slow, SIZE)
 
     assert refused.value.reason is Reason.QUEUE_FULL
@@ -79,7 +79,7 @@ async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(thr
     await asyncio.sleep(0)
     waiting = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
 
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRejected):
         threads.run(slow, SIZE)
 
     slow.go.set()
@@ -90,7 +90,7 @@ async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(thr
             try:
                 await threads.run(slow, SIZE)
                 break
-            except Refused:
+            except RequestRejected:
                 await asyncio.sleep(0)
 
 
@@ -113,7 +113,7 @@ async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
     slow = Slow()
     waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         threads.run(slow, VERY_LONG)
 
     assert refused.value.reason is Reason.QUEUE_FULL

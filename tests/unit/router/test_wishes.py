@@ -18,7 +18,7 @@ from fleet.router.placement import Decision, decide
 from fleet.router.sessions import SessionBinding
 from fleet.router.waiting import Waiting, WaitingRoom
 from fleet.router.wishes import NOBODY_KNOWN
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, Driver, the
 
@@ -132,7 +132,7 @@ def test_a_tenant_with_many_wishes_has_its_requests_in_their_order():
 
 # With a router around it.
 
-ADAPTERS = Adapter(ModelName("ada")), Adapter(ModelName("bob"))
+ADAPTERS = LoraAdapter(ModelName("ada")), LoraAdapter(ModelName("bob"))
 
 
 def a_router_with_small_and_large(**settings) -> tuple[Driver, Dispatch, Dispatch]:

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason, Refused
+from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName, RequestId
 from fleet.requests import Finish, Finished, TextPrompt, TokenPrompt, Usage
 from fleet.v1 import kserve_pb2 as pb
-from fleet.wire.kserve import MAX_ID_CHARACTERS, Inference, Part, decode_infer, encode_part, encode_refusal
+from fleet.wire.kserve import MAX_ID_CHARACTERS, KServePart, KServeRequest, decode_infer, encode_part, encode_refusal
 from tests.builders import token_ids
 from tests.fake_router import a_card
 
@@ -56,12 +56,12 @@ def packed(text: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text
 
 
-def decoded(message: pb.ModelInferRequest, latest: Nanos | None = None) -> Inference:
+def decoded(message: pb.ModelInferRequest, latest: Nanos | None = None) -> KServeRequest:
     return decode_infer(message, RequestId("r1"), NOW, latest)
 
 
-def refusal(message: pb.ModelInferRequest) -> Refused:
-    with pytest.raises(Refused) as raised:
+def refusal(message: pb.ModelInferRequest) -> RequestRejected:
+    with pytest.raises(RequestRejected) as raised:
         decoded(message)
     assert raised.value.message.startswith(f"{raised.value.field}: ")
     return raised.value
@@ -216,7 +216,7 @@ def test_outputs_have_the_shape_of_the_prompt_and_the_order_in_which_they_were_a
     message = raw(("text_input", "BYTES", [1, 1], packed(b"once")))
     message.outputs.extend(asked)
     usage = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
-    part = Part(text="é", token_ids=[7, 8], finished=Finished(finish=Finish.STOP, usage=usage, kv=()))
+    part = KServePart(text="é", token_ids=[7, 8], finished=Finished(finish=Finish.STOP, usage=usage, kv=()))
 
     response = encode_part(part, decoded(message).form, RequestId("r1"), a_card().name, str)
 
@@ -229,7 +229,7 @@ def test_outputs_have_the_shape_of_the_prompt_and_the_order_in_which_they_were_a
 
 
 def test_a_refusal_is_short_whatever_was_refused():
-    refused = Refused(Reason.INVALID_ARGUMENT, "x" * 10_000, field="text_input")
+    refused = RequestRejected(Reason.INVALID_ARGUMENT, "x" * 10_000, field="text_input")
 
     sent = encode_refusal(refused, "i" * 10_000, "m" * 10_000)
 
@@ -281,10 +281,10 @@ PARAMETERS = st.dictionaries(
     )
 )
 def test_whatever_is_sent_is_understood_or_refused_by_name(message):
-    refused: Refused | None = None
+    refused: RequestRejected | None = None
     try:
         inference = decoded(message)
-    except Refused as error:
+    except RequestRejected as error:
         refused = error
 
     if refused is not None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.errors import Refused
+from fleet.errors import RequestRejected
 from fleet.ids import ModelName, RequestId
 from fleet.requests import (
     Admitted,
@@ -130,7 +130,9 @@ def test_an_event_arrives_as_it_was_sent(event):
 def test_a_form_that_says_nothing_is_refused_since_the_answer_could_be_anything(form):
     message = pb.GenerateRequest(text="x", sampling=pb.Sampling(form=form))
 
-    with pytest.raises(Refused, match="must be one of json_object, json_schema, regex, grammar, choice") as refused:
+    with pytest.raises(
+        RequestRejected, match="must be one of json_object, json_schema, regex, grammar, choice"
+    ) as refused:
         decode_request(message, RequestId("r"), None)
 
     assert refused.value.field == "sampling.form"

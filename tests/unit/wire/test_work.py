@@ -11,30 +11,30 @@ from fleet.roles import KvPath, Phase, Role
 from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import (
-    Malformed,
+    MalformedMessage,
     decode_router_message,
     decode_worker_message,
     encode_router_message,
     encode_worker_message,
 )
 from fleet.work import (
-    Adapter,
     Cancel,
-    Description,
     Draining,
-    Golden,
     Goodbye,
     Handoff,
-    Hello,
     KvCleared,
     KvEvents,
     KvRemoved,
     KvStored,
-    Load,
+    LoadReport,
+    LoraAdapter,
     Progress,
     Rejected,
+    RouterHello,
     Start,
     Step,
+    TokenizerDigests,
+    WorkerDescription,
 )
 from kvstore.block import HashAlgorithm
 from kvstore.fingerprint import Fingerprint
@@ -106,7 +106,7 @@ starts = st.builds(
     session=TEXT,
     adapter=TEXT,
 )
-router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(Hello, router_id=NAME)
+router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(RouterHello, router_id=NAME)
 
 origins = st.builds(
     KvOrigin, source=st.sampled_from(Source), origin=TEXT, blocks=st.integers(0, 1000), bytes=st.integers(0, 2**64 - 1)
@@ -143,10 +143,12 @@ kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.buil
 worker_messages = (
     st.builds(Step, progress=st.lists(running | finished, max_size=4).map(tuple))
     | st.builds(KvEvents, sequence=st.integers(0, 2**64 - 1), events=st.lists(kv_events, max_size=3).map(tuple))
-    | st.builds(Load, running=U32, waiting=U32, kv_blocks_used=U32, adapters=st.lists(TEXT, max_size=2).map(tuple))
+    | st.builds(
+        LoadReport, running=U32, waiting=U32, kv_blocks_used=U32, adapters=st.lists(TEXT, max_size=2).map(tuple)
+    )
     | st.builds(Rejected, request_id=NAME.map(RequestId), reason=st.sampled_from(Reason), message=TEXT, field=TEXT)
     | st.builds(
-        Description,
+        WorkerDescription,
         worker_id=NAME.map(WorkerId),
         incarnation=NAME.map(Incarnation),
         model=NAME.map(ModelName),
@@ -163,9 +165,9 @@ worker_messages = (
         prefill_speed=st.floats(0.01, 100),
         decode_speed=st.floats(0.01, 100),
         labels=st.lists(TEXT, max_size=3).map(tuple),
-        adapters=st.lists(st.builds(Adapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
+        adapters=st.lists(st.builds(LoraAdapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
         adapter_slots=U32,
-        golden=st.none() | st.builds(Golden, tokens=TEXT, template=TEXT, blocks=TEXT),
+        golden=st.none() | st.builds(TokenizerDigests, tokens=TEXT, template=TEXT, blocks=TEXT),
         keeps_forms=st.booleans(),
         generation=TEXT,
     )
@@ -221,7 +223,7 @@ def test_the_wire_start_of_these_tests_is_sound():
     ],
 )
 def test_a_malformed_start_is_refused_by_field_and_request(start, field):
-    with pytest.raises(Malformed) as refused:
+    with pytest.raises(MalformedMessage) as refused:
         decode_router_message(pb.RouterMessage(start=start))
 
     assert refused.value.field == field
@@ -271,7 +273,7 @@ def a_wire_description(**changes) -> pb.Description:
     ],
 )
 def test_a_malformed_message_of_a_worker_is_refused_by_field(message, field):
-    with pytest.raises(Malformed) as refused:
+    with pytest.raises(MalformedMessage) as refused:
         decode_worker_message(message)
 
     assert refused.value.field == field

@@ -6,7 +6,7 @@ import pytest
 from fleet.errors import Reason
 from fleet.ids import ModelName
 from fleet.roles import KvPath, Phase, Role
-from fleet.work import Adapter
+from fleet.work import LoraAdapter
 from kvstore.fingerprint import Fingerprint, describe
 from tests.builders import a_handoff, a_start
 from tests.kv_shapes import a_typed_namespace
@@ -73,7 +73,7 @@ def test_a_worker_that_does_not_say_what_its_blocks_are_may_only_be_met_through_
     assert "in a way that is not told" in rejected.message
 
 
-ADAPTED = msgspec.structs.replace(FACTS, adapters=(Adapter(ModelName("ada"), "1"),), adapter_slots=1)
+ADAPTED = msgspec.structs.replace(FACTS, adapters=(LoraAdapter(ModelName("ada"), "1"),), adapter_slots=1)
 
 
 def test_work_with_an_adapter_that_another_may_have_is_to_be_tried_elsewhere():

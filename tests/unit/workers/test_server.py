@@ -13,15 +13,15 @@ from fleet.requests import Finish
 from fleet.roles import KvPath, Phase, Role
 from fleet.work import (
     Cancel,
-    Description,
     Draining,
     KvCleared,
     KvEvents,
     KvRemoved,
     KvStored,
-    Load,
+    LoadReport,
     Rejected,
     Step,
+    WorkerDescription,
 )
 from kvstore.block import chain
 from tests.engine_driving import fresh_prompt, greedy, work
@@ -165,11 +165,11 @@ async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is
 
         description, cache, load = router.heard[:3]
 
-        assert isinstance(description, Description)
+        assert isinstance(description, WorkerDescription)
         assert (description.worker_id, description.incarnation, description.role) == ("w1", "one", Role.BOTH)
         assert description.engine == "simulated 1"
         assert cache == KvEvents(sequence=0, events=(KvCleared(),))
-        assert load == Load(running=0, waiting=0, kv_blocks_used=0)
+        assert load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
 async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
@@ -314,7 +314,7 @@ async def test_a_router_that_reads_again_hears_everything_in_order():
         router.full = False
         router.session.flow()
 
-        assert isinstance(router.heard[0], Description)
+        assert isinstance(router.heard[0], WorkerDescription)
         assert (await router.end_of(start.request_id)).finish is Finish.LENGTH
         assert sum(len(one.token_ids) for one in router.progress(start.request_id)) == 20
 
@@ -331,12 +331,12 @@ async def test_a_router_that_connects_twice_keeps_the_newer_stream():
 
 async def test_load_is_reported_on_change_and_as_a_heartbeat():
     async with a_worker() as worker, worker.router() as router:
-        await router.until(lambda: len(router.all(Load)) >= 4)  # nothing happens, and still
+        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing happens, and still
         start = work(fresh_prompt(10), 2000)
         router.session.receive(start)
-        await router.until(lambda: any(load.running == 1 for load in router.all(Load)))
+        await router.until(lambda: any(load.running == 1 for load in router.all(LoadReport)))
         router.session.receive(Cancel(request_id=start.request_id))
-        await router.until(lambda: router.all(Load)[-1] == Load(running=0, waiting=0, kv_blocks_used=0))
+        await router.until(lambda: router.all(LoadReport)[-1] == LoadReport(running=0, waiting=0, kv_blocks_used=0))
 
 
 async def test_a_deadline_that_passes_ends_the_work():

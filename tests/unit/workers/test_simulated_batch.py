@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fleet.requests import Finish, KvOrigin, Sampling, Source
 from fleet.roles import KvPath, Phase
-from fleet.work import Load, Start
+from fleet.work import LoadReport, Start
 from tests.builders import a_prompt, a_start
 from workers.engines.simulated_batch import Batch
 from workers.engines.simulated_layout import EngineLayout
@@ -56,7 +56,7 @@ class Engine:
         self.add(*starts)
         while self.step():
             pass
-        assert self.batch.load == Load(running=0, waiting=0, kv_blocks_used=0)
+        assert self.batch.load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
 def alone(start: Start) -> tuple[list[int], Finish]:
@@ -109,7 +109,7 @@ def test_removing_at_any_time_frees_everything(starts, data):
         engine.batch.check()
         assert removed not in engine.batch
 
-    assert engine.batch.load == Load(running=0, waiting=0, kv_blocks_used=0)
+    assert engine.batch.load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
 def test_a_repeated_prompt_is_taken_from_the_cache_except_for_its_last_token():

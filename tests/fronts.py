@@ -14,7 +14,7 @@ from fleet.adapters.grpc_frontend import GrpcFrontend, open_grpc_frontend
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.text_codec import load_codec
 from fleet.router.generation import Generation
-from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings, HttpSettings
+from fleet.router.http_settings import DEFAULT_GRPC_LIMITS, GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import TokenisingThreads
@@ -48,7 +48,7 @@ async def open_fronts(
     tenants: Mapping[str, TenantSettings] | None = None,
     *,
     grpc_max_held_bytes: int = 1 << 30,
-    grpc: GrpcSettings = GRPC_LIMITS,
+    grpc: GrpcSettings = DEFAULT_GRPC_LIMITS,
     health_listen: str = "",
     **settings: float,
 ) -> AsyncIterator[Fronts]:

@@ -17,10 +17,10 @@ with atheris.instrument_imports(include=["fleet"]):
 
     from fleet.adapters.clock import SystemClock
     from fleet.adapters.connection_table import ConnectionTable
-    from fleet.adapters.http_messages import HeldBodies, KnownHeads
-    from fleet.adapters.http_protocol import Connection
+    from fleet.adapters.http_messages import HeadCache, HeldBodyBytes
+    from fleet.adapters.http_protocol import HttpConnection
     from fleet.adapters.limit_log import SlowClientLog
-    from fleet.adapters.openai_failures import explain
+    from fleet.adapters.openai_failures import http_error_body
     from fleet.adapters.openai_requests import read_chat, read_completion
     from fleet.clock import Nanos
     from fleet.errors import RequestRejected

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.http_frontend import HttpFrontend, open_http_frontend
 from fleet.adapters.openai_workers import ExternalBackends
-from fleet.adapters.prompt_keys import PrivateKeys, PromptReader
+from fleet.adapters.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.text_codec import load_codec
@@ -296,7 +296,7 @@ async def a_relay(
         [each.compared_tokens for each in settings.openai_workers],
         codec,
         clock,
-        None if "kv_events" in worker else PrivateKeys(),
+        None if "kv_events" in worker else SecretBlockKeys(),
     )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)

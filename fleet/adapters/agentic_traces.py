@@ -18,14 +18,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.adapters.trace_rows import LONGEST_PROMPT, Count, Line, Time, TraceRefused, decoded
+from fleet.adapters.trace_rows import LONGEST_PROMPT, Count, Time, TraceError, TraceLine, decode_row
 from fleet.clock import SECOND, Nanos
 from kvstore.replay import Request
 
 BLOCK_TOKENS = 512
 
 
-class Turn(Struct, frozen=True):
+class TraceTurn(Struct, frozen=True):
     """One request of a session."""
 
     request: Request  # its arrival: as recorded, from the session's first
@@ -33,10 +33,10 @@ class Turn(Struct, frozen=True):
     gap: Nanos = Nanos(0)  # from the last of these answers, or from the session's begin
 
 
-class Session(Struct, frozen=True):
+class TraceSession(Struct, frozen=True):
     """Requests that wait for each other, in an order in which they can be sent."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[TraceTurn, ...]
     begins: Nanos | None = None  # None: when there is room for it
 
 
@@ -61,7 +61,7 @@ class _SessionRow(Struct, frozen=True):
     requests: Annotated[tuple[_Row, ...], Meta(min_length=1)]
 
 
-class _Recorded(Struct, frozen=True):
+class _TimedRequest(Struct, frozen=True):
     """A request and whose it is."""
 
     request: Request
@@ -70,40 +70,42 @@ class _Recorded(Struct, frozen=True):
     parent: int  # agent that started this one; its own for the first
 
 
-def sessions_of(path: Path, lines: Iterator[Line]) -> Iterator[Session]:
+def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSession]:
     """One for each row.
 
     Raises:
         TraceRefused: A row is wrong.
     """
     for recorded in _rows(path, lines):
-        yield Session(tuple(_turns(recorded)))
+        yield TraceSession(tuple(_turns(recorded)))
 
 
-def requests_of(path: Path, lines: Iterator[Line], live: int) -> Iterator[Request]:
+def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[Request]:
     """The requests of all sessions as they were recorded, so many sessions of which run at a time."""
     return _interleaved(_rows(path, lines), live)
 
 
-def _rows(path: Path, lines: Iterator[Line]) -> Iterator[list[_Recorded]]:
+def _rows(path: Path, lines: Iterator[TraceLine]) -> Iterator[list[_TimedRequest]]:
     for session, (number, line) in enumerate(lines, 1):
-        row = decoded(path, number, line, _SessionRow)
+        row = decode_row(path, number, line, _SessionRow)
         if BLOCK_TOKENS % row.block_size:
-            raise TraceRefused(f"{path}:{number}: block_size: {row.block_size} does not divide {BLOCK_TOKENS}")
+            raise TraceError(f"{path}:{number}: block_size: {row.block_size} does not divide {BLOCK_TOKENS}")
         try:
-            recorded = sorted(_Unfolding(session, row.block_size).of(row.requests, "requests", 0.0, 0), key=_arrival)
+            recorded = sorted(
+                _SessionReader(session, row.block_size).of(row.requests, "requests", 0.0, 0), key=_arrival
+            )
         except ValueError as error:
-            raise TraceRefused(f"{path}:{number}: {error}") from error
+            raise TraceError(f"{path}:{number}: {error}") from error
         if not recorded:
-            raise TraceRefused(f"{path}:{number}: requests: none of them has a hash_delta")
+            raise TraceError(f"{path}:{number}: requests: none of them has a hash_delta")
         yield recorded
 
 
-def _arrival(recorded: _Recorded) -> Nanos:
+def _arrival(recorded: _TimedRequest) -> Nanos:
     return recorded.request.arrival
 
 
-class _Unfolding:
+class _SessionReader:
     """The requests of an agent and of its sub-agents."""
 
     def __init__(self, session: int, block_size: int):
@@ -112,7 +114,7 @@ class _Unfolding:
         self._gathered = BLOCK_TOKENS // block_size
         self._agents = 0
 
-    def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_Recorded]:
+    def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
         """Of one agent.
 
         Args:
@@ -152,10 +154,10 @@ class _Unfolding:
                 raise ValueError(f"{place}.hash_delta: an id is there twice, so it cannot name a prefix")
             arrival = Nanos(round((start + row.t) * SECOND))
             request = Request(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
-            yield _Recorded(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)
+            yield _TimedRequest(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)
 
 
-def _turns(recorded: list[_Recorded]) -> Iterator[Turn]:
+def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
     """What each request waited for."""
     final = {each.agent: index for index, each in enumerate(recorded)}
     latest: dict[int, int] = {}  # agent -> its latest turn
@@ -175,11 +177,11 @@ def _turns(recorded: list[_Recorded]) -> Iterator[Turn]:
                 started[agent].remove(child)
         latest[agent] = index
         ready = max((recorded[turn].end for turn in waits), default=recorded[0].request.arrival)
-        yield Turn(each.request, tuple(waits), Nanos(max(0, arrival - ready)))
+        yield TraceTurn(each.request, tuple(waits), Nanos(max(0, arrival - ready)))
 
 
-def _interleaved(sessions: Iterator[list[_Recorded]], live: int) -> Iterator[Request]:
-    upcoming: list[tuple[int, int, int, int, list[_Recorded]]] = []  # arrival, session, index, begin, requests
+def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[Request]:
+    upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []  # arrival, session, index, begin, requests
 
     def begin(now: int) -> None:
         session = next(sessions, None)

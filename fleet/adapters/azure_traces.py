@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fleet.adapters.trace_rows import LONGEST_NUMBER, LONGEST_PROMPT, Chain, Line, TraceRefused
+from fleet.adapters.trace_rows import LONGEST_NUMBER, LONGEST_PROMPT, TraceError, TraceLine, UnsharedNames
 from fleet.clock import Nanos
 from kvstore.replay import Request
 
@@ -20,7 +20,9 @@ def is_header(line: bytes) -> bool:
     return TIME.encode() in line and not line.lstrip().startswith((b"{", b"["))
 
 
-def requests_of(path: Path, header: Line, lines: Iterator[Line], chain: Chain, *, ordered: bool) -> Iterator[Request]:
+def azure_requests(
+    path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
+) -> Iterator[Request]:
     """One for each row, arrivals counted from the first.
 
     Args:
@@ -36,19 +38,19 @@ def requests_of(path: Path, header: Line, lines: Iterator[Line], chain: Chain, *
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):
         if name not in columns:
-            raise TraceRefused(f"{path}:{header[0]}: {name}: there is no such column")
+            raise TraceError(f"{path}:{header[0]}: {name}: there is no such column")
     time, prompt, answer = columns.index(TIME), columns.index(PROMPT), columns.index(ANSWER)
     began: datetime | None = None
     latest = 0
     for number, line in lines:
         fields = line.decode("ascii", "replace").split(",")
         if len(fields) != len(columns):
-            raise TraceRefused(f"{path}:{number}: has {len(fields)} fields, not {len(columns)}")
+            raise TraceError(f"{path}:{number}: has {len(fields)} fields, not {len(columns)}")
         moment = _moment(path, number, fields[time].strip())
         began = began or moment
         arrival = (moment - began) // MICROSECOND * 1000
         if ordered and arrival < latest:
-            raise TraceRefused(f"{path}:{number}: {TIME}: {fields[time].strip()} is before that of the row above")
+            raise TraceError(f"{path}:{number}: {TIME}: {fields[time].strip()} is before that of the row above")
         latest = arrival
         prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1, LONGEST_PROMPT)
         answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0, LONGEST_NUMBER)
@@ -59,12 +61,12 @@ def _moment(path: Path, number: int, text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise TraceRefused(f"{path}:{number}: {TIME}: {text!r} is no time") from error
+        raise TraceError(f"{path}:{number}: {TIME}: {text!r} is no time") from error
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
 
 
 def _tokens(path: Path, number: int, field: str, text: str, least: int, most: int) -> int:
     text = text.strip()
     if not (text.isascii() and text.isdecimal()) or len(text) > 13 or not least <= int(text) <= most:
-        raise TraceRefused(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} to {most}")
+        raise TraceError(f"{path}:{number}: {field}: {text!r} is no number of tokens from {least} to {most}")
     return int(text)

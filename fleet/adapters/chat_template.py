@@ -32,7 +32,7 @@ class ChatTemplate:
             ConfigurationRefused: The template is not valid; the message names `origin`.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -67,7 +67,7 @@ class ChatTemplate:
                 raise invalid(field, "the model's chat template knows no calls of tools; leave them out")
         try:
             return self._template.render(
-                messages=[_as_templates_have_it(message) for message in messages],
+                messages=[_template_message(message) for message in messages],
                 tools=json.loads(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=True,
@@ -77,7 +77,7 @@ class ChatTemplate:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
 
 
-def _as_templates_have_it(message: ChatMessage) -> dict[str, Any]:
+def _template_message(message: ChatMessage) -> dict[str, Any]:
     """As `transformers` gives messages to templates: arguments of calls are objects, and what is not said is not there."""
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -98,7 +98,7 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks what the assistant said, for training; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A connection that waits is in one of the groups of `Waiting`. A connection whose request is being served waits for nothing
+1. A connection that waits is in one of the groups of `WaitingFor`. A connection whose request is being served waits for nothing
    and never gives way.
 2. When the table is full, a newcomer takes the place of one that waits. First go connections that have owed something for
    `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. Where no connection has, the one goes that has
@@ -29,7 +29,7 @@ retransmission among them, and a tenth of what the first byte may take."""
 IPV6_NETWORK_BITS = 64  # what one customer usually has, so that its addresses count as one
 
 
-class Waiting(IntEnum):
+class WaitingFor(IntEnum):
     """Groups of connections that may give way, in the order in which they do once `GRACE_SECONDS` are over."""
 
     SILENT = 0
@@ -48,20 +48,20 @@ class Waiting(IntEnum):
     """The body of a request has begun and is not complete."""
 
 
-_OWING = (Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD)
+_OWING = (WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD)
 
 Client = TypeVar("Client")
 
 
-class Place(Generic[Client]):
+class ConnectionSlot(Generic[Client]):
     """One connection's place in the table; made by `ConnectionTable.admit`."""
 
     __slots__ = ("address", "client", "group", "left", "served", "since")
 
-    def __init__(self, client: Client, address: "_Address[Client]") -> None:
+    def __init__(self, client: Client, address: "_ClientAddress[Client]") -> None:
         self.client = client
         self.address = address
-        self.group: Waiting | None = None
+        self.group: WaitingFor | None = None
         """The group whose lists it is in; None: no longer in any."""
         self.since = 0.0
         """The time at which it began to wait in that group."""
@@ -71,10 +71,10 @@ class Place(Generic[Client]):
         """True if it was given up, or taken by a newcomer."""
 
 
-class Admission(Struct, Generic[Client], frozen=True):
+class ConnectionAdmission(Struct, Generic[Client], frozen=True):
     """The answer to a newcomer."""
 
-    place: Place[Client] | None = None
+    place: ConnectionSlot[Client] | None = None
     """Its place; None: it is refused."""
 
     displaced: Client | None = None
@@ -95,18 +95,18 @@ class ConnectionTable(Generic[Client]):
         self._most = most
         self._per_address = ceil(most * address_share)
         self._connections = 0
-        self._addresses: dict[str, _Address[Client]] = {}
+        self._addresses: dict[str, _ClientAddress[Client]] = {}
         self._waiting: _Groups[Client] = _Groups()
 
     def __len__(self) -> int:
         return self._connections
 
-    def admit(self, client: Client, address: str, now: float) -> Admission[Client]:
+    def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
         """Take a newcomer in, as one that is silent, if there is a place for it or one can be made.
 
         Args:
             client: The connection.
-            address: Its client's address, as `counted_address` gives it.
+            address: Its client's address, as `client_key` gives it.
             now: The present time in seconds, by a clock that never goes back.
         """
         known = self._addresses.get(address)
@@ -115,15 +115,15 @@ class ConnectionTable(Generic[Client]):
         elif self._connections >= self._most:
             displaced = self._first(self._waiting, now)
         else:
-            return Admission(self._enter(client, address, now))
+            return ConnectionAdmission(self._enter(client, address, now))
         if displaced is None:
             self.refused += 1
-            return Admission()
+            return ConnectionAdmission()
         self.displaced += 1
         self.remove(displaced)
-        return Admission(self._enter(client, address, now), displaced.client)
+        return ConnectionAdmission(self._enter(client, address, now), displaced.client)
 
-    def waits(self, place: Place[Client], group: Waiting, now: float) -> None:
+    def waits(self, place: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
         """Note that a connection waits from now on; nothing happens once it has left.
 
         A connection that has waited in that group all the time keeps its turn; one that was served goes to the end.
@@ -147,7 +147,7 @@ class ConnectionTable(Generic[Client]):
             place.address.waiting.to_end(place, group)
         place.served = False
 
-    def remove(self, place: Place[Client]) -> None:
+    def remove(self, place: ConnectionSlot[Client]) -> None:
         """Give a place up; a second time, nothing happens."""
         if place.left:
             return
@@ -163,7 +163,7 @@ class ConnectionTable(Generic[Client]):
         assert 0 <= self._connections <= self._most
         assert sum(each.connections for each in self._addresses.values()) == self._connections
         assert all(0 < each.connections <= self._per_address for each in self._addresses.values())
-        for group in Waiting:
+        for group in WaitingFor:
             members = self._waiting.of(group)
             assert all(place.group is group and not place.left for place in members)
             of_addresses = [place for each in self._addresses.values() for place in each.waiting.of(group)]
@@ -172,37 +172,37 @@ class ConnectionTable(Generic[Client]):
             since = [place.since for place in members]
             assert since == sorted(since)
 
-    def _first(self, waiting: "_Groups[Client]", now: float) -> Place[Client] | None:
+    def _first(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
         """Return the place that is given up next; None: all are served."""
-        longest: Place[Client] | None = None
+        longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
             place = self._longest(waiting, group)
             if place is not None and now - place.since >= GRACE_SECONDS:
                 return place
             if place is not None and (longest is None or place.since < longest.since):
                 longest = place
-        idle = self._longest(waiting, Waiting.IDLE)
+        idle = self._longest(waiting, WaitingFor.IDLE)
         if idle is not None and (longest is None or idle.since <= longest.since):
             return idle
-        return longest or self._longest(waiting, Waiting.BODY)
+        return longest or self._longest(waiting, WaitingFor.BODY)
 
-    def _longest(self, waiting: "_Groups[Client]", group: Waiting) -> Place[Client] | None:
+    def _longest(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
         """Return the place of that group that has waited longest; None: it has none."""
         while (first := waiting.first(group)) is not None and first.served:
             self._leave_group(first)
         return first
 
-    def _enter(self, client: Client, address: str, now: float) -> Place[Client]:
+    def _enter(self, client: Client, address: str, now: float) -> ConnectionSlot[Client]:
         known = self._addresses.get(address)
         if known is None:
-            known = self._addresses[address] = _Address(address)
+            known = self._addresses[address] = _ClientAddress(address)
         known.connections += 1
         self._connections += 1
-        place = Place(client, known)
-        self.waits(place, Waiting.SILENT, now)
+        place = ConnectionSlot(client, known)
+        self.waits(place, WaitingFor.SILENT, now)
         return place
 
-    def _leave_group(self, place: Place[Client]) -> None:
+    def _leave_group(self, place: ConnectionSlot[Client]) -> None:
         if place.group is not None:
             self._waiting.discard(place, place.group)
             place.address.waiting.discard(place, place.group)
@@ -216,34 +216,34 @@ class _Groups(Generic[Client]):
 
     def __init__(self) -> None:
         # By position and not by key, because hashing a member of an enum is slow.
-        self._members: list[OrderedDict[Place[Client], None] | None] = [None] * len(Waiting)
+        self._members: list[OrderedDict[ConnectionSlot[Client], None] | None] = [None] * len(WaitingFor)
 
-    def add(self, place: Place[Client], group: Waiting) -> None:
+    def add(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         if members is None:
             members = self._members[group] = OrderedDict()
         members[place] = None
 
-    def to_end(self, place: Place[Client], group: Waiting) -> None:
+    def to_end(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         assert members is not None
         members.move_to_end(place)
 
-    def discard(self, place: Place[Client], group: Waiting) -> None:
+    def discard(self, place: ConnectionSlot[Client], group: WaitingFor) -> None:
         members = self._members[group]
         assert members is not None
         del members[place]
 
-    def of(self, group: Waiting) -> list[Place[Client]]:
+    def of(self, group: WaitingFor) -> list[ConnectionSlot[Client]]:
         return list(self._members[group] or ())
 
-    def first(self, group: Waiting) -> Place[Client] | None:
+    def first(self, group: WaitingFor) -> ConnectionSlot[Client] | None:
         """Return the place that has been in that group longest; None: it has none."""
         members = self._members[group]
         return next(iter(members)) if members else None
 
 
-class _Address(Generic[Client]):
+class _ClientAddress(Generic[Client]):
     __slots__ = ("connections", "name", "waiting")
 
     def __init__(self, name: str) -> None:
@@ -252,7 +252,7 @@ class _Address(Generic[Client]):
         self.waiting: _Groups[Client] = _Groups()
 
 
-def counted_address(peername: object) -> str:
+def client_key(peername: object) -> str:
     """Return what connections are counted by: an IPv4 address, the /64 network of an IPv6 address, or "" for Unix sockets.
 
     Args:

@@ -72,7 +72,7 @@ class ControlAccess:
             address: Of the control port.
             field: Of the settings, where the credentials stand; the answer names fields in it.
         """
-        if is_private(address):
+        if is_unix_socket(address):
             return ""
         return diagnose_address(address, self._access.files, field=field, timeout_seconds=DIAGNOSIS_SECONDS)
 
@@ -81,7 +81,7 @@ OPEN_ACCESS = ControlAccess()
 """Asks for nothing, and proves nothing."""
 
 
-def control_access(field: str, credentials: Credentials) -> ControlAccess:
+def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
     """Read the files of credentials for a control port.
 
     Args:
@@ -97,7 +97,7 @@ def control_access(field: str, credentials: Credentials) -> ControlAccess:
         raise ConfigurationRefused(f"{field}.{str(error).removeprefix('credentials.')}") from error
 
 
-def caller_of(context: Any) -> str:
+def caller_name(context: Any) -> str:
     """Return who makes a call to a control port, as far as limits for each caller tell callers apart.
 
     That is the name in the certificate that the caller has shown; else the host that it calls from; on a Unix socket the user of it.
@@ -109,7 +109,7 @@ def caller_of(context: Any) -> str:
     return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 
 
-def is_private(address: str) -> bool:
+def is_unix_socket(address: str) -> bool:
     """True if an address is a Unix socket, whose file protects it."""
     return bool(unix_path(address))
 

@@ -25,7 +25,7 @@ from kvstore.errors import StoreNotStarted
 
 LONGEST_PARENT = 40  # characters, so that sockets stay below the 107 that Unix allows
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - see `private_folder`
-OTHERWISE = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
+ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
 EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
 THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
 
@@ -74,15 +74,17 @@ def private_folder() -> Path:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
     except OSError as error:
-        raise ConfigurationRefused(f"control_listen: {folder} cannot be made: {error.strerror}; {OTHERWISE}") from error
+        raise ConfigurationRefused(
+            f"control_listen: {folder} cannot be made: {error.strerror}; {ALTERNATIVES}"
+        ) from error
     if not _is_private(folder):
         raise ConfigurationRefused(
-            f"control_listen: {folder} is not a folder of this user alone (mode 0700, no link): remove it, or {OTHERWISE}"
+            f"control_listen: {folder} is not a folder of this user alone (mode 0700, no link): remove it, or {ALTERNATIVES}"
         )
     return folder
 
 
-def clear_socket(address: str) -> None:
+def remove_stale_socket(address: str) -> None:
     """Make way for a Unix socket at an address: remove one that nobody listens on.
 
     Raises:
@@ -91,11 +93,11 @@ def clear_socket(address: str) -> None:
     try:
         sockets.clear_path("control_listen", unix_path(address))
     except StoreNotStarted as error:
-        raise ConfigurationRefused(f"{error}; {OTHERWISE}") from error
+        raise ConfigurationRefused(f"{error}; {ALTERNATIVES}") from error
 
 
 @contextmanager
-def private_files() -> Iterator[None]:
+def private_umask() -> Iterator[None]:
     """Let files that are made meanwhile be this user's alone; nothing may be awaited within."""
     before = os.umask(0o077)
     try:

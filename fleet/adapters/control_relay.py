@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 
-from fleet.adapters.control_address import OTHERWISE, clear_socket, private_files
+from fleet.adapters.control_address import ALTERNATIVES, private_umask, remove_stale_socket
 from fleet.errors import ConfigurationRefused
 from kvstore.addresses import unix_path
 from kvstore.sockets import BACKLOG, identity, remove
@@ -37,7 +37,7 @@ async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncItera
     Raises:
         ConfigurationRefused: Another process listens there, or the path cannot be used.
     """
-    clear_socket(address)
+    remove_stale_socket(address)
     path = unix_path(address)
     relay = _ControlRelay([unix_path(each) for each in targets])
     listener = _bound(path)
@@ -62,12 +62,12 @@ def _bound(path: str) -> socket.socket:
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with private_files():
+        with private_umask():
             listener.bind(path)
     except OSError as error:
         listener.close()
         raise ConfigurationRefused(
-            f"control_listen: {path} cannot be bound: {error.strerror or error}; {OTHERWISE}"
+            f"control_listen: {path} cannot be bound: {error.strerror or error}; {ALTERNATIVES}"
         ) from error
     return listener
 

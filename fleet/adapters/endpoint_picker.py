@@ -24,8 +24,8 @@ from typing import Any
 import grpc
 
 from fleet.adapters.ext_proc import SERVICE
-from fleet.adapters.grpc_calls import Context, answered, serialize
-from fleet.adapters.grpc_options import client_options
+from fleet.adapters.grpc_calls import Context, answer_call, serialize
+from fleet.adapters.grpc_options import frontend_server_options
 from fleet.adapters.grpc_port import LIVENESS, open_port
 from fleet.adapters.grpc_selection import SelectionService
 from fleet.adapters.picker_call import PickerCall, PickerContext
@@ -53,7 +53,7 @@ async def open_endpoint_picker(
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    server = grpc.aio.server(options=client_options(shared=shared, connection_seconds=connection_seconds))
+    server = grpc.aio.server(options=frontend_server_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
     async with open_port(
         server, settings.listen, (READINESS, SERVICE), picker.ready, alive={LIVENESS: lambda: True}
@@ -110,7 +110,7 @@ class EndpointPicker:
                 await self._quiet.wait()
 
     async def _process(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        await answered(self._serve(messages, context), context)
+        await answer_call(self._serve(messages, context), context)
 
     async def _serve(self, messages: AsyncIterator[bytes], context: Context) -> None:
         self._calls += 1

@@ -23,7 +23,7 @@ from fleet.work import WorkerDescription
 
 log = logging.getLogger(__name__)
 
-OF_PREDICTIONS: Mapping[str, str] = {
+PREDICTION_GAUGES: Mapping[str, str] = {
     "error": "Median relative error of predictions, corrected by what was learnt of the worker",
     "close": "Share of predictions within a fifth of what came",
     "profile_error": "Median relative error of the profile alone",
@@ -34,7 +34,7 @@ OF_PREDICTIONS: Mapping[str, str] = {
 """Of `fleet.router.expectations.Expected`."""
 
 
-class LiveExpectations(Expectations):
+class PredictionMetrics(Expectations):
     """Implements `fleet.router.observed.Observer`; register it with a `CollectorRegistry`."""
 
     def __init__(self, profile_of: Callable[[WorkerDescription], Profile | None]):
@@ -53,7 +53,7 @@ class LiveExpectations(Expectations):
     def collect(self) -> Iterator[Metric]:
         expected = [] if self._over else self.expected()
         labels = ["worker", "of"]
-        for name, meaning in OF_PREDICTIONS.items():
+        for name, meaning in PREDICTION_GAUGES.items():
             gauge = GaugeMetricFamily(f"fleet_prediction_{name}", meaning, labels=labels)
             for each in expected:
                 gauge.add_metric([each.worker_id, each.kind], getattr(each, name))
@@ -69,7 +69,7 @@ class LiveExpectations(Expectations):
         yield drifts
 
 
-def live_expectations(profiles: Mapping[str, ProfileSettings]) -> LiveExpectations:
+def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> PredictionMetrics:
     """Of workers whose names begin with those of the profiles; the longest that fits counts.
 
     Raises:
@@ -81,7 +81,7 @@ def live_expectations(profiles: Mapping[str, ProfileSettings]) -> LiveExpectatio
         name = longest_prefix(worker.worker_id, known)
         return None if name is None else known[name]
 
-    return LiveExpectations(profile_of)
+    return PredictionMetrics(profile_of)
 
 
 def _profile(where: str, settings: ProfileSettings) -> Profile:

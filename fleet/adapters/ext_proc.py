@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from google.protobuf.struct_pb2 import Struct as Fields
 
-from fleet.adapters.openai_answers import error_object
+from fleet.adapters.openai_answers import error_body
 from fleet.adapters.status import REASON_STATUSES
 from fleet.errors import RequestRejected
 from fleet.router.picker_settings import endpoint_in
@@ -154,7 +154,7 @@ def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
     answer = pb.ImmediateResponse(
         status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
         headers=pb.HeaderMutation(set_headers=_set(told)),
-        body=error_object(refused),
+        body=error_body(refused),
         details=f"fleet_{refused.reason}",
     )
     return pb.ProcessingResponse(immediate_response=answer)

@@ -4,10 +4,10 @@ Rules:
 
 1. Recording never stops a router, and never makes it wait: lines are handed to a thread that writes them, ten times a second. What
    goes wrong ends the recording with a line in the log, and nothing else.
-2. A recording is bounded. What would go beyond `most_bytes`, or beyond `BEHIND_BYTES` that the disk has not taken, ends it: a part
+2. A recording is bounded. What would go beyond `most_bytes`, or beyond `MAX_BACKLOG_BYTES` that the disk has not taken, ends it: a part
    of a recording can be replayed from its beginning only, so the beginning is what is kept.
 3. A file that is there already is another process's last flight, and may be what somebody is about to look at. It is moved to
-   `.1`, what was there to `.2` and so on; the last `KEPT` are kept. Until the first event a recording is `.new`: routers that end
+   `.1`, what was there to `.2` and so on; the last `KEPT_RECORDINGS` are kept. Until the first event a recording is `.new`: routers that end
    before they heard of anything leave what is there alone.
 4. Events are complete: what the machine hears while it breaks is written too.
 """
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.recording_format import FORMAT, Head, Keys, end_line, entry_line, head_line
+from fleet.adapters.recording_format import FORMAT, Keys, RecordingHead, end_line, entry_line, head_line
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.requests import TokenBytes
@@ -37,17 +37,17 @@ from fleet.router.settings import RouterSettings
 log = logging.getLogger(__name__)
 
 MIB = 1 << 20
-BEHIND_BYTES = 64 * MIB
-EVERY_SECONDS = 0.1
+MAX_BACKLOG_BYTES = 64 * MIB
+WRITE_INTERVAL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # for what is left when the router ends
-KEPT = 3  # earlier recordings
+KEPT_RECORDINGS = 3  # earlier recordings
 DISTRIBUTION = "fleet-serving"
 
 
 class FlightRecorder:
     """One recording; a context manager. Implements `fleet.router.observed.Observer`, and is the hasher of its machine."""
 
-    def __init__(self, path: Path, most_bytes: int, head: Head, hasher: Hasher = hash_prompt):
+    def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: Hasher = hash_prompt):
         """Begin.
 
         Args:
@@ -74,8 +74,8 @@ class FlightRecorder:
         if path.exists() and not path.is_file():  # a device, say: what is there would be moved away
             raise ConfigurationRefused(f"record: {path}: Is no regular file; name another")
         try:
-            _new(path).touch(mode=0o600)
-            file = _new(path).open("wb", buffering=0)
+            _new_path(path).touch(mode=0o600)
+            file = _new_path(path).open("wb", buffering=0)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             raise ConfigurationRefused(f"record: {path}: {getattr(error, 'strerror', error)}") from error
         self._take(head_line(head))
@@ -118,7 +118,7 @@ class FlightRecorder:
         if len(line) > self._room:
             self._end("it has its full size (record_mib)")
             log.warning("recording stopped at its full size", extra={"path": str(self._path)})
-        elif self._behind - self._written > BEHIND_BYTES:
+        elif self._behind - self._written > MAX_BACKLOG_BYTES:
             self._end("the disk was too slow")
             log.warning("recording stopped, the disk is too slow", extra={"path": str(self._path)})
         else:
@@ -140,13 +140,13 @@ class FlightRecorder:
     def _write(self, file: BinaryIO) -> None:
         try:
             with file:
-                while not (self._stop.wait(EVERY_SECONDS) or self._heard):
+                while not (self._stop.wait(WRITE_INTERVAL_SECONDS) or self._heard):
                     pass
                 if not self._heard:
-                    _new(self._path).unlink()
+                    _new_path(self._path).unlink()
                     return
-                _make_way(self._path)
-                while not self._stop.wait(EVERY_SECONDS):
+                _rotate(self._path)
+                while not self._stop.wait(WRITE_INTERVAL_SECONDS):
                     self._drain(file)
                 self._drain(file)
         except OSError as error:
@@ -164,7 +164,7 @@ class FlightRecorder:
                 data = data[taken:]
 
 
-def recorded_machine(
+def open_recorded_machine(
     settings: RouterSettings, seed: int, policy: Policy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
     """A router's machine and the recorder that looks on; settings say where it writes.
@@ -179,7 +179,7 @@ def recorded_machine(
     Raises:
         ConfigurationRefused: It cannot be written there.
     """
-    head = Head(
+    head = RecordingHead(
         recording=FORMAT,
         fleet=version(DISTRIBUTION),
         began=now,
@@ -188,11 +188,11 @@ def recorded_machine(
         settings=settings,
     )
     recorder = FlightRecorder(Path(settings.record), settings.record_mib * MIB, head)
-    observer: Observer = recorder if also is None else _Both(recorder, also)
+    observer: Observer = recorder if also is None else _ObserverPair(recorder, also)
     return ObservedMachine(settings, Random(seed), policy, recorder.hash, observer=observer), recorder
 
 
-class _Both:
+class _ObserverPair:
     """Two observers, one after the other."""
 
     def __init__(self, first: Observer, second: Observer):
@@ -203,13 +203,13 @@ class _Both:
         self._second(now, event, commands)
 
 
-def _new(path: Path) -> Path:
+def _new_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def _make_way(path: Path) -> None:
+def _rotate(path: Path) -> None:
     """Move earlier recordings on, and this one to its place (rule 3)."""
-    earlier = [path.with_name(f"{path.name}.{number}") for number in range(KEPT, 0, -1)]
-    for later, sooner in pairwise([*earlier, path, _new(path)]):
+    earlier = [path.with_name(f"{path.name}.{number}") for number in range(KEPT_RECORDINGS, 0, -1)]
+    for later, sooner in pairwise([*earlier, path, _new_path(path)]):
         if sooner.exists():
             sooner.replace(later)

@@ -31,7 +31,7 @@ from kvstore.block import TOKEN_BYTES, chain, salt_for, salt_of_adapter
 
 log = logging.getLogger(__name__)
 
-TEXTS = (
+SAMPLE_TEXTS = (
     "Where did the train from Antwerp stop, and who got off?",
     "Grüße aus Łódź: naïve cafés, 東京の夜, Привет, 🚀🧪 and a\u00a0fixed space",
     "def f(x: int) -> int:\n\tif x < 0:\n\t\traise ValueError(x)\n    return x ** 2  # twice\n\n\n",
@@ -41,7 +41,7 @@ TEXTS = (
 )
 """What tokenizers differ in: words, scripts, indentation, digits, spaces, long runs, and what looks like their special tokens."""
 
-CONVERSATIONS = (
+SAMPLE_CONVERSATIONS = (
     (ChatMessage(role="user", content="Is it raining?"),),
     (
         ChatMessage(role="user", content="Name a river."),
@@ -56,7 +56,7 @@ BLOCKS = 4
 def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
     """What is made of the golden prompts here."""
     return TokenizerDigests(
-        tokens="" if codec is None else _digest([codec.encode(text) for text in TEXTS]),
+        tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
         template="" if codec is None else _template(codec),
         blocks=_blocks(block_tokens),
     )
@@ -145,7 +145,7 @@ class TokenizerCheck:
 
 def _template(codec: TextCodec) -> str:
     try:
-        return _digest([codec.render(messages) for messages in CONVERSATIONS])
+        return _digest([codec.render(messages) for messages in SAMPLE_CONVERSATIONS])
     except RequestRejected:
         return ""  # it has none, or one that takes no such conversations
 

@@ -13,7 +13,7 @@ from typing import Any, Never, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from fleet.adapters.grpc_errors import grpc_status_of
+from fleet.adapters.grpc_errors import encode_status
 from fleet.errors import Reason, RequestRejected, internal_error
 
 log = logging.getLogger(__name__)
@@ -28,41 +28,41 @@ Answer = TypeVar("Answer")
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-class CallerGone(Exception):
+class CallerDisconnected(Exception):
     """Nobody is left to tell anything."""
 
 
-async def answered(call: Awaitable[Answer], context: Context) -> Answer:
+async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
     """What a call answers; where it is refused, or has a bug, the client is told in its way."""
     try:
         return await call
     except RequestRejected as refused:
-        await abort(context, refused)
+        await abort_call(context, refused)
     except grpc.aio.AbortError:
         raise
-    except (CallerGone, grpc.aio.BaseError):  # the latter where a library writes
+    except (CallerDisconnected, grpc.aio.BaseError):  # the latter where a library writes
         raise asyncio.CancelledError from None  # which the library is about to find out; it would complain of a status
     except Exception:  # supervisor: a bug in one call does not end the others
         log.exception("call failed")
-        await abort(context, internal_error())
+        await abort_call(context, internal_error())
 
 
-def unary(method: Callable[[bytes], Awaitable[Message]]) -> Any:
+def unary_handler(method: Callable[[bytes], Awaitable[Message]]) -> Any:
     """A method that takes bytes and gives one answer."""
-    return unary_in_context(lambda content, _: method(content))
+    return unary_context_handler(lambda content, _: method(content))
 
 
-def unary_in_context(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
+def unary_context_handler(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
     """The same, of a method that looks at its call as well."""
 
     async def handle(content: bytes, context: Context) -> Message:
-        return await answered(method(content, context), context)
+        return await answer_call(method(content, context), context)
 
     handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
     return handler(handle, response_serializer=serialize)
 
 
-def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
+def parse_message(kind: type[AnyMessage], content: bytes) -> AnyMessage:
     """The message in `content`.
 
     Raises:
@@ -79,8 +79,8 @@ def parse(kind: type[AnyMessage], content: bytes) -> AnyMessage:
         raise RequestRejected(Reason.INVALID_ARGUMENT, cause) from error
 
 
-class Writer:
-    """What a call writes many messages with; made by `writing`."""
+class MessageWriter:
+    """What a call writes many messages with; made by `open_writer`."""
 
     def __init__(self, context: Context, limit: asyncio.Timeout) -> None:
         self._context = context
@@ -100,7 +100,7 @@ class Writer:
         try:
             await self._context.write(message)
         except grpc.aio.BaseError as error:
-            raise CallerGone from error
+            raise CallerDisconnected from error
         finally:
             self._since = None
 
@@ -117,8 +117,8 @@ class Writer:
 
 
 @asynccontextmanager
-async def writing(context: Context) -> AsyncGenerator[Writer]:
-    """For calls that write a message for each token: one timer a call, where `send` has one a message, which costs a fifth of it.
+async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
+    """For calls that write a message for each token: one timer a call, where `send_message` has one a message, which costs a fifth of it.
 
     Raises:
         CallerGone: The caller did not read for too long.
@@ -126,7 +126,7 @@ async def writing(context: Context) -> AsyncGenerator[Writer]:
     limit = asyncio.timeout(None)
     try:
         async with limit:
-            writer = Writer(context, limit)
+            writer = MessageWriter(context, limit)
             try:
                 yield writer
             finally:
@@ -134,10 +134,10 @@ async def writing(context: Context) -> AsyncGenerator[Writer]:
     except TimeoutError as error:
         if not limit.expired():
             raise
-        raise CallerGone from error
+        raise CallerDisconnected from error
 
 
-async def send(context: Context, message: Message) -> None:
+async def send_message(context: Context, message: Message) -> None:
     """Write one message of a stream, when the caller reads.
 
     Raises:
@@ -147,7 +147,7 @@ async def send(context: Context, message: Message) -> None:
         async with asyncio.timeout(_write_seconds(context)):
             await context.write(message)
     except (grpc.aio.BaseError, TimeoutError) as error:
-        raise CallerGone from error
+        raise CallerDisconnected from error
 
 
 def _write_seconds(context: Context) -> float:
@@ -160,7 +160,7 @@ def serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def authorization(context: Context) -> str:
+def authorization_of(context: Context) -> str:
     """What a call says to prove its tenant; empty: nothing."""
     for key, value in context.invocation_metadata() or ():
         if key == "authorization":
@@ -168,6 +168,6 @@ def authorization(context: Context) -> str:
     return ""
 
 
-async def abort(context: Context, refused: RequestRejected) -> Never:
-    await context.abort_with_status(grpc_status_of(refused))
+async def abort_call(context: Context, refused: RequestRejected) -> Never:
+    await context.abort_with_status(encode_status(refused))
     raise AssertionError  # aborting raises

@@ -9,7 +9,7 @@ import msgspec
 from google.protobuf.message import Message
 from msgspec import structs
 
-from fleet.adapters.grpc_calls import parse, unary
+from fleet.adapters.grpc_calls import parse_message, unary_handler
 from fleet.errors import Reason, RequestRejected, invalid, split_validation_error
 from fleet.ids import RequestId
 from fleet.requests import ModelCard
@@ -62,10 +62,14 @@ class ClusterService:
         self._others = others
 
     def methods(self) -> dict[str, Any]:
-        return {"Status": unary(self._status), "Explain": unary(self._explain), "Tune": unary(self._tune)}
+        return {
+            "Status": unary_handler(self._status),
+            "Explain": unary_handler(self._explain),
+            "Tune": unary_handler(self._tune),
+        }
 
     async def _status(self, content: bytes) -> Message:
-        parse(pb.StatusRequest, content)
+        parse_message(pb.StatusRequest, content)
         snapshot = self._router.status()
         counters = snapshot.counters
         response = pb.StatusResponse(
@@ -96,7 +100,7 @@ class ClusterService:
         return response
 
     async def _explain(self, content: bytes) -> Message:
-        request_id = RequestId(parse(pb.ExplainRequest, content).request_id)
+        request_id = RequestId(parse_message(pb.ExplainRequest, content).request_id)
         if (explanation := self._router.explain(request_id)) is not None:
             return encode_explanation(explanation)
         if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
@@ -105,10 +109,10 @@ class ClusterService:
         raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
 
     async def _tune(self, content: bytes) -> Message:
-        asked = parse(pb.TuneRequest, content)
+        asked = parse_message(pb.TuneRequest, content)
         changes = {field.name: value for field, value in asked.ListFields()}
         if changes:
-            thresholds = checked_thresholds(structs.asdict(self._router.thresholds()) | changes)
+            thresholds = parse_thresholds(structs.asdict(self._router.thresholds()) | changes)
             self._router.tune(thresholds)
             if self._others is not None:
                 self._others.tuned(thresholds)
@@ -131,7 +135,7 @@ def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStore
     return ask
 
 
-def checked_thresholds(values: dict[str, Any]) -> Thresholds:
+def parse_thresholds(values: dict[str, Any]) -> Thresholds:
     """Thresholds by name.
 
     Raises:

@@ -13,22 +13,24 @@ IDENTITY: Final = b"identity"
 _WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # of zlib, for a header of gzip or its own
 ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # as they are called in `grpc-encoding`
 
-MOST_TIMES: Final = 32  # as long; prose becomes 3 to 5 times as long, and token ids less
-ALWAYS_BYTES: Final = 256 << 10  # a prompt that says one word again and again is no bomb: this takes half a millisecond
+MAX_RATIO: Final = 32  # as long; prose becomes 3 to 5 times as long, and token ids less
+ALWAYS_ALLOWED_BYTES: Final = (
+    256 << 10
+)  # a prompt that says one word again and again is no bomb: this takes half a millisecond
 
 
-class UnpacksToTooMuch(Exception):
+class DecompressedTooLarge(Exception):
     """A message that would become longer than it may."""
 
 
-def unpack(content: bytes, encoding: bytes) -> bytes:
+def decompress_message(content: bytes, encoding: bytes) -> bytes:
     """The message in `content`.
 
     Raises:
         UnpacksToTooMuch: No more of it was unpacked than is allowed; the message says how much that is.
         ValueError: It is no such message.
     """
-    most = min(LONGEST_REQUEST_BYTES, max(ALWAYS_BYTES, MOST_TIMES * len(content)))
+    most = min(LONGEST_REQUEST_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * len(content)))
     unpacking = zlib.decompressobj(_WINDOWS[encoding])
     try:
         message = unpacking.decompress(content, most + 1)
@@ -36,7 +38,9 @@ def unpack(content: bytes, encoding: bytes) -> bytes:
         raise ValueError(str(error)) from error
     if len(message) > most:
         advice = "; send it uncompressed" if most < LONGEST_REQUEST_BYTES else ""
-        raise UnpacksToTooMuch(f"the message has {len(content)} bytes, and must not unpack to more than {most}{advice}")
+        raise DecompressedTooLarge(
+            f"the message has {len(content)} bytes, and must not unpack to more than {most}{advice}"
+        )
     if not unpacking.eof or unpacking.unused_data:
         raise ValueError("it ends too early, or too late")
     return message

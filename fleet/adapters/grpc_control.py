@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 
 from fleet.adapters.control_access import ControlAccess
-from fleet.adapters.control_address import clear_socket, control_socket, private_files, private_folder
+from fleet.adapters.control_address import control_socket, private_folder, private_umask, remove_stale_socket
 from fleet.adapters.grpc_cluster import ClusterService, PeerRoutersApi, RouterApi, store_status_call
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from fleet.adapters.grpc_port import Server, open_port
+from fleet.adapters.grpc_port import GrpcServerApi, open_port
 from kvstore.access import OPEN, Access
 from kvstore.addresses import unix_path
 from kvstore.sockets import identity, remove
@@ -32,7 +32,7 @@ async def open_control_port(
     serving: Callable[[], bool],
     *,
     grpc_address: str,
-    services: Mapping[str, Callable[[Server], None]] | None = None,
+    services: Mapping[str, Callable[[GrpcServerApi], None]] | None = None,
     store: str = "",
     store_access: Access = OPEN,
     shared: bool = False,
@@ -73,8 +73,8 @@ async def open_control_port(
         def bind(server: Any, address: str) -> int:
             if not (path := unix_path(address)):
                 return access.bind(server, address)
-            clear_socket(address)
-            with private_files():
+            remove_stale_socket(address)
+            with private_umask():
                 port = access.bind(server, address)
             Path(path).chmod(0o600)
             held.callback(

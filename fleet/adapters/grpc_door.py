@@ -13,24 +13,24 @@ from fleet.router.http_settings import ORDINARY_BODY_BYTES
 RETRY_AFTER_MS = 1000
 
 
-def too_many_long_requests() -> RequestRejected:
+def long_message_rejection() -> RequestRejected:
     """Return the refusal of a message for which there is no room."""
     return RequestRejected(
         Reason.QUEUE_FULL, "too many long requests are being taken in; retry later", retry_after_ms=RETRY_AFTER_MS
     )
 
 
-class Holding(Protocol):
+class MessageMemory(Protocol):
     """The part of `fleet.adapters.grpc_http2.Http2Server` that counts messages while they arrive."""
 
     held_bytes: int
     max_held_bytes: int
 
 
-class Door:
+class RequestIntake:
     """Open until `drain`."""
 
-    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
         """Nothing runs yet.
 
         Args:
@@ -72,7 +72,7 @@ class Door:
         """
         server = self._server
         if size > ORDINARY_BODY_BYTES and server.held_bytes + size > server.max_held_bytes:
-            raise too_many_long_requests()
+            raise long_message_rejection()
         server.held_bytes += size
         try:
             yield

@@ -14,7 +14,7 @@ from fleet.v1 import inference_pb2 as pb
 MAX_MESSAGE_CHARACTERS = 500  # it is sent three times in metadata, of which clients take 8 KiB
 
 
-def grpc_status_of(refused: RequestRejected) -> Any:
+def encode_status(refused: RequestRejected) -> Any:
     """What `ServicerContext.abort_with_status` takes."""
     message = (
         refused.message

@@ -8,15 +8,23 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.grpc_calls import Context, answered, authorization, parse, serialize, unary_in_context, writing
-from fleet.adapters.grpc_door import Door, Holding
+from fleet.adapters.grpc_calls import (
+    Context,
+    answer_call,
+    authorization_of,
+    open_writer,
+    parse_message,
+    serialize,
+    unary_context_handler,
+)
+from fleet.adapters.grpc_door import MessageMemory, RequestIntake
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
 from fleet.clock import Clock
 from fleet.ids import RequestId
 from fleet.requests import Admitted
 from fleet.router.generation import Generation
-from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
+from fleet.router.http_settings import DEFAULT_GRPC_LIMITS, GrpcSettings
 from fleet.v1 import inference_pb2
 from fleet.wire.public import decode_request, encode_event, encode_model
 
@@ -30,7 +38,7 @@ async def open_grpc_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
-    limits: GrpcSettings = GRPC_LIMITS,
+    limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["GrpcFrontend"]:
@@ -60,9 +68,9 @@ async def open_grpc_frontend(
 class GrpcFrontend:
     """Made by `open_grpc_frontend`."""
 
-    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.door = Door(generation, clock, server)
+        self.door = RequestIntake(generation, clock, server)
         self._generation = generation
 
     def inference(self) -> grpc.GenericRpcHandler:
@@ -70,16 +78,16 @@ class GrpcFrontend:
         stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
         inference = {
             "Generate": stream(self._generate, response_serializer=serialize),
-            "ListModels": unary_in_context(self._list_models),
+            "ListModels": unary_context_handler(self._list_models),
         }
         return grpc.method_handlers_generic_handler(INFERENCE, inference)
 
     async def _generate(self, content: bytes, context: Context) -> None:
-        await answered(self._stream(content, context), context)
+        await answer_call(self._stream(content, context), context)
 
     async def _stream(self, content: bytes, context: Context) -> None:
         self.door.check()
-        message = parse(inference_pb2.GenerateRequest, content)
+        message = parse_message(inference_pb2.GenerateRequest, content)
         deadline = self.door.deadline(context, message.timeout_ms)
         request = decode_request(message, RequestId(uuid4().hex), deadline)
         model = request.model
@@ -87,15 +95,15 @@ class GrpcFrontend:
         def token_text(token_id: int) -> str:
             return self._generation.token_text(model, token_id)
 
-        events = self._generation.generate(request, authorization(context))
+        events = self._generation.generate(request, authorization_of(context))
         with self.door.holding(len(content)):
-            async with writing(context) as writer, aclosing(events):
+            async with open_writer(context) as writer, aclosing(events):
                 async for event in events:
                     if isinstance(event, Admitted):
                         model = event.model
                     await writer.send(encode_event(event, token_text))
 
     async def _list_models(self, content: bytes, context: Context) -> Message:
-        parse(inference_pb2.ListModelsRequest, content)
-        self._generation.identify(authorization(context))
+        parse_message(inference_pb2.ListModelsRequest, content)
+        self._generation.identify(authorization_of(context))
         return inference_pb2.ListModelsResponse(models=[encode_model(card) for card in self._generation.models()])

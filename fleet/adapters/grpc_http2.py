@@ -29,16 +29,16 @@ import grpc
 import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
-from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
+from fleet.adapters.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
 from fleet.adapters.grpc_http2_call import CallContext
 from fleet.adapters.limit_log import ConnectionLimitLog, SlowClientLog
-from fleet.adapters.listening import prepare
-from fleet.adapters.slow_reader import SlowReader, WriteBuffer
-from fleet.router.http_settings import GRPC_LIMITS, MIB, GrpcSettings
+from fleet.adapters.listening import configure_client_socket
+from fleet.adapters.slow_reader import SlowReader, WriteBufferCounter
+from fleet.router.http_settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections take over HTTP
 MAX_CALLS = 32_768  # at once
-UNREAD_BYTES = 8 << 10  # of one call, from which on its writer waits
+MAX_QUEUED_BYTES = 8 << 10  # of one call, from which on its writer waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 GOING_SECONDS = 1.0  # between the word that a connection ends and the last call that it takes
@@ -56,7 +56,7 @@ SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}  # streams at once, window
 WINDOW_BYTES = 4 << 20  # of a connection
 
 
-class _Called:
+class _CallDetails:
     """A call as handlers are looked up by. Implements `grpc.HandlerCallDetails`."""
 
     def __init__(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> None:
@@ -72,7 +72,7 @@ class Http2Server:
         *,
         shared: bool = False,
         connection_seconds: float = 0,
-        limits: GrpcSettings = GRPC_LIMITS,
+        limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
         max_held_bytes: int = 1024 * MIB,
     ) -> None:
         """Nothing is bound before `add_insecure_port`, and nobody served before `start`.
@@ -86,9 +86,9 @@ class Http2Server:
         """
         self.limits = limits
         self.max_held_bytes = max_held_bytes
-        self.table: ConnectionTable[Connection] = ConnectionTable(limits.max_connections, limits.address_share)
+        self.table: ConnectionTable[Http2Connection] = ConnectionTable(limits.max_connections, limits.address_share)
         self.connection_seconds = connection_seconds
-        self.connections: dict[Connection, None] = {}
+        self.connections: dict[Http2Connection, None] = {}
         self.calls = 0
         self.held_bytes = 0
         self.closing = False
@@ -119,10 +119,10 @@ class Http2Server:
         try:
             if listen.startswith("unix:"):
                 path = Path(listen.removeprefix("unix:"))
-                self._sockets.append(_bound_to_path(path))
+                self._sockets.append(_bind_path(path))
                 self._paths.append(path)
                 return 1
-            bound = _bound_to_host(listen, shared=self._shared)
+            bound = _bind_host(listen, shared=self._shared)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"cannot listen on {listen}: {error}") from error
         self._sockets += bound
@@ -132,7 +132,7 @@ class Http2Server:
         loop = asyncio.get_running_loop()
         for bound in self._sockets:
             make = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
-            self._servers.append(await make(lambda: Connection(self), sock=bound, backlog=BACKLOG))
+            self._servers.append(await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG))
         self._sweep = loop.create_task(self._look_after())
 
     async def stop(self, grace: float | None) -> None:
@@ -168,25 +168,25 @@ class Http2Server:
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any:
         """What serves a method; None: nothing does."""
-        called = _Called(method, metadata)
+        called = _CallDetails(method, metadata)
         return next((found for each in self._handlers if (found := each.service(called)) is not None), None)
 
     def refusal(self) -> str:
         """Why it takes no call now; empty: it does."""
         if self.closing:
             return "the server is going away"
-        if self.calls > MAX_CALLS or self.crowded(long=False):
+        if self.calls > MAX_CALLS or self.over_memory_limit(long=False):
             return "too many calls run at once; retry later"
         return ""
 
-    def crowded(self, *, long: bool) -> bool:
+    def over_memory_limit(self, *, long: bool) -> bool:
         """Return whether it holds as much of what was sent to it as it will while messages arrive.
 
         Services refuse long messages that have arrived by `max_held_bytes`, in their own words; here are the bounds beyond that.
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
-    def left(self, connection: "Connection") -> None:
+    def left(self, connection: "Http2Connection") -> None:
         self.connections.pop(connection, None)
         if connection.place is not None:
             self.table.remove(connection.place)
@@ -213,22 +213,22 @@ class Http2Server:
             self.slow_log.tell(now, self._listen)
 
 
-class Connection(asyncio.Protocol):
-    """One client. Implements `fleet.adapters.grpc_http2_call.Line`."""
+class Http2Connection(asyncio.Protocol):
+    """One client. Implements `fleet.adapters.grpc_http2_call.Http2ConnectionApi`."""
 
     def __init__(self, server: Http2Server) -> None:
         self.server = server
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.place: Place[Connection] | None = None  # in the server's table; None: there was none
+        self.place: ConnectionSlot[Http2Connection] | None = None  # in the server's table; None: there was none
         self._waiting: dict[CallContext, None] = {}  # for their callers to read
         self._ending: dict[CallContext, None] = {}  # that have said all, and whose callers have not
         self._transport: asyncio.Transport
         self._flushing = False
         self._paused = False
         self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
-        self._buffer = WriteBuffer()
+        self._buffer = WriteBufferCounter()
         self._spoke = False
         self._gone = False
         self._going_at: float | None = None
@@ -242,14 +242,14 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        prepare(transport.get_extra_info("socket"))
+        configure_client_socket(transport.get_extra_info("socket"))
         if self.server.closing:
             self._transport.abort()
             return
-        address = counted_address(transport.get_extra_info("peername"))
+        address = client_key(transport.get_extra_info("peername"))
         admission = self.server.table.admit(self, address, self.loop.time())
         if admission.displaced is not None:
-            admission.displaced.give_way()
+            admission.displaced.displace()
         self.place = admission.place
         if self.place is None:
             self._transport.abort()
@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
         return f"ipv4:{name[0]}:{name[1]}" if len(name) == 2 else f"ipv6:[{name[0]}]:{name[1]}"
 
     def full(self, stream: int) -> bool:
-        return self._paused or self.http.queued_body_size(stream) > UNREAD_BYTES
+        return self._paused or self.http.queued_body_size(stream) > MAX_QUEUED_BYTES
 
     def soon(self) -> None:
         if not self._flushing:
@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
         for call in list(self.calls.values()):
             call.look(now)
 
-    def give_way(self) -> None:
+    def displace(self) -> None:
         """Close at once, since the table needs the place; there are no calls."""
         if self._spoke and not self._last_word:
             with contextlib.suppress(ngh2.NGH2Error):  # it is ending already
@@ -416,7 +416,7 @@ class Connection(asyncio.Protocol):
         for call in list(self._waiting):
             if not self.full(call.stream):
                 del self._waiting[call]
-                call.go_on()
+                call.resume_writer()
         if not self.http.want_read and not self.http.want_write:
             self._transport.close()
 
@@ -462,7 +462,7 @@ class Connection(asyncio.Protocol):
     def _waits(self) -> None:
         """Say in the table that there are no calls."""
         if self.place is not None:
-            self.server.table.waits(self.place, Waiting.IDLE, self.loop.time())
+            self.server.table.waits(self.place, WaitingFor.IDLE, self.loop.time())
 
     def _take_no_more(self) -> None:
         if not self._last_word:
@@ -473,7 +473,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
 
-def _bound_to_host(listen: str, *, shared: bool) -> list[socket.socket]:
+def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:  # a port alone would be open to everybody
         raise ValueError("must be host:port")
@@ -511,7 +511,7 @@ def _bound_to_host(listen: str, *, shared: bool) -> list[socket.socket]:
     return bound
 
 
-def _bound_to_path(path: Path) -> socket.socket:
+def _bind_path(path: Path) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):  # of one that was killed, or of one that listens

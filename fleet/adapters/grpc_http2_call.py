@@ -24,9 +24,9 @@ from urllib.parse import quote
 import grpc
 import ngh2
 
-from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, UnpacksToTooMuch, unpack
-from fleet.adapters.grpc_door import too_many_long_requests
-from fleet.adapters.grpc_errors import grpc_status_of
+from fleet.adapters.grpc_compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
+from fleet.adapters.grpc_door import long_message_rejection
+from fleet.adapters.grpc_errors import encode_status
 from fleet.adapters.limit_log import SlowClientLog
 from fleet.adapters.slow_reader import SlowReader
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, GrpcSettings
@@ -46,7 +46,7 @@ UNREAD_MESSAGES = 4  # of a caller, from which on its window stays closed
 MESSAGE_BYTES = 64  # that each takes besides its content
 
 PREFIX = struct.Struct(">BI")
-OPENING = (
+RESPONSE_HEADERS = (
     (b":status", b"200"),
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", b",".join(ENCODINGS)),
@@ -58,7 +58,7 @@ _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # of a status's message; everything else beside letters and digits is escaped
 
 
-class Server(Protocol):
+class Http2ServerApi(Protocol):
     """What is needed of `fleet.adapters.grpc_http2.Http2Server`."""
 
     limits: GrpcSettings
@@ -67,17 +67,17 @@ class Server(Protocol):
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 
-    def crowded(self, *, long: bool) -> bool: ...
+    def over_memory_limit(self, *, long: bool) -> bool: ...
 
 
-class Line(Protocol):
-    """What is needed of `fleet.adapters.grpc_http2.Connection`."""
+class Http2ConnectionApi(Protocol):
+    """What is needed of `fleet.adapters.grpc_http2.Http2Connection`."""
 
     loop: asyncio.AbstractEventLoop
     http: ngh2.Connection
 
     @property
-    def server(self) -> Server: ...
+    def server(self) -> Http2ServerApi: ...
 
     def peer(self) -> str: ...
 
@@ -85,7 +85,7 @@ class Line(Protocol):
         """Whether a call is to wait until its caller reads."""
 
     def wait(self, call: "CallContext") -> None:
-        """Call `go_on` when it is to wait no more."""
+        """Call `resume_writer` when it is to wait no more."""
 
     def soon(self) -> None:
         """Send what there is, at the end of this turn."""
@@ -103,7 +103,7 @@ class Line(Protocol):
 class CallContext:
     """Implements as much of `grpc.aio.ServicerContext` as services here use; to those that take a stream, it is their messages."""
 
-    def __init__(self, line: Line, stream: int, headers: Sequence[Any], *, whole: bool) -> None:
+    def __init__(self, line: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, whole: bool) -> None:
         self.stream = stream
         self.task: asyncio.Task[None] | None = None  # that serves it
         self._line = line
@@ -120,11 +120,11 @@ class CallContext:
         self._trailing: Sequence[tuple[str, str | bytes]] = ()
         self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._coming = bytearray()
-        self._coming_since: float | None = None
+        self._incoming = bytearray()
+        self._incoming_since: float | None = None
         self._messages: deque[tuple[int, bytes]] = deque()  # whether each is compressed, and what it is
-        self._untaken = 0  # bytes of the window that were used
-        self._wrong: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
+        self._unacknowledged = 0  # bytes of the window that were used
+        self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._written = 0  # bytes of messages, ever
@@ -182,7 +182,7 @@ class CallContext:
         try:
             if not self._begun:
                 self._begun = True
-                line.http.send_response(self.stream, OPENING)
+                line.http.send_response(self.stream, RESPONSE_HEADERS)
             line.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
             self._written += len(content)
         except ngh2.NGH2Error as error:  # of which the connection is about to hear
@@ -205,7 +205,7 @@ class CallContext:
 
     # From the connection
 
-    def go_on(self) -> None:
+    def resume_writer(self) -> None:
         """The caller has read."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
@@ -232,14 +232,14 @@ class CallContext:
     def take(self, data: bytes, *, whole: bool) -> None:
         """What the caller has sent."""
         self._whole = self._whole or whole
-        if self._over_at is not None or self._wrong is not None:
+        if self._over_at is not None or self._rejection is not None:
             self._line.taken(self, len(data))
         else:
-            self._untaken += len(data)
-            self._coming += data
+            self._unacknowledged += len(data)
+            self._incoming += data
             self._hold(len(data))
             self._cut()
-            self._coming_since = (self._coming_since or self._loop.time()) if self._coming else None
+            self._incoming_since = (self._incoming_since or self._loop.time()) if self._incoming else None
             self._give_room()
         self._wake()
 
@@ -248,7 +248,11 @@ class CallContext:
         if self._over_at is not None:
             if now - self._over_at > LAST_SECONDS:
                 self._line.reset(self, CANCEL)
-        elif self._coming_since is not None and now - self._coming_since > REQUEST_SECONDS and self._wrong is None:
+        elif (
+            self._incoming_since is not None
+            and now - self._incoming_since > REQUEST_SECONDS
+            and self._rejection is None
+        ):
             self._refuse(grpc.StatusCode.DEADLINE_EXCEEDED, f"the message was not whole within {REQUEST_SECONDS:g} s")
             self._wake()
         elif self._writer is not None and self._takes_too_little(now) and self.task is not None:
@@ -271,7 +275,7 @@ class CallContext:
         self._hold(-self._held)
         if self._timer is not None:
             self._timer.cancel()
-        self.go_on()
+        self.resume_writer()
 
     # Inside
 
@@ -292,11 +296,11 @@ class CallContext:
 
     def _drop(self) -> None:
         """What was not read, so that the connection has room again for other calls."""
-        self._coming.clear()
+        self._incoming.clear()
         self._messages.clear()
-        self._coming_since = None
-        self._line.taken(self, self._untaken)
-        self._untaken = 0
+        self._incoming_since = None
+        self._line.taken(self, self._unacknowledged)
+        self._unacknowledged = 0
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
@@ -304,8 +308,8 @@ class CallContext:
 
     def _cut(self) -> None:
         """Messages out of what has come."""
-        while len(self._coming) >= PREFIX.size:
-            compressed, size = PREFIX.unpack_from(self._coming)
+        while len(self._incoming) >= PREFIX.size:
+            compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):
                 self._refuse(grpc.StatusCode.INTERNAL, "a message is compressed in no way that grpc-encoding names")
                 return
@@ -313,45 +317,45 @@ class CallContext:
                 message = f"the message has {size} bytes, and {LONGEST_MESSAGE_BYTES} are allowed in one"
                 self._refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
                 return
-            if len(self._coming) < PREFIX.size + size:
+            if len(self._incoming) < PREFIX.size + size:
                 break
-            self._messages.append((compressed, bytes(self._coming[PREFIX.size : PREFIX.size + size])))
-            del self._coming[: PREFIX.size + size]
-            self._coming_since = None
+            self._messages.append((compressed, bytes(self._incoming[PREFIX.size : PREFIX.size + size])))
+            del self._incoming[: PREFIX.size + size]
+            self._incoming_since = None
             self._hold(MESSAGE_BYTES - PREFIX.size)
-        if self._coming and self._whole:
+        if self._incoming and self._whole:
             self._refuse(grpc.StatusCode.INTERNAL, "the last message is not whole")
-        elif (self._coming or len(self._messages) > UNREAD_MESSAGES) and self._is_one_too_many():
-            too_much = grpc_status_of(too_many_long_requests())
+        elif (self._incoming or len(self._messages) > UNREAD_MESSAGES) and self._is_one_too_many():
+            too_much = encode_status(long_message_rejection())
             self._refuse(too_much.code, too_much.details, too_much.trailing_metadata)
 
     def _is_one_too_many(self) -> bool:
         """Return whether there is no room for what is coming; long messages are refused before ordinary ones are."""
         server = self._line.server
-        if len(self._coming) < PREFIX.size:
-            return server.crowded(long=False)
-        _, size = PREFIX.unpack_from(self._coming)
-        return server.crowded(long=size > ORDINARY_BODY_BYTES)
+        if len(self._incoming) < PREFIX.size:
+            return server.over_memory_limit(long=False)
+        _, size = PREFIX.unpack_from(self._incoming)
+        return server.over_memory_limit(long=size > ORDINARY_BODY_BYTES)
 
     def _refuse(
         self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> None:
         """End it with that status, once those messages are read that came before."""
-        self._wrong = code, details, trailing_metadata
-        self._hold(-len(self._coming))
-        self._coming.clear()
+        self._rejection = code, details, trailing_metadata
+        self._hold(-len(self._incoming))
+        self._incoming.clear()
 
     def _give_room(self) -> None:
         """For what was read, and for what belongs to a message that has begun; not for more messages than may wait."""
-        if self._untaken and len(self._messages) < UNREAD_MESSAGES:
-            self._line.taken(self, self._untaken)
-            self._untaken = 0
+        if self._unacknowledged and len(self._messages) < UNREAD_MESSAGES:
+            self._line.taken(self, self._unacknowledged)
+            self._unacknowledged = 0
 
     async def _read(self) -> tuple[Any] | None:
         """The next message; None: there is none."""
         while not self._messages:
-            if self._wrong is not None:
-                await self.abort(*self._wrong)
+            if self._rejection is not None:
+                await self.abort(*self._rejection)
             if self._whole:
                 return None
             self._reader = self._loop.create_future()
@@ -361,16 +365,16 @@ class CallContext:
         self._give_room()
         if compressed:
             try:
-                message = unpack(message, self._encoding)
-            except UnpacksToTooMuch as error:
+                message = decompress_message(message, self._encoding)
+            except DecompressedTooLarge as error:
                 await self.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except ValueError as error:
                 await self.abort(grpc.StatusCode.INTERNAL, f"the message cannot be unpacked: {error}")
         return (message if self._deserialize is None else self._deserialize(message),)
 
     async def _only(self) -> Any:
-        if not self._messages and self._coming_since is None:
-            self._coming_since = self._loop.time()
+        if not self._messages and self._incoming_since is None:
+            self._incoming_since = self._loop.time()
         if (message := await self._read()) is None:
             await self.abort(grpc.StatusCode.INTERNAL, "the request has no message")
         return message[0]
@@ -440,7 +444,7 @@ class CallContext:
             elif last[0][0] == b":status":
                 http.send_response(self.stream, last, end_stream=True)
             else:
-                http.send_response(self.stream, (*OPENING, *last), end_stream=True)
+                http.send_response(self.stream, (*RESPONSE_HEADERS, *last), end_stream=True)
         except ngh2.NGH2Error:  # the stream has just ended
             self._line.reset(self, INTERNAL_ERROR)
         self._drop()

@@ -58,7 +58,7 @@ SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 """Several processes listen on one port, and the kernel spreads connections over them."""
 
 
-def client_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
+def frontend_server_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
     """Of a server for gateways, whose connections last as long as those of clients.
 
     Args:

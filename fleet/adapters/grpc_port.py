@@ -10,7 +10,14 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from fleet.adapters.grpc_calls import Context, answered, parse, send, serialize, unary_in_context
+from fleet.adapters.grpc_calls import (
+    Context,
+    answer_call,
+    parse_message,
+    send_message,
+    serialize,
+    unary_context_handler,
+)
 from fleet.errors import ConfigurationRefused
 
 LIVENESS = "liveness"
@@ -20,7 +27,7 @@ HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
 STOP_SECONDS = 2.0  # for the last messages of calls that end
 
 
-class Server(Protocol):
+class GrpcServerApi(Protocol):
     """What is needed of `grpc.aio.Server`, or of `fleet.adapters.grpc_http2.Http2Server`."""
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None: ...
@@ -34,7 +41,7 @@ class Server(Protocol):
 
 @asynccontextmanager
 async def open_port(
-    server: Server,
+    server: GrpcServerApi,
     listen: str,
     services: Sequence[str],
     serving: Callable[[], bool],
@@ -55,7 +62,7 @@ async def open_port(
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    healths = _Health(dict.fromkeys(("", *services), serving) | dict(alive or {}))
+    healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen, bind)
@@ -76,7 +83,7 @@ async def open_port(
         raise failure
 
 
-def _bind(server: Server, listen: str, bind: Callable[[Any, str], int] | None) -> str:
+def _bind(server: GrpcServerApi, listen: str, bind: Callable[[Any, str], int] | None) -> str:
     try:
         port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
@@ -91,21 +98,21 @@ def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
 
     async def requests(messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
         async for content in messages:
-            yield parse(reflection_pb2.ServerReflectionRequest, content)
+            yield parse_message(reflection_pb2.ServerReflectionRequest, content)
 
     async def info(messages: AsyncIterator[bytes], context: Context) -> None:
         async for answer in services.ServerReflectionInfo(requests(messages), context):
-            await send(context, answer)
+            await send_message(context, answer)
 
     async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
-        await answered(info(messages, context), context)
+        await answer_call(info(messages, context), context)
 
     stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
     methods = {"ServerReflectionInfo": stream(handle, response_serializer=serialize)}
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
     """The standard health service, of which the library does the watching. A service is SERVING while its function says so."""
 
     def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
@@ -117,13 +124,13 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
         """Its methods, which take bytes."""
         stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
-            "Check": unary_in_context(self._check),
+            "Check": unary_context_handler(self._check),
             "Watch": stream(self._watch, response_serializer=serialize),
         }
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
     async def _check(self, content: bytes, context: Context) -> Message:
-        service = parse(health_pb2.HealthCheckRequest, content).service
+        service = parse_message(health_pb2.HealthCheckRequest, content).service
         if service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"service: {service[:100]!r} is not served here")
         answer: Message = health_pb2.HealthCheckResponse(status=self._status(service))
@@ -131,9 +138,9 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # ships no type
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> None:
-            await self.Watch(parse(health_pb2.HealthCheckRequest, content), context)
+            await self.Watch(parse_message(health_pb2.HealthCheckRequest, content), context)
 
-        await answered(follow(), context)
+        await answer_call(follow(), context)
 
     async def watch(self) -> None:
         """Tell those who watch, for ever."""

@@ -10,8 +10,8 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.control_access import OPEN_ACCESS, ControlAccess
-from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
-from fleet.adapters.grpc_port import Server
+from fleet.adapters.grpc_calls import Context, parse_message, unary_context_handler, unary_handler
+from fleet.adapters.grpc_port import GrpcServerApi
 from fleet.adapters.replicas import PeerRouters
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.control.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
@@ -39,12 +39,12 @@ class GrpcRegistry:
         self._registry = registry
         self._replicas = replicas
 
-    def add(self, server: Server) -> None:
-        methods = {"Register": unary_in_context(self._register), "Deregister": unary(self._deregister)}
+    def add(self, server: GrpcServerApi) -> None:
+        methods = {"Register": unary_context_handler(self._register), "Deregister": unary_handler(self._deregister)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     async def _register(self, content: bytes, context: Context) -> Message:
-        request = parse(pb.RegisterRequest, content)
+        request = parse_message(pb.RegisterRequest, content)
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 raise invalid(field, "is empty")
@@ -69,7 +69,7 @@ class GrpcRegistry:
         return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
 
     async def _deregister(self, content: bytes) -> Message:
-        request = parse(pb.DeregisterRequest, content)
+        request = parse_message(pb.DeregisterRequest, content)
         event = Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
         self._registry.deregister(event)
         if self._replicas is not None:

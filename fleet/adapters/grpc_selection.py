@@ -21,9 +21,9 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import Message
 
-from fleet.adapters.control_access import caller_of
-from fleet.adapters.grpc_calls import Context, parse, unary, unary_in_context
-from fleet.adapters.grpc_port import Server
+from fleet.adapters.control_access import caller_name
+from fleet.adapters.grpc_calls import Context, parse_message, unary_context_handler, unary_handler
+from fleet.adapters.grpc_port import GrpcServerApi
 from fleet.clock import MILLISECOND, SECOND
 from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
@@ -178,11 +178,11 @@ class SelectionService:
         self._tenant_secret = tenant_secret
         self.others: PeerRoutersApi | None = None  # routers of the cluster
 
-    def add(self, server: Server) -> None:
+    def add(self, server: GrpcServerApi) -> None:
         methods = {
-            "Select": unary_in_context(self._select),
-            "Report": unary(self._report),
-            "Release": unary(self._release),
+            "Select": unary_context_handler(self._select),
+            "Report": unary_handler(self._report),
+            "Release": unary_handler(self._release),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
@@ -311,7 +311,7 @@ class SelectionService:
         return True
 
     async def _select(self, content: bytes, context: Context) -> Message:
-        asked = parse(pb.SelectRequest, content)
+        asked = parse_message(pb.SelectRequest, content)
         arrived = self._arrived(asked)
         limits = self._settings
         lease_ms = asked.lease_ms or min(DEFAULT_LEASE_MS, limits.max_lease_ms)
@@ -328,7 +328,7 @@ class SelectionService:
                 arrived,
                 lease_seconds=lease_ms * MILLISECOND / SECOND,
                 wait_seconds=wait_seconds,
-                caller=caller_of(context),
+                caller=caller_name(context),
             )
         except TimeoutError:
             message = "timeout_ms: all workers have been busy for so long"
@@ -348,7 +348,7 @@ class SelectionService:
         return response
 
     async def _report(self, content: bytes) -> Message:
-        report = parse(pb.ReportRequest, content)
+        report = parse_message(pb.ReportRequest, content)
         if report.answer_tokens > MAX_REPORTED:
             raise invalid("answer_tokens", f"must be at most {MAX_REPORTED} since the last report")
         response = self.reported(report)
@@ -360,7 +360,7 @@ class SelectionService:
         return response
 
     async def _release(self, content: bytes) -> Message:
-        release = parse(pb.ReleaseRequest, content)
+        release = parse_message(pb.ReleaseRequest, content)
         if not self.released(release) and self.others is not None:
             await self.others.released(release)
         return pb.ReleaseResponse()

@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.control_access import ControlAccess
-from fleet.adapters.grpc_calls import parse, unary
+from fleet.adapters.grpc_calls import parse_message, unary_handler
 from fleet.adapters.grpc_options import SERVER_OPTIONS
 from fleet.adapters.grpc_port import LIVENESS, open_port
 from fleet.clock import MILLISECOND, Nanos
@@ -41,11 +41,11 @@ async def serve_control(
     """
 
     async def describe(content: bytes) -> Message:
-        parse(pb.DescribeRequest, content)
+        parse_message(pb.DescribeRequest, content)
         return encode_description(worker.description)
 
     async def drain(content: bytes) -> Message:
-        asked = parse(pb.DrainRequest, content)
+        asked = parse_message(pb.DrainRequest, content)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(presence.leave())
             draining = tasks.create_task(worker.drain(Nanos(asked.deadline_ms * MILLISECOND)))
@@ -53,7 +53,7 @@ async def serve_control(
         return pb.DrainResponse(cancelled=cancelled)
 
     server = access.server()
-    methods = {"Describe": unary(describe), "Drain": unary(drain)}
+    methods = {"Describe": unary_handler(describe), "Drain": unary_handler(drain)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
     async with open_port(
         server,

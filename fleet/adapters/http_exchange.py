@@ -12,7 +12,7 @@ from typing import Protocol
 from fleet.adapters.http_messages import HttpRequest, response_head
 
 
-class Serving(Protocol):
+class ExchangeTask(Protocol):
     """Work for a request; an `asyncio.Task` is one."""
 
     def cancel(self) -> object:
@@ -20,7 +20,7 @@ class Serving(Protocol):
         ...
 
 
-class Source(Protocol):
+class RelaySource(Protocol):
     """Where bytes come from that are relayed; a transport is one."""
 
     def pause_reading(self) -> None: ...
@@ -28,19 +28,19 @@ class Source(Protocol):
     def resume_reading(self) -> None: ...
 
 
-Serve = Callable[["Exchange"], Serving]
+StartExchange = Callable[["Exchange"], ExchangeTask]
 """Begins to serve; `Exchange.over` is called once it is done with, possibly before this returns."""
 
 
-class Line(Protocol):
-    """What is needed of `fleet.adapters.http_protocol.Connection`."""
+class ExchangeConnection(Protocol):
+    """What is needed of `fleet.adapters.http_protocol.HttpConnection`."""
 
     @property
     def old(self) -> bool:
         """Whether the client is to make another connection."""
         ...
 
-    def relay(self, source: Source) -> asyncio.Transport:
+    def relay(self, source: RelaySource) -> asyncio.Transport:
         """Where the bytes of `source` go, which is not read while the client does not."""
         ...
 
@@ -60,7 +60,7 @@ class Line(Protocol):
 class Exchange:
     """A request and the answer to it."""
 
-    def __init__(self, connection: Line, request: HttpRequest) -> None:
+    def __init__(self, connection: ExchangeConnection, request: HttpRequest) -> None:
         self._connection = connection
         self.request = request
         self._keep_alive = request.head.keep_alive and not connection.old
@@ -130,7 +130,7 @@ class Exchange:
         self._complete = last
         self._connection.write(pieces)
 
-    def relay(self, source: Source) -> asyncio.Transport:
+    def relay(self, source: RelaySource) -> asyncio.Transport:
         """Where the bytes of `source` go as they are, from the head of the answer on; then `relayed` is called.
 
         Or, instead of what is missing, the last events are sent by `send`, and then `over` is called.

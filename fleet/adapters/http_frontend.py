@@ -16,13 +16,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from fleet.adapters.allowances import rate_limit_headers
 from fleet.adapters.clock import unix_seconds
-from fleet.adapters.http_exchange import Exchange, Serving
-from fleet.adapters.http_server import Answer, HttpServer, serving
+from fleet.adapters.http_exchange import Exchange, ExchangeTask
+from fleet.adapters.http_server import HttpServer, RouteHandler, run_server
 from fleet.adapters.merged_metrics import merge_metrics
-from fleet.adapters.openai_answers import EVENT_STREAM, ChatShape, CompletionShape, model_object
-from fleet.adapters.openai_failures import fail, refuse
-from fleet.adapters.openai_requests import Asked, read_chat, read_completion
-from fleet.adapters.openapi import document
+from fleet.adapters.openai_answers import EVENT_STREAM, ChatFormatter, CompletionFormatter, model_object
+from fleet.adapters.openai_failures import send_http_error, send_rejection
+from fleet.adapters.openai_requests import OpenAiRequest, read_chat, read_completion
+from fleet.adapters.openapi import openapi_document
 from fleet.adapters.relay import Relay
 from fleet.adapters.relay_requests import EMBEDDINGS
 from fleet.adapters.relay_requests import PATHS as RELAYED_PATHS
@@ -48,7 +48,7 @@ HEALTH_LIMITS = HttpSettings(
 )
 
 
-class Processes(Protocol):
+class PeerRoutersApi(Protocol):
     """What is needed of `fleet.adapters.replicas.PeerRouters`."""
 
     async def metrics(self) -> Mapping[str, str]:
@@ -56,7 +56,7 @@ class Processes(Protocol):
         ...
 
 
-Read = Callable[[bytes, RequestId, Nanos], Asked]
+ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ async def open_http_frontend(
     relay: Relay | None = None,
     *,
     shared: bool = False,
-    processes: Processes | None = None,
+    processes: PeerRoutersApi | None = None,
     connection_seconds: float = 0,
     health_listen: str = "",
 ) -> AsyncIterator["HttpFrontend"]:
@@ -92,10 +92,10 @@ async def open_http_frontend(
     """
     async with AsyncExitStack() as opened:
         frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
-        await opened.enter_async_context(serving(frontend, listen, shared=shared))
+        await opened.enter_async_context(run_server(frontend, listen, shared=shared))
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
-            await opened.enter_async_context(serving(health, health_listen, shared=shared))
+            await opened.enter_async_context(run_server(health, health_listen, shared=shared))
             frontend.health_address = health.address
         yield frontend
 
@@ -110,10 +110,10 @@ class HttpFrontend(HttpServer):
         registry: CollectorRegistry,
         clock: Clock,
         relay: Relay | None,
-        processes: Processes | None,
+        processes: PeerRoutersApi | None,
         connection_seconds: float,
     ) -> None:
-        routes: dict[str, Mapping[str, Answer]] = {
+        routes: dict[str, Mapping[str, RouteHandler]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._complete},
             "/v1/models": {"GET": self._models},
@@ -131,7 +131,7 @@ class HttpFrontend(HttpServer):
         self._processes = processes
 
     @property
-    def health_routes(self) -> Mapping[str, Mapping[str, Answer]]:
+    def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
         """Answer for the listener of health and metrics, which goes on while the frontend drains."""
         return {
             "/health": {"GET": self._health},
@@ -143,7 +143,7 @@ class HttpFrontend(HttpServer):
         """Take no more requests, and wait for the running ones, at most so long."""
         await self.finish(within_seconds, None if self._relay is None else self._relay.quiet)
 
-    def serve(self, exchange: Exchange) -> Serving:
+    def serve(self, exchange: Exchange) -> ExchangeTask:
         relay = self._relay
         head = exchange.request.head
         if (
@@ -157,16 +157,16 @@ class HttpFrontend(HttpServer):
             return serving_
         return super().serve(exchange)
 
-    def answer_of(self, path: str) -> Mapping[str, Answer] | None:
+    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:
         if path.startswith("/v1/models/"):
             return {"GET": self._model}
         return super().answer_of(path)
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, read_chat, ChatShape)
+        await self._generate(exchange, read_chat, ChatFormatter)
 
     async def _complete(self, exchange: Exchange) -> None:
-        await self._generate(exchange, read_completion, CompletionShape)
+        await self._generate(exchange, read_completion, CompletionFormatter)
 
     async def _embed(self, exchange: Exchange) -> None:
         """Refuse what cannot be relayed; nobody else makes embeddings."""
@@ -174,13 +174,15 @@ class HttpFrontend(HttpServer):
             raise draining_rejection()
         problem = _unsuitable_content(exchange.request.headers)
         assert problem is not None, "else it was relayed"
-        refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+        send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
 
-    async def _generate(self, exchange: Exchange, read: Read, shape: type[ChatShape | CompletionShape]) -> None:
+    async def _generate(
+        self, exchange: Exchange, read: ReadBody, shape: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
         if self.draining:
             raise draining_rejection()
         if (problem := _unsuitable_content(exchange.request.headers)) is not None:
-            refuse(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+            send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
             return
         request_id = RequestId(uuid.uuid4().hex)
         asked = read(exchange.request.body, request_id, self._clock.now())
@@ -190,9 +192,11 @@ class HttpFrontend(HttpServer):
             else:
                 await self._collect(exchange, asked, shape)
         except RequestRejected as refused:
-            fail(exchange, rename_field(refused, asked.names), ("x-request-id", request_id))
+            send_rejection(exchange, rename_field(refused, asked.names), ("x-request-id", request_id))
 
-    async def _stream(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
+    async def _stream(
+        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # nginx would hold events back
@@ -201,7 +205,7 @@ class HttpFrontend(HttpServer):
         )
         token_ids: list[int] = []
         async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
-            shape: ChatShape | CompletionShape | None = None
+            shape: ChatFormatter | CompletionFormatter | None = None
             async for item in events:
                 match item:
                     case Admitted():
@@ -219,13 +223,15 @@ class HttpFrontend(HttpServer):
                         chunks = shape.last_chunks(item, token_ids)
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
-    async def _collect(self, exchange: Exchange, asked: Asked, make: type[ChatShape | CompletionShape]) -> None:
+    async def _collect(
+        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
         texts: list[str] = []
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
         headers: tuple[tuple[str, str], ...] = (("x-request-id", asked.request.id),)
         async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
-            shape: ChatShape | CompletionShape | None = None
+            shape: ChatFormatter | CompletionFormatter | None = None
             async for item in events:
                 match item:
                     case Admitted():
@@ -270,7 +276,7 @@ class HttpFrontend(HttpServer):
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        exchange.respond(HTTPStatus.OK, document(embeddings=self._relay is not None))
+        exchange.respond(HTTPStatus.OK, openapi_document(embeddings=self._relay is not None))
 
     async def _metrics(self, exchange: Exchange) -> None:
         if self._processes is None:

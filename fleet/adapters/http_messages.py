@@ -6,10 +6,10 @@ from http import HTTPStatus
 
 from msgspec import Struct
 
-LARGE_PIECE_BYTES = 4 << 10  # of a body; beside these what Python takes for an object is little
+LARGE_CHUNK_BYTES = 4 << 10  # of a body; beside these what Python takes for an object is little
 
-MAX_KNOWN_HEADS = 1024
-MAX_KNOWN_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
+MAX_CACHED_HEADS = 1024
+MAX_CACHED_HEAD_BYTES = 1024  # of one: some 300 are usual; more than a MiB is never held
 MAX_LENGTH_DIGITS = 12
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % MAX_LENGTH_DIGITS, re.IGNORECASE)
 
@@ -44,7 +44,7 @@ class HttpRequest(Struct, frozen=True):
         return self.head.headers
 
 
-class KnownHeads:
+class HeadCache:
     """Heads that were parsed before, by their exact bytes without the digits of the body's length.
 
     Clients that keep their connections send the same head again and again, and finding it costs a tenth of parsing it.
@@ -78,17 +78,17 @@ class KnownHeads:
 
     def add(self, content: bytes, head: HttpHead, body_bytes: int) -> None:
         """Note a head that a parser has accepted, with the length of the body that it found; it takes no second length."""
-        if len(content) > MAX_KNOWN_BYTES or (length := _LENGTH.search(content)) is None:
+        if len(content) > MAX_CACHED_HEAD_BYTES or (length := _LENGTH.search(content)) is None:
             return
         if int(length[1]) != body_bytes:
             return
-        if len(self._known) >= MAX_KNOWN_HEADS:
+        if len(self._known) >= MAX_CACHED_HEADS:
             self._known.clear()
         begin, end = length.span(1)
         self._known[content[:begin] + content[end:]] = head
 
 
-class Pieces:
+class BodyBuffer:
     """A body that arrives in pieces, put together once: of a long prompt every copy counts.
 
     Small pieces are put together as they come, so that a client that sends them makes them take no more than their bytes.
@@ -101,7 +101,7 @@ class Pieces:
     def add(self, piece: bytes | memoryview) -> None:
         self.size += len(piece)
         pieces = self._pieces
-        if len(piece) >= LARGE_PIECE_BYTES:
+        if len(piece) >= LARGE_CHUNK_BYTES:
             pieces.append(piece)
         elif pieces and isinstance(latest := pieces[-1], bytearray):
             latest += piece
@@ -113,7 +113,7 @@ class Pieces:
         return b"".join(self._pieces)
 
 
-class HeldBodies:
+class HeldBodyBytes:
     """What the bodies of all connections take together."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def version_problem(version: str, headers: Mapping[bytes, bytes]) -> str | None:
     return None
 
 
-def path_of(target: bytes) -> str:
+def request_path(target: bytes) -> str:
     """Return the path that a request's target names, without its query; a target may be a whole URL (RFC 9112, 3.2.2)."""
     path = target.partition(b"?")[0]
     if not path.startswith(b"/") and (authority := _ABSOLUTE.match(path)) is not None:
@@ -153,7 +153,7 @@ def path_of(target: bytes) -> str:
     return path.decode("latin-1")
 
 
-class Malformed(Struct, frozen=True):
+class MalformedRequest(Struct, frozen=True):
     """What came instead of a request."""
 
     status: HTTPStatus
@@ -167,7 +167,7 @@ class Malformed(Struct, frozen=True):
         return response_head(self.status, "application/json", len(content), close=True, headers=headers) + content
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The connection is closed, or was cut because its client does not read."""
 
 

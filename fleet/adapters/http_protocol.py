@@ -26,59 +26,59 @@ from typing import cast
 
 import httptools
 
-from fleet.adapters.connection_table import ConnectionTable, Place, Waiting, counted_address
-from fleet.adapters.http_exchange import Exchange, Serve, Serving, Source
+from fleet.adapters.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
+from fleet.adapters.http_exchange import Exchange, ExchangeTask, RelaySource, StartExchange
 from fleet.adapters.http_messages import (
     WRONG_VERSION,
-    ClientGone,
-    HeldBodies,
+    BodyBuffer,
+    ClientDisconnected,
+    HeadCache,
+    HeldBodyBytes,
     HttpHead,
     HttpRequest,
-    KnownHeads,
-    Malformed,
-    Pieces,
-    path_of,
+    MalformedRequest,
+    request_path,
     version_problem,
 )
 from fleet.adapters.limit_log import SlowClientLog
-from fleet.adapters.listening import prepare
-from fleet.adapters.slow_reader import SlowReader, WriteBuffer
+from fleet.adapters.listening import configure_client_socket
+from fleet.adapters.slow_reader import SlowReader, WriteBufferCounter
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.router.http_settings import ORDINARY_BODY_BYTES, HttpSettings
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
-PIECE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
-TURN_REQUESTS = 16
+PARSE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
+MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = 256  # newcomers without a place that are answered at once; others are closed without a word
 RETRY_AFTER_SECONDS = 1  # for newcomers without a place
 LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
 
 
-class Stage(Enum):
+class ConnectionStage(Enum):
     IDLE = auto()  # between requests
     HEAD = auto()
     BODY = auto()
     CLOSING = auto()  # nothing more is understood; whatever comes is thrown away
 
 
-ContentOf = Callable[[Malformed], bytes]
+ErrorBody = Callable[[MalformedRequest], bytes]
 """The body that answers a malformed message, as JSON."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One client."""
 
     def __init__(
         self,
         settings: HttpSettings,
         clock: Clock,
-        serve: Serve,
-        explain: ContentOf,
-        connections: "dict[Connection, None]",
-        table: "ConnectionTable[Connection]",
-        heads: KnownHeads,
-        held: HeldBodies,
+        serve: StartExchange,
+        explain: ErrorBody,
+        connections: "dict[HttpConnection, None]",
+        table: "ConnectionTable[HttpConnection]",
+        heads: HeadCache,
+        held: HeldBodyBytes,
         slow_log: SlowClientLog,
         lasts_seconds: float = 0,
     ) -> None:
@@ -90,36 +90,36 @@ class Connection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._place: Place[Connection] | None = None  # in the table; None: there was none
+        self._place: ConnectionSlot[HttpConnection] | None = None  # in the table; None: there was none
         self._heads = heads
         self._held = held
         self._slow_log = slow_log
         self._held_bytes = 0  # of it, by this connection
         self._parser = httptools.HttpRequestParser(self)
-        self._stage = Stage.IDLE
+        self._stage = ConnectionStage.IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
         self._deadline = self._in(settings.first_byte_timeout_seconds)
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
         self._between_bytes = 0  # that came since the last piece of the body: sizes of chunks, trailers
-        self._body = Pieces()
+        self._body = BodyBuffer()
         self._began_with: bytes | None = None  # the head of the request, as it came, if it came as a whole
         self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
-        self._waiting: deque[HttpRequest | Malformed] = deque()
+        self._waiting: deque[HttpRequest | MalformedRequest] = deque()
         self._unparsed = b""  # that came behind those
         self._served = 0  # in this turn, about
         self._turn_is_due = False
         self._declined: HttpHead | None = None  # of a request that offers another protocol
         self._exchange: Exchange | None = None  # that is served
-        self._serving: Serving | None = None
+        self._serving: ExchangeTask | None = None
         self._beginning = False
-        self._source: Source | None = None
+        self._source: RelaySource | None = None
         self._gone = False
         self._half_closed = False
         self._paused: asyncio.Future[None] | None = None  # done when the client reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
-        self._buffer = WriteBuffer()
+        self._buffer = WriteBufferCounter()
         self._reading = True
         self._transport: asyncio.Transport
 
@@ -129,12 +129,12 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
-            prepare(sock)
+            configure_client_socket(sock)
         self._connections[self] = None
-        address = counted_address(transport.get_extra_info("peername"))
+        address = client_key(transport.get_extra_info("peername"))
         admission = self._table.admit(self, address, self._clock.now() / SECOND)
         if admission.displaced is not None:
-            admission.displaced.give_way()
+            admission.displaced.displace()
         self._place = admission.place
         if self._place is not None:
             return
@@ -160,7 +160,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Returns whether the connection stays open for writing."""
         self._half_closed = True
-        if self._stage in (Stage.HEAD, Stage.BODY):
+        if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
             self._refuse(HTTPStatus.BAD_REQUEST, "the request is incomplete")
         if self._exchange is None:
             return False
@@ -174,7 +174,7 @@ class Connection(asyncio.Protocol):
             return
         stage = self._stage
         begin = 0  # of what is not understood yet
-        if stage is Stage.IDLE and self._exchange is None and self._paused is None:
+        if stage is ConnectionStage.IDLE and self._exchange is None and self._paused is None:
             end = data.find(b"\r\n\r\n") + 4
             content = data[:end]
             known = self._heads.find(content)
@@ -185,13 +185,13 @@ class Connection(asyncio.Protocol):
                     self._begin(HttpRequest(head, data[end:]))
                     return
                 self._known = known
-                self._body = Pieces()
-                self._stage = Stage.BODY
+                self._body = BodyBuffer()
+                self._stage = ConnectionStage.BODY
                 self._deadline = self._in(self._settings.body_timeout_seconds)
                 begin = end
             else:
                 self._began_with = content
-        elif stage is Stage.CLOSING:
+        elif stage is ConnectionStage.CLOSING:
             return
         self._understand(data, begin)
         self._wait_for_client()
@@ -200,10 +200,10 @@ class Connection(asyncio.Protocol):
         """Take what arrived, from `begin` on."""
         if self._known is not None:
             data = self._rest_of_known(data, begin)
-            if not data or self._stage is Stage.CLOSING:
+            if not data or self._stage is ConnectionStage.CLOSING:
                 return
         self._served = 0
-        if self._stage is Stage.BODY:
+        if self._stage is ConnectionStage.BODY:
             self._between_bytes += len(data)
         else:
             self._head_bytes += len(data)
@@ -216,9 +216,12 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             no_version = self._is_http_0_9(b"")
             self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION if no_version else f"the request is not HTTP: {error}")
-        if self._stage in (Stage.IDLE, Stage.HEAD) and self._head_bytes > self._settings.max_head_bytes:
+        if (
+            self._stage in (ConnectionStage.IDLE, ConnectionStage.HEAD)
+            and self._head_bytes > self._settings.max_head_bytes
+        ):
             self._refuse_head()
-        elif self._stage is Stage.BODY and self._between_bytes > self._settings.max_head_bytes:
+        elif self._stage is ConnectionStage.BODY and self._between_bytes > self._settings.max_head_bytes:
             self._refuse_between()
         elif self._is_http_0_9(data):
             self._refuse(HTTPStatus.BAD_REQUEST, WRONG_VERSION)
@@ -241,26 +244,26 @@ class Connection(asyncio.Protocol):
     # From the parser
 
     def on_message_begin(self) -> None:
-        if self._stage is Stage.CLOSING:
+        if self._stage is ConnectionStage.CLOSING:
             return
-        self._stage = Stage.HEAD
+        self._stage = ConnectionStage.HEAD
         self._deadline = self._in(self._settings.head_timeout_seconds)
         self._url = b""
         self._headers = {}
-        self._body = Pieces()
+        self._body = BodyBuffer()
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._stage is not Stage.HEAD:
+        if self._stage is not ConnectionStage.HEAD:
             return  # a trailer: nothing that we understand may come after the body (RFC 9110, 6.5.1)
         name = name.lower()
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
 
     def on_headers_complete(self) -> None:
-        if self._stage is Stage.CLOSING:
+        if self._stage is ConnectionStage.CLOSING:
             return
         size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self._headers.items())
         self._head_bytes = 0
@@ -270,7 +273,7 @@ class Connection(asyncio.Protocol):
         if (problem := version_problem(self._parser.get_http_version(), self._headers)) is not None:
             self._refuse(HTTPStatus.BAD_REQUEST, problem)
             return
-        self._stage = Stage.BODY
+        self._stage = ConnectionStage.BODY
         self._between_bytes = 0
         self._deadline = self._in(self._settings.body_timeout_seconds)
         declared = self._headers.get(b"content-length", b"0")
@@ -280,7 +283,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        if self._stage is Stage.CLOSING:
+        if self._stage is ConnectionStage.CLOSING:
             return
         self._body.add(body)
         self._between_bytes = 0
@@ -291,14 +294,14 @@ class Connection(asyncio.Protocol):
             self._refuse_long()
 
     def on_message_complete(self) -> None:
-        if self._stage is Stage.CLOSING:
+        if self._stage is ConnectionStage.CLOSING:
             return
-        self._stage = Stage.IDLE
+        self._stage = ConnectionStage.IDLE
         self._deadline = self._in(self._settings.idle_timeout_seconds)
         offered = self._parser.should_upgrade()
         head = HttpHead(
             method=self._parser.get_method().decode("ascii"),
-            path=path_of(self._url),
+            path=request_path(self._url),
             headers=self._headers,
             keep_alive=self._parser.should_keep_alive() and not offered,
             chunked_answer=self._parser.get_http_version() != "1.0",
@@ -307,7 +310,7 @@ class Connection(asyncio.Protocol):
             self._declined = head
             return
         body = self._body.whole()
-        self._body = Pieces()
+        self._body = BodyBuffer()
         if (content := self._began_with) is not None:
             self._began_with = None  # of this request only
             self._remember(content, head, body)
@@ -327,29 +330,29 @@ class Connection(asyncio.Protocol):
         if self._paused is not None or self._exchange is None:  # while it is served, its buffer grows
             waiting = self._transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
-            self._slow_log.cut(counted_address(self._transport.get_extra_info("peername")), waiting)
+            self._slow_log.cut(client_key(self._transport.get_extra_info("peername")), waiting)
             self._transport.abort()
             return
         if now < self._deadline or self._exchange is not None:
             return
         match self._stage:
-            case Stage.HEAD | Stage.BODY:
+            case ConnectionStage.HEAD | ConnectionStage.BODY:
                 self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
-            case Stage.IDLE:
+            case ConnectionStage.IDLE:
                 self._transport.close()
-            case Stage.CLOSING:
+            case ConnectionStage.CLOSING:
                 self._transport.close()  # after what still waits for the client, as long as it reads
 
-    def give_way(self) -> None:
+    def displace(self) -> None:
         """Close at once, since the table needs the place; nothing is being served."""
-        if self._stage in (Stage.HEAD, Stage.BODY):
-            refusal = Malformed(
+        if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
+            refusal = MalformedRequest(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "too many connections, and the request was not complete; retry later",
                 RETRY_AFTER_SECONDS,
             )
             self._transport.write(refusal.answer(self._explain(refusal)))
-        self._stage = Stage.CLOSING
+        self._stage = ConnectionStage.CLOSING
         if self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
@@ -363,16 +366,16 @@ class Connection(asyncio.Protocol):
         """Close now if nothing is being served; else after it."""
         if self._exchange is None:
             self._transport.close()
-        self._stage = Stage.CLOSING
+        self._stage = ConnectionStage.CLOSING
 
-    def relay(self, source: Source) -> asyncio.Transport:
+    def relay(self, source: RelaySource) -> asyncio.Transport:
         """Where the bytes of `source` go, which is not read while the client does not.
 
         Raises:
             ClientGone: The connection is closed.
         """
         if self._gone or self._transport.is_closing():
-            raise ClientGone
+            raise ClientDisconnected
         self._source = source
         if self._paused is not None:
             source.pause_reading()
@@ -385,7 +388,7 @@ class Connection(asyncio.Protocol):
             ClientGone: The connection is closed.
         """
         if self._gone or self._transport.is_closing():
-            raise ClientGone
+            raise ClientDisconnected
         self._transport.write(b"".join(pieces))
 
     async def drained(self) -> None:
@@ -397,23 +400,23 @@ class Connection(asyncio.Protocol):
         while (paused := self._paused) is not None:  # until the client reads, or `expire` has cut it off
             await asyncio.shield(paused)
         if self._gone:
-            raise ClientGone
+            raise ClientDisconnected
 
     # Inside
 
     def _parse(self, data: bytes) -> None:
         """As far as rule 1 allows."""
-        if len(data) <= PIECE_BYTES:
+        if len(data) <= PARSE_BYTES:
             self._parser.feed_data(data)
             return
         view = memoryview(data)
-        for start in range(0, len(view), PIECE_BYTES):
+        for start in range(0, len(view), PARSE_BYTES):
             try:
-                self._parser.feed_data(view[start : start + PIECE_BYTES])
+                self._parser.feed_data(view[start : start + PARSE_BYTES])
             except httptools.HttpParserUpgrade as offered:
                 raise httptools.HttpParserUpgrade(start + offered.args[0]) from None
             if self._waiting:
-                self._unparsed = data[start + PIECE_BYTES :]
+                self._unparsed = data[start + PARSE_BYTES :]
                 return
 
     def _parse_rest(self) -> None:
@@ -438,7 +441,7 @@ class Connection(asyncio.Protocol):
             )
             return
         self._known = (head, int(head.headers.get(b"content-length", b"0")))
-        self._stage = Stage.BODY
+        self._stage = ConnectionStage.BODY
         self._deadline = self._in(self._settings.body_timeout_seconds)
         self._rest_of_known(rest, 0)
 
@@ -469,9 +472,9 @@ class Connection(asyncio.Protocol):
             return b""
         if self._body.size < body_bytes:
             return b""
-        body, self._body = self._body.whole(), Pieces()
+        body, self._body = self._body.whole(), BodyBuffer()
         self._known = None
-        self._stage = Stage.IDLE if head.keep_alive else Stage.CLOSING
+        self._stage = ConnectionStage.IDLE if head.keep_alive else ConnectionStage.CLOSING
         self._begin(HttpRequest(head, body))
         return data[end:]
 
@@ -488,14 +491,14 @@ class Connection(asyncio.Protocol):
 
     def _advance(self) -> None:
         while self._exchange is None and self._waiting and self._paused is None:
-            if self._served >= TURN_REQUESTS:
+            if self._served >= MAX_REQUESTS_PER_TURN:
                 if not self._turn_is_due:
                     self._turn_is_due = True
                     asyncio.get_running_loop().call_soon(self._next_turn)
                 break
             self._served += 1
             following = self._waiting.popleft()
-            if isinstance(following, Malformed):
+            if isinstance(following, MalformedRequest):
                 self._forget_waiting()
                 self._transport.write(following.answer(self._explain(following)))
                 self._hang_up()
@@ -519,11 +522,11 @@ class Connection(asyncio.Protocol):
         self._exchange = self._serving = self._source = None
         if self._gone:
             return
-        if self._half_closed or not keep_alive or (self._stage is Stage.CLOSING and not self._waiting):
+        if self._half_closed or not keep_alive or (self._stage is ConnectionStage.CLOSING and not self._waiting):
             self._forget_waiting()
             self._hang_up()
             return
-        if self._stage is Stage.IDLE:
+        if self._stage is ConnectionStage.IDLE:
             self._deadline = Nanos(self._clock.now() + self._idle_nanos)
         if not (self._waiting or self._unparsed):
             self._wait_for_client()
@@ -548,14 +551,14 @@ class Connection(asyncio.Protocol):
         """Say in the table what the connection waits for, unless a request is being served, or is about to be."""
         if self._exchange is not None or self._waiting or self._unparsed:
             return
-        if self._stage is Stage.IDLE:
-            group = Waiting.IDLE
-        elif self._stage is Stage.HEAD:
-            group = Waiting.HEAD
-        elif self._stage is Stage.BODY:
-            group = Waiting.BODY
+        if self._stage is ConnectionStage.IDLE:
+            group = WaitingFor.IDLE
+        elif self._stage is ConnectionStage.HEAD:
+            group = WaitingFor.HEAD
+        elif self._stage is ConnectionStage.BODY:
+            group = WaitingFor.BODY
         else:
-            group = Waiting.CLOSING
+            group = WaitingFor.CLOSING
         if self._place is not None:
             self._table.waits(self._place, group, self._clock.now() / SECOND)
 
@@ -564,18 +567,18 @@ class Connection(asyncio.Protocol):
 
         The parser knows it one byte later, and would then wait for the rest of a head that such clients never send.
         """
-        if self._stage is not Stage.HEAD or not self._url:
+        if self._stage is not ConnectionStage.HEAD or not self._url:
             return False
         version = self._parser.get_http_version()
         return version == "0.9" or (version == "0.0" and data.endswith(b"\n"))
 
     def _refuse(self, status: HTTPStatus, message: str, retry_after_seconds: int = 0) -> None:
-        if self._stage is Stage.CLOSING:
+        if self._stage is ConnectionStage.CLOSING:
             return
         self._hold(-self._body.size)
-        self._body = Pieces()
-        self._stage = Stage.CLOSING
-        self._waiting.append(Malformed(status, message, retry_after_seconds))
+        self._body = BodyBuffer()
+        self._stage = ConnectionStage.CLOSING
+        self._waiting.append(MalformedRequest(status, message, retry_after_seconds))
         self._advance()
 
     def _refuse_head(self) -> None:
@@ -593,9 +596,9 @@ class Connection(asyncio.Protocol):
 
     def _hang_up(self) -> None:
         """Close, after what is written was sent and what the client is still sending was thrown away."""
-        self._stage = Stage.CLOSING
+        self._stage = ConnectionStage.CLOSING
         if self._place is not None:
-            self._table.waits(self._place, Waiting.CLOSING, self._clock.now() / SECOND)
+            self._table.waits(self._place, WaitingFor.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

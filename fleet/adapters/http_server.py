@@ -11,12 +11,12 @@ from functools import partial
 from http import HTTPStatus
 
 from fleet.adapters.connection_table import ConnectionTable
-from fleet.adapters.http_exchange import Exchange, Serving
-from fleet.adapters.http_messages import ClientGone, HeldBodies, KnownHeads
-from fleet.adapters.http_protocol import Connection
+from fleet.adapters.http_exchange import Exchange, ExchangeTask
+from fleet.adapters.http_messages import ClientDisconnected, HeadCache, HeldBodyBytes
+from fleet.adapters.http_protocol import HttpConnection
 from fleet.adapters.limit_log import ConnectionLimitLog, SlowClientLog
-from fleet.adapters.listening import BACKLOG, bind
-from fleet.adapters.openai_failures import explain, fail, refuse
+from fleet.adapters.listening import BACKLOG, bind_tcp
+from fleet.adapters.openai_failures import http_error_body, send_http_error, send_rejection
 from fleet.clock import SECOND, Clock
 from fleet.errors import RequestRejected, internal_error
 from fleet.router.http_settings import HttpSettings
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.25
 
-Answer = Callable[[Exchange], Awaitable[None]]
-Routes = Mapping[str, Mapping[str, Answer]]
+RouteHandler = Callable[[Exchange], Awaitable[None]]
+Routes = Mapping[str, Mapping[str, RouteHandler]]
 """The functions that answer, by path and method."""
 
 
 @asynccontextmanager
-async def serving(server: "HttpServer", listen: str, *, shared: bool = False) -> AsyncIterator[None]:
+async def run_server(server: "HttpServer", listen: str, *, shared: bool = False) -> AsyncIterator[None]:
     """Listen and serve until the context ends; then what is still running is cancelled.
 
     Args:
@@ -42,7 +42,7 @@ async def serving(server: "HttpServer", listen: str, *, shared: bool = False) ->
     Raises:
         ConfigurationRefused: Nobody can listen there; the message says why.
     """
-    listening, server.address = bind(listen, shared=shared)
+    listening, server.address = bind_tcp(listen, shared=shared)
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
@@ -63,7 +63,7 @@ async def serving(server: "HttpServer", listen: str, *, shared: bool = False) ->
 
 
 class HttpServer:
-    """Serves requests of any number of connections, while it is in the context of `serving`."""
+    """Serves requests of any number of connections, while it is in the context of `run_server`."""
 
     def __init__(self, settings: HttpSettings, clock: Clock, routes: Routes, connection_seconds: float = 0) -> None:
         """Nothing is served yet.
@@ -82,23 +82,23 @@ class HttpServer:
         self._clock = clock
         self._routes = routes
         self._connection_seconds = connection_seconds
-        self._connections: dict[Connection, None] = {}  # also those that were refused and have not closed
-        self._table: ConnectionTable[Connection] = ConnectionTable(settings.max_connections, settings.address_share)
+        self._connections: dict[HttpConnection, None] = {}  # also those that were refused and have not closed
+        self._table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
         self._limit_log = ConnectionLimitLog(self._table)
         self._slow_log = SlowClientLog(settings)
-        self._heads = KnownHeads()
-        self._held = HeldBodies()
+        self._heads = HeadCache()
+        self._held = HeldBodyBytes()
         self._serving: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
 
-    def connection(self) -> Connection:
+    def connection(self) -> HttpConnection:
         """Return a protocol for a client that has just connected."""
-        return Connection(
+        return HttpConnection(
             self._settings,
             self._clock,
             self.serve,
-            explain,
+            http_error_body,
             self._connections,
             self._table,
             self._heads,
@@ -136,7 +136,7 @@ class HttpServer:
             self._slow_log.tell(now / SECOND, self.address)
             await asyncio.sleep(SWEEP_SECONDS)
 
-    def serve(self, exchange: Exchange) -> Serving:
+    def serve(self, exchange: Exchange) -> ExchangeTask:
         """Begin to serve a request."""
         task = self.tasks.create_task(self._supervise(exchange))
         self._serving.add(task)
@@ -144,7 +144,7 @@ class HttpServer:
         task.add_done_callback(partial(self._served, exchange))
         return task
 
-    def answer_of(self, path: str) -> Mapping[str, Answer] | None:  # noqa: ARG002 - for those that have more than routes
+    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for those that have more than routes
         """Return what answers at a path that is none of the routes, by method; None: nothing does."""
         return None
 
@@ -155,26 +155,26 @@ class HttpServer:
             self._quiet.set()
 
     async def _supervise(self, exchange: Exchange) -> None:
-        with suppress(ClientGone):
+        with suppress(ClientDisconnected):
             try:
                 await self._route(exchange)
             except RequestRejected as refused:
-                fail(exchange, refused)
-            except ClientGone:
+                send_rejection(exchange, refused)
+            except ClientDisconnected:
                 raise
             except Exception:  # supervisor: a bug in one request does not end the others
                 log.exception("request failed", extra={"path": exchange.request.path})
-                fail(exchange, internal_error())
+                send_rejection(exchange, internal_error())
             await exchange.drained()
 
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
         methods = self._routes.get(request.path) or self.answer_of(request.path)
         if methods is None:
-            refuse(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
+            send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
         elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
-            refuse(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
+            send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
         else:
             await answer(exchange)

@@ -21,18 +21,18 @@ import grpc
 from google.protobuf.message import Message
 
 from fleet.adapters.grpc_calls import (
-    CallerGone,
+    CallerDisconnected,
     Context,
-    Writer,
-    answered,
-    authorization,
-    parse,
+    MessageWriter,
+    answer_call,
+    authorization_of,
+    open_writer,
+    parse_message,
     serialize,
-    unary,
-    unary_in_context,
-    writing,
+    unary_context_handler,
+    unary_handler,
 )
-from fleet.adapters.grpc_door import Door, Holding
+from fleet.adapters.grpc_door import MessageMemory, RequestIntake
 from fleet.adapters.grpc_http2 import Http2Server
 from fleet.adapters.grpc_port import open_port
 from fleet.adapters.status import rename_field
@@ -41,7 +41,7 @@ from fleet.errors import Reason, RequestRejected, internal_error, invalid
 from fleet.ids import RequestId
 from fleet.requests import Admitted, Delta, Finished, Logprobs, ModelCard
 from fleet.router.generation import Generation
-from fleet.router.http_settings import GRPC_LIMITS, GrpcSettings
+from fleet.router.http_settings import DEFAULT_GRPC_LIMITS, GrpcSettings
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
     VERSION,
@@ -71,7 +71,7 @@ async def open_kserve_frontend(
     clock: Clock,
     *,
     max_held_bytes: int,
-    limits: GrpcSettings = GRPC_LIMITS,
+    limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
     shared: bool = False,
     connection_seconds: float = 0,
 ) -> AsyncIterator["KserveFrontend"]:
@@ -101,45 +101,45 @@ async def open_kserve_frontend(
 class KserveFrontend:
     """Made by `open_kserve_frontend`."""
 
-    def __init__(self, generation: Generation, clock: Clock, server: Holding) -> None:
+    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
         self.address = ""  # as clients write it, with the port that was taken
-        self.door = Door(generation, clock, server)
+        self.door = RequestIntake(generation, clock, server)
         self._generation = generation
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """The service's methods, all of which take bytes, and what answers its other ones."""
         stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
-            "ServerLive": unary(self._server_live),
-            "ServerReady": unary(self._server_ready),
-            "ModelReady": unary(self._model_ready),
-            "ServerMetadata": unary(self._server_metadata),
-            "ModelMetadata": unary_in_context(self._model_metadata),
-            "ModelInfer": unary_in_context(self._infer),
+            "ServerLive": unary_handler(self._server_live),
+            "ServerReady": unary_handler(self._server_ready),
+            "ModelReady": unary_handler(self._model_ready),
+            "ServerMetadata": unary_handler(self._server_metadata),
+            "ModelMetadata": unary_context_handler(self._model_metadata),
+            "ModelInfer": unary_context_handler(self._infer),
             "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
         }
-        return grpc.method_handlers_generic_handler(SERVICE, methods), _NotServed(tuple(methods))
+        return grpc.method_handlers_generic_handler(SERVICE, methods), _UnimplementedMethods(tuple(methods))
 
     async def _server_live(self, content: bytes) -> Message:
-        parse(pb.ServerLiveRequest, content)
+        parse_message(pb.ServerLiveRequest, content)
         return pb.ServerLiveResponse(live=True)
 
     async def _server_ready(self, content: bytes) -> Message:
-        parse(pb.ServerReadyRequest, content)
+        parse_message(pb.ServerReadyRequest, content)
         return pb.ServerReadyResponse(ready=self.door.ready())
 
     async def _model_ready(self, content: bytes) -> Message:
-        asked = parse(pb.ModelReadyRequest, content)
+        asked = parse_message(pb.ModelReadyRequest, content)
         known = self._card(asked.name) is not None and asked.version in ("", VERSION)
         return pb.ModelReadyResponse(ready=known and self.door.ready())
 
     async def _server_metadata(self, content: bytes) -> Message:
-        parse(pb.ServerMetadataRequest, content)
+        parse_message(pb.ServerMetadataRequest, content)
         return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
 
     async def _model_metadata(self, content: bytes, context: Context) -> Message:
-        asked = parse(pb.ModelMetadataRequest, content)
-        self._generation.identify(authorization(context))
+        asked = parse_message(pb.ModelMetadataRequest, content)
+        self._generation.identify(authorization_of(context))
         check_version("version", asked.version)
         if (card := self._card(asked.name)) is None:
             served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
@@ -147,7 +147,7 @@ class KserveFrontend:
         return encode_model(card)
 
     async def _infer(self, content: bytes, context: Context) -> Message:
-        inference = self._read(parse(pb.ModelInferRequest, content), context)
+        inference = self._read(parse_message(pb.ModelInferRequest, content), context)
         if inference.stream:
             raise invalid("stream", "must be false in ModelInfer, which gives whole answers; ModelStreamInfer streams")
         last: pb.ModelInferResponse | None = None
@@ -158,18 +158,18 @@ class KserveFrontend:
             last = response
 
         with self.door.holding(len(content)):
-            await self._serve(inference, authorization(context), keep)
+            await self._serve(inference, authorization_of(context), keep)
         assert last is not None
         return last
 
     async def _model_stream_infer(self, messages: Messages, context: Context) -> None:
-        await answered(self._stream(messages, context), context)
+        await answer_call(self._stream(messages, context), context)
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
         turns = asyncio.Lock()  # one message at a time
 
-        async def answer(content: bytes, writer: Writer) -> None:
+        async def answer(content: bytes, writer: MessageWriter) -> None:
             async def write(message: pb.ModelStreamInferResponse) -> None:
                 async with turns:
                     await writer.send(message)
@@ -180,7 +180,7 @@ class KserveFrontend:
                 room.release()
 
         refused: grpc.aio.AbortError | None = None
-        async with writing(context) as writer, asyncio.TaskGroup() as tasks:
+        async with open_writer(context) as writer, asyncio.TaskGroup() as tasks:
             try:
                 async for content in messages:
                     await room.acquire()
@@ -199,14 +199,14 @@ class KserveFrontend:
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        with suppress(CallerGone):  # the library cancels the call as soon as it knows
+        with suppress(CallerDisconnected):  # the library cancels the call as soon as it knows
             try:
-                message = parse(pb.ModelInferRequest, content)
+                message = parse_message(pb.ModelInferRequest, content)
                 with self.door.holding(len(content)):
-                    await self._serve(self._read(message, context), authorization(context), send_one)
+                    await self._serve(self._read(message, context), authorization_of(context), send_one)
             except RequestRejected as refused:
                 await write(encode_refusal(refused, message.id, message.model_name))
-            except CallerGone:
+            except CallerDisconnected:
                 raise
             except Exception:  # supervisor: a bug in one request does not end the others
                 log.exception("request failed", extra={"method": "ModelStreamInfer"})
@@ -216,13 +216,13 @@ class KserveFrontend:
         self.door.check()
         return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
 
-    async def _serve(self, inference: KServeRequest, authorized: str, send: "Send") -> None:
+    async def _serve(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         try:
             await self._generate(inference, authorized, send)
         except RequestRejected as refused:
             raise rename_field(refused, inference.names) from refused
 
-    async def _generate(self, inference: KServeRequest, authorized: str, send: "Send") -> None:
+    async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         request, form = inference.request, inference.form
         model = request.model
         text: list[str] = []  # of an answer that is sent whole
@@ -253,11 +253,11 @@ class KserveFrontend:
         return next((card for card in self._generation.models() if card.name == name), None)
 
 
-class Send(Protocol):
+class SendResponse(Protocol):
     async def __call__(self, response: pb.ModelInferResponse, *, final: bool) -> None: ...
 
 
-class _NotServed(grpc.GenericRpcHandler):
+class _UnimplementedMethods(grpc.GenericRpcHandler):
     """Answers the protocol's other methods: repositories, configurations, statistics, shared memory."""
 
     def __init__(self, served: tuple[str, ...]) -> None:

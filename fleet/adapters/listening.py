@@ -8,7 +8,7 @@ UNSENT_BYTES = 16 << 10  # that the kernel takes for a client on top of what its
 BACKLOG = 4096  # connections that wait to be accepted, as many as Linux allows by default; a flood must not make others wait a second
 
 
-def bind(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
+def bind_tcp(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
     """A listening socket at ``host:port``; also returns the address with the port that was taken.
 
     Args:
@@ -30,7 +30,7 @@ def bind(address: str, *, shared: bool = False) -> tuple[socket.socket, str]:
     return listening, f"{host}:{listening.getsockname()[1]}"
 
 
-def prepare(sock: socket.socket) -> None:
+def configure_client_socket(sock: socket.socket) -> None:
     """Make a client's connection send at once what is written, and show soon what its client reads.
 
     Otherwise the kernel takes some MB for a client that reads slowly, and then nothing until a third of it is gone: at 40 kB/s that is

@@ -7,7 +7,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from fleet.adapters.expected_workers import LiveExpectations
+from fleet.adapters.expected_workers import PredictionMetrics
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.router_metrics import RouterMetrics
 from fleet.adapters.tenant_metrics import TenantMetrics
@@ -58,7 +58,7 @@ def router_metric_descriptions() -> Mapping[str, MetricDescription]:
         RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict, directory=bool),
         TenantMetrics(lambda: {"one": Usage()}),
         RelayMetrics(tuple),
-        LiveExpectations(lambda _: None),
+        PredictionMetrics(lambda _: None),
     )
     return _described(metrics.registry.collect(), *(part.collect() for part in parts))
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from fleet.adapters.openai_requests import Asked
+from fleet.adapters.openai_requests import OpenAiRequest
 from fleet.adapters.status import REASON_STATUSES
 from fleet.errors import RequestRejected
 from fleet.ids import ModelName
@@ -16,8 +16,8 @@ from fleet.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
 
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-UNLIMITED = 2**31 - 1  # tokens: the length of a model that nobody knows
-LEAST_LOGPROB = -9999.0  # OpenAI's word for a token that cannot be; JSON has no infinity
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens: the length of a model that nobody knows
+MIN_LOGPROB = -9999.0  # OpenAI's word for a token that cannot be; JSON has no infinity
 
 Json = dict[str, object]
 
@@ -42,7 +42,7 @@ def _error(refused: RequestRejected) -> Json:
     return error
 
 
-def error_object(refused: RequestRejected) -> bytes:
+def error_body(refused: RequestRejected) -> bytes:
     """The body of a failed call; `refused` names the field as the client wrote it."""
     return encode({"error": _error(refused)})
 
@@ -52,25 +52,25 @@ def error_event(refused: RequestRejected) -> bytes:
     error = _error(refused)
     if refused.retry_after_ms:
         error["retry_after_ms"] = refused.retry_after_ms
-    return event(encode({"error": error}))
+    return sse_event(encode({"error": error}))
 
 
-def event(content: bytes) -> bytes:
+def sse_event(content: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + content + b"\n\n"
 
 
 def model_object(card: ModelCard, created: int) -> Json:
     """A model as ``GET /v1/models`` lists it."""
-    length: Json = {} if card.max_model_len == UNLIMITED else {"max_model_len": card.max_model_len}
+    length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
     parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists adapters
     return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
 
 
-class ChatShape:
+class ChatFormatter:
     """Shapes of ``/v1/chat/completions``."""
 
-    def __init__(self, asked: Asked, model: ModelName, token_text: TokenText, created: int) -> None:
+    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
         self._asked = asked
         self._token_text = token_text
         self._model = model
@@ -139,15 +139,15 @@ class ChatShape:
         text = self._token_text(self._model, token_id)
         return {
             "token": text,
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": None if "\ufffd" in text else list(text.encode()),  # a part of a character has no text
         }
 
 
-class CompletionShape:
+class CompletionFormatter:
     """Shapes of ``/v1/completions``."""
 
-    def __init__(self, asked: Asked, model: ModelName, token_text: TokenText, created: int) -> None:
+    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
         self._asked = asked
         self._token_text = token_text
         self._model = model
@@ -201,19 +201,19 @@ class CompletionShape:
             offsets.append(self._offset)
             self._offset += len(text)
             others = {
-                self._token_text(self._model, other): max(logprob, LEAST_LOGPROB)
+                self._token_text(self._model, other): max(logprob, MIN_LOGPROB)
                 for other, logprob in zip(token.top_ids, token.top, strict=True)
             }
-            top.append(others | {text: max(token.chosen, LEAST_LOGPROB)})
+            top.append(others | {text: max(token.chosen, MIN_LOGPROB)})
         return {
             "tokens": tokens,
-            "token_logprobs": [max(token.chosen, LEAST_LOGPROB) for token in logprobs],
+            "token_logprobs": [max(token.chosen, MIN_LOGPROB) for token in logprobs],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
 
-Shape = ChatShape | CompletionShape
+AnswerFormatter = ChatFormatter | CompletionFormatter
 
 
 def _usage(usage: Usage) -> Json:
@@ -225,17 +225,17 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def _null_usage(asked: Asked) -> bytes:
+def _null_usage(asked: OpenAiRequest) -> bytes:
     return b',"usage":null' if asked.include_usage else b""
 
 
-def _usage_chunk(asked: Asked, head: Mapping[str, object], finished: Finished) -> bytes:
+def _usage_chunk(asked: OpenAiRequest, head: Mapping[str, object], finished: Finished) -> bytes:
     if not asked.include_usage:
         return b""
-    return event(encode({**head, "choices": [], "usage": _usage(finished.usage)}))
+    return sse_event(encode({**head, "choices": [], "usage": _usage(finished.usage)}))
 
 
-def _fleet(asked: Asked, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
+def _fleet(asked: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
     """The object ``fleet``: where the prompt's blocks came from, as the message KvProof has it, and the token ids."""
     phases: list[Json] = [
         {

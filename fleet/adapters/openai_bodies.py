@@ -12,7 +12,7 @@ from fleet.requests import Sampling
 from fleet.roles import KvPath, Placement
 from fleet.validation import MAX_EXPECTED_TOKENS
 
-AnyBody = TypeVar("AnyBody", bound=Struct)
+BodyType = TypeVar("BodyType", bound=Struct)
 
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
@@ -75,7 +75,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     json_object: bool | None = None
 
 
-class Body(Struct, frozen=True, kw_only=True):
+class OpenAiBody(Struct, frozen=True, kw_only=True):
     """What both endpoints share. Null is the same as absent."""
 
     model: str | None = None
@@ -140,13 +140,13 @@ class Body(Struct, frozen=True, kw_only=True):
     verbosity: Any = None
 
 
-class CompletionBody(Body, frozen=True, kw_only=True):
+class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     tools: Any = None  # only to be refused by name
 
 
-class ChatBody(Body, frozen=True, kw_only=True):
+class ChatBody(OpenAiBody, frozen=True, kw_only=True):
     messages: list[MessageBody]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = None
@@ -154,7 +154,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-ALREADY_SO: Mapping[str, tuple[object, ...]] = {
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -193,7 +193,7 @@ ALREADY_SO: Mapping[str, tuple[object, ...]] = {
 }
 """Fields that we cannot obey, with the values that ask for what happens anyway (null always does)."""
 
-NAMES: Mapping[str, str] = {
+OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "text": "prompt",
     "token_ids": "prompt",
     "chat.messages": "messages",
@@ -204,7 +204,7 @@ NAMES: Mapping[str, str] = {
 """Field paths of the public protocol to those of the OpenAI API."""
 
 
-def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBody:
+def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
     """A body, as far as `decoder` looks at it.
 
     Raises:
@@ -213,7 +213,7 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBod
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise refusal_of(error) from error
+        raise invalid_body(error) from error
     except UnicodeDecodeError as error:
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
     except RecursionError as error:
@@ -222,7 +222,7 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyBody]", body: bytes) -> AnyBod
         raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
 
 
-def refusal_of(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
+def invalid_body(error: msgspec.ValidationError, parent: str = "") -> RequestRejected:
     """Of a value in `parent` that has the wrong type or range; msgspec ends its message with the path."""
     message, path = split_validation_error(error)
     field = parent + path

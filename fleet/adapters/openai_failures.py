@@ -5,13 +5,13 @@ from http import HTTPStatus
 import msgspec
 
 from fleet.adapters.http_exchange import Exchange
-from fleet.adapters.http_messages import Malformed
-from fleet.adapters.openai_answers import EVENT_STREAM, error_event, error_object
+from fleet.adapters.http_messages import MalformedRequest
+from fleet.adapters.openai_answers import EVENT_STREAM, error_body, error_event
 from fleet.adapters.status import REASON_STATUSES
 from fleet.errors import Reason, RequestRejected
 
 
-def fail(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
+def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
     """Answer a request that is refused; what has begun as a stream ends with an event that says so.
 
     Args:
@@ -31,15 +31,17 @@ def fail(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # a 401 has to say how (RFC 9110, 15.5.2)
-    exchange.respond(REASON_STATUSES[refused.reason].http, error_object(refused), headers=headers)
+    exchange.respond(REASON_STATUSES[refused.reason].http, error_body(refused), headers=headers)
 
 
-def refuse(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
+def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
     """Answer what never came to be a request of ours."""
-    exchange.respond(status, explain(Malformed(status, message)), headers=(("allow", allow),) if allow else ())
+    exchange.respond(
+        status, http_error_body(MalformedRequest(status, message)), headers=(("allow", allow),) if allow else ()
+    )
 
 
-def explain(malformed: Malformed) -> bytes:
+def http_error_body(malformed: MalformedRequest) -> bytes:
     """The body of the answer to what is no request."""
     kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = malformed.status.name.lower()

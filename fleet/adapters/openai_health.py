@@ -2,7 +2,7 @@
 
 import logging
 
-from fleet.adapters.golden import TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
+from fleet.adapters.golden import SAMPLE_TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
 from fleet.adapters.openai_questions import (
     FIRST_SERVER_ERROR,
     BackendUnreachable,
@@ -57,7 +57,7 @@ class ServerHealth:
         if (codec := self._codec) is None:
             return
         settings, tokenises = self._settings, TokenizerMatch.UNKNOWN
-        for text in TEXTS:
+        for text in SAMPLE_TEXTS:
             try:
                 status, answer = await self._ask(
                     b"POST", "/tokenize", tokenize_request_body(ModelName(settings.model), text)

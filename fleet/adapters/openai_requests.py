@@ -21,18 +21,18 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.adapters.openai_bodies import (
-    ALREADY_SO,
-    NAMES,
-    Body,
+    ACCEPTED_VALUES,
+    OPENAI_FIELD_NAMES,
     ChatBody,
     CompletionBody,
     FleetOptions,
     MessageBody,
     NamedSchema,
+    OpenAiBody,
     ResponseFormat,
     Schema,
     decode_body,
-    refusal_of,
+    invalid_body,
 )
 from fleet.clock import MILLISECOND, Nanos
 from fleet.errors import invalid
@@ -58,7 +58,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class OpenAiRequest(Struct, frozen=True, kw_only=True):
     """A body as we understood it."""
 
     request: GenerateRequest
@@ -72,7 +72,7 @@ _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _CHAT = msgspec.json.Decoder(ChatBody)
 
 
-def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
+def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
     """Read the body of ``POST /v1/completions``.
 
     Raises:
@@ -82,18 +82,18 @@ def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     _refuse_unsupported(completion)
     if completion.tools:
         raise invalid("tools", "are for /v1/chat/completions")
-    return _asked(
+    return _build_request(
         completion,
         request_id,
         now,
         prompt=_completion_prompt(completion.prompt),
         max_tokens=COMPLETION_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens,
         logprobs=completion.logprobs,
-        names=NAMES,
+        names=OPENAI_FIELD_NAMES,
     )
 
 
-def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
+def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
     """Read the body of ``POST /v1/chat/completions``.
 
     Raises:
@@ -107,7 +107,7 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
     tools = chat.tools if chat.tool_choice != "none" else None
     if tools and chat.parallel_tool_calls is False:
         raise invalid("parallel_tool_calls", "only true is supported: how many tools a model calls is up to it")
-    return _asked(
+    return _build_request(
         chat,
         request_id,
         now,
@@ -118,15 +118,15 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> Asked:
         max_tokens=chat.max_completion_tokens if newer else chat.max_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         names={
-            **NAMES,
+            **OPENAI_FIELD_NAMES,
             "sampling.logprobs": "top_logprobs",
             "sampling.max_tokens": "max_completion_tokens" if newer else "max_tokens",
         },
     )
 
 
-def _asked(
-    body: Body,
+def _build_request(
+    body: OpenAiBody,
     request_id: RequestId,
     now: Nanos,
     *,
@@ -134,9 +134,9 @@ def _asked(
     max_tokens: int | None,
     logprobs: int | None,
     names: Mapping[str, str],
-) -> Asked:
+) -> OpenAiRequest:
     options = body.fleet or FleetOptions()
-    form, form_field = _form(body)
+    form, form_field = _structured_output(body)
     given = {
         "max_tokens": max_tokens,
         "temperature": body.temperature,
@@ -171,7 +171,7 @@ def _asked(
         labels=options.labels,
         whole=not body.stream,
     )
-    return Asked(
+    return OpenAiRequest(
         request=request,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
@@ -180,9 +180,9 @@ def _asked(
     )
 
 
-def _form(body: Body) -> tuple[StructuredOutput | None, str]:
+def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
     """What the answer must be, and the field that says so."""
-    said = dict(_forms(body))
+    said = dict(_structured_outputs(body))
     if len(said) > 1:
         first, second, *_ = said
         raise invalid(second, f"says what the answer must be, as {first} does; send one of them")
@@ -191,7 +191,7 @@ def _form(body: Body) -> tuple[StructuredOutput | None, str]:
     return None, ""
 
 
-def _forms(body: Body) -> Iterator[tuple[str, StructuredOutput]]:
+def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutput]]:
     """All that is said of it, by field."""
     match body.response_format:
         case None | ResponseFormat(type="text"):
@@ -205,16 +205,22 @@ def _forms(body: Body) -> Iterator[tuple[str, StructuredOutput]]:
         case _:
             raise invalid("response_format.type", "must be text, json_object or json_schema")
     if (outputs := body.structured_outputs) is not None:
-        forms = list(_vllm_forms("structured_outputs.", outputs.json, outputs.regex, outputs.choice, outputs.grammar))
+        forms = list(
+            _vllm_structured_outputs(
+                "structured_outputs.", outputs.json, outputs.regex, outputs.choice, outputs.grammar
+            )
+        )
         if outputs.json_object:
             forms.append(("structured_outputs.json_object", AnyObject()))
         if not forms:
             raise invalid("structured_outputs", "must say one of json, regex, choice, grammar and json_object")
         yield from forms
-    yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    yield from _vllm_structured_outputs(
+        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+    )
 
 
-def _vllm_forms(
+def _vllm_structured_outputs(
     before: str, schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[tuple[str, StructuredOutput]]:
     if schema is not None:
@@ -231,8 +237,8 @@ def _schema(schema: Schema) -> JsonSchema:
     return JsonSchema(schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
 
 
-def _refuse_unsupported(body: Body) -> None:
-    for field, accepted in ALREADY_SO.items():
+def _refuse_unsupported(body: OpenAiBody) -> None:
+    for field, accepted in ACCEPTED_VALUES.items():
         value = getattr(body, field)
         if value is not None and value not in accepted:
             raise invalid(
@@ -261,7 +267,7 @@ def _token_prompt(ids: list[Any]) -> Prompt:
     try:
         checked = msgspec.convert(ids, list[TokenId])
     except msgspec.ValidationError as error:
-        raise refusal_of(error, "prompt") from error
+        raise invalid_body(error, "prompt") from error
     return TokenPrompt(np.asarray(checked, "<u4").tobytes())
 
 

@@ -32,11 +32,11 @@ from typing import assert_never
 
 from fleet.adapters.followed_cache import KvEventFollower
 from fleet.adapters.golden import TokenizerMatch
-from fleet.adapters.openai_answers import UNLIMITED
+from fleet.adapters.openai_answers import UNKNOWN_MODEL_LENGTH
 from fleet.adapters.openai_health import ServerHealth
 from fleet.adapters.openai_questions import OUT_OF_SOCKETS, ServerAddress, connection_failure_cause
 from fleet.adapters.openai_trial import try_request
-from fleet.adapters.relay import Relayed
+from fleet.adapters.relay import RelayedRequest
 from fleet.adapters.relay_requests import COMPLETIONS, PATHS
 from fleet.adapters.turn_end import WriteBatcher
 from fleet.adapters.upstream import AnswerHeads, Upstream, UpstreamUsage
@@ -154,7 +154,7 @@ class ExternalBackend:
 
     # From the router
 
-    def start(self, work_id: RequestId, relayed: Relayed) -> None:
+    def start(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """Send a request.
 
         Raises:
@@ -271,7 +271,7 @@ class ExternalBackend:
             return True
         return False
 
-    def _outstanding(self, work_id: RequestId, work: Upstream, relayed: Relayed, now: Nanos) -> Outstanding:
+    def _outstanding(self, work_id: RequestId, work: Upstream, relayed: RelayedRequest, now: Nanos) -> Outstanding:
         heard = not work.quiet
         return Outstanding(
             work_id=work_id,
@@ -307,7 +307,7 @@ class ExternalBackend:
 
     # From connections
 
-    def spoke(self, upstream: Upstream, relayed: Relayed) -> None:
+    def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
         self.first_bytes.append((upstream.sent_at, self._clock.now(), len(relayed.body), relayed.streams))
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
@@ -336,7 +336,7 @@ class ExternalBackend:
         self._reject(work_id, reason, message)
         self._leave_when_done()
 
-    def stale(self, work_id: RequestId, relayed: Relayed) -> None:
+    def stale(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         self._works[work_id] = self._tasks.create_task(self._dial(work_id, relayed))
 
     def closed(self, upstream: Upstream) -> None:
@@ -345,7 +345,7 @@ class ExternalBackend:
 
     # Sending
 
-    def _send(self, upstream: Upstream, work_id: RequestId, relayed: Relayed) -> None:
+    def _send(self, upstream: Upstream, work_id: RequestId, relayed: RelayedRequest) -> None:
         self._works[work_id] = upstream
         upstream.sent_at = Nanos(self._clock.now() - self._own_time.lost)
         upstream.turn = self.silence.answers + len(self._works)
@@ -362,7 +362,7 @@ class ExternalBackend:
             ),
         )
 
-    async def _dial(self, work_id: RequestId, relayed: Relayed) -> None:
+    async def _dial(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """Send over a new connection (rule 8)."""
         loop = asyncio.get_running_loop()
         address = self._address
@@ -461,7 +461,7 @@ class ExternalBackend:
             model=ModelName(settings.model),
             role=Role.BOTH,
             block_tokens=settings.compared_tokens,
-            max_model_len=UNLIMITED,
+            max_model_len=UNKNOWN_MODEL_LENGTH,
             kv_blocks=settings.compared_blocks,
             max_running=settings.max_running,
             fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it

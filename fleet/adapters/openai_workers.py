@@ -8,7 +8,7 @@ from typing import Never
 
 from fleet.adapters.golden import TokenizerCheck, TokenizerMatch
 from fleet.adapters.openai_worker import ExternalBackend, Hear
-from fleet.adapters.relay import Relayed
+from fleet.adapters.relay import RelayedRequest
 from fleet.adapters.turn_end import WriteBatcher
 from fleet.clock import Clock
 from fleet.ids import ModelName, RequestId, WorkerId
@@ -25,7 +25,7 @@ PROBE_SECONDS = 0.1  # between two looks at what servers owe; a tenth of the sho
 
 
 class ExternalBackends:
-    """All servers that a router's settings name. Implements `fleet.adapters.relay.Pending`."""
+    """All servers that a router's settings name. Implements `fleet.adapters.relay.PendingRequests`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ExternalBackends:
             for each in settings
         }
         self.models = frozenset(ModelName(each.model) for each in settings)
-        self._pending: dict[RequestId, Relayed] = {}
+        self._pending: dict[RequestId, RelayedRequest] = {}
 
     def _can_spare(self, worker: ExternalBackend) -> bool:
         """Whether the others of its model can do without a worker that takes requests (rule 2 of `fleet.adapters.openai_worker`)."""
@@ -70,10 +70,10 @@ class ExternalBackends:
     def __contains__(self, worker_id: WorkerId) -> bool:
         return worker_id in self._workers
 
-    def expect(self, relayed: Relayed) -> None:
+    def expect(self, relayed: RelayedRequest) -> None:
         self._pending[relayed.request_id] = relayed
 
-    def forget(self, relayed: Relayed) -> None:
+    def forget(self, relayed: RelayedRequest) -> None:
         self._pending.pop(relayed.request_id, None)
 
     def start(self, worker_id: WorkerId, start: Start) -> None:

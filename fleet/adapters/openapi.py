@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fleet.adapters.openai_bodies import ALREADY_SO, ChatBody, CompletionBody
+from fleet.adapters.openai_bodies import ACCEPTED_VALUES, ChatBody, CompletionBody
 
 ERROR = {
     "type": "object",
@@ -50,7 +50,7 @@ OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
 
 
 @cache
-def document(*, embeddings: bool) -> bytes:
+def openapi_document(*, embeddings: bool) -> bytes:
     """The document, as JSON.
 
     Args:
@@ -60,7 +60,7 @@ def document(*, embeddings: bool) -> bytes:
         (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
     )
     for schema in components.values():
-        for name, values in ALREADY_SO.items():
+        for name, values in ACCEPTED_VALUES.items():
             if name in schema.get("properties", {}):
                 schema["properties"][name] = {
                     "enum": [None, *values],

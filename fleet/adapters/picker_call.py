@@ -19,9 +19,9 @@ from fleet.adapters.ext_proc import (
     served_of,
     subset_of,
 )
-from fleet.adapters.grpc_calls import Context, parse, send
+from fleet.adapters.grpc_calls import Context, parse_message, send_message
 from fleet.adapters.grpc_selection import MAX_REPORTED, SelectedRequest, SelectionService
-from fleet.adapters.openai_bodies import NAMES
+from fleet.adapters.openai_bodies import OPENAI_FIELD_NAMES
 from fleet.adapters.picker_endpoints import PickerEndpoints
 from fleet.adapters.picker_prompts import PromptReaderApi
 from fleet.adapters.relay_requests import CHAT, COMPLETIONS, EMBEDDINGS, PATHS
@@ -103,15 +103,15 @@ class PickerCall:
             try:
                 content = await self._next(coming)
             except TimeoutError:
-                await send(context, refusal(self._late()))
+                await send_message(context, refusal(self._late()))
                 return
             if content is None:
                 return
-            message = parse(pb.ProcessingRequest, content)
+            message = parse_message(pb.ProcessingRequest, content)
             if message.observability_mode:
                 continue  # nothing that is said here counts
             for response in await self._heard(message):
-                await send(context, response)
+                await send_message(context, response)
 
     def end(self) -> None:
         """Whatever was booked is given back."""
@@ -248,7 +248,7 @@ class PickerCall:
                 retry_after_ms=settings.retry_after_ms,
             ) from None
         except RequestRejected as refused:
-            raise rename_field(refused, NAMES) from refused
+            raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
         if not all(each in endpoints for each in chosen):  # has joined while the request waited

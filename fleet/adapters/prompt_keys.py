@@ -37,7 +37,7 @@ from workers.engines.cache_books import salt_of_client
 
 ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
 RUNS = 5  # of the tokenizer; the quickest counts: what else the machine does then says nothing about it
-LONGEST_INLINE = 2 * MILLISECOND  # of tokenising, while other requests wait
+MAX_INLINE_TIME = 2 * MILLISECOND  # of tokenising, while other requests wait
 
 PURPOSE = b"fleet.prompt_keys.v1"
 """Of what is derived from a secret. Another way to name blocks needs another one: what it names is nothing to routers with this one."""
@@ -46,7 +46,7 @@ _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
 
 
-class Read(Struct, frozen=True):
+class KeyedPrompt(Struct, frozen=True):
     """A prompt as placement sees it."""
 
     model: ModelName
@@ -55,7 +55,7 @@ class Read(Struct, frozen=True):
     adapter: LoraAdapter | None = None
 
 
-class PrivateKeys:
+class SecretBlockKeys:
     """Names of blocks that no worker knows. Several threads may ask for them.
 
     They follow from factors which are nobody else's to know: who knows them can write two prompts with the same names.
@@ -97,7 +97,7 @@ class PromptReader:
         block_sizes: Sequence[int],
         codec: TextCodec | None,
         clock: Clock,
-        private: PrivateKeys | None,
+        private: SecretBlockKeys | None,
     ) -> None:
         """Measures how fast the tokenizer is.
 
@@ -119,7 +119,7 @@ class PromptReader:
         """Longer prompts are better read in a thread."""
         if codec is not None:
             self.inline_bytes = max(
-                len(sample) * LONGEST_INLINE // _spent(codec, sample, clock) for sample in _samples()
+                len(sample) * MAX_INLINE_TIME // _tokenizing_time(codec, sample, clock) for sample in _samples()
             )
 
     def for_adapter(self, name: ModelName) -> "PromptReader":
@@ -129,7 +129,7 @@ class PromptReader:
         reader._salt = salt_of_client(name, "")  # noqa: SLF001 - our own
         return reader
 
-    def salted(self, read: Read, told: str) -> Read:
+    def salted(self, read: KeyedPrompt, told: str) -> KeyedPrompt:
         """A prompt of ours, of a client that keeps it apart from others' with a salt."""
         if not any(read.keys.values()):
             return read
@@ -137,11 +137,11 @@ class PromptReader:
         keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
         return structs.replace(read, keys=keys)
 
-    def read_text(self, prompt: str) -> Read:
+    def read_text(self, prompt: str) -> KeyedPrompt:
         """The prompt of a completion, where it is one text."""
         return self._named(prompt.encode() if self._codec is None else self._codec.encode(prompt))
 
-    def read(self, prompt: Raw, messages: Raw, tools: Raw) -> Read:
+    def read(self, prompt: Raw, messages: Raw, tools: Raw) -> KeyedPrompt:
         """The prompt of a completion, or of a chat, whatever it is."""
         tokens = None
         if self._codec is not None:
@@ -150,13 +150,15 @@ class PromptReader:
             tokens = bytes(tools) + bytes(messages) + bytes(prompt)
         return self._named(tokens)
 
-    def uncached(self, content: Raw) -> Read:
+    def uncached(self, content: Raw) -> KeyedPrompt:
         """What no server caches, such as the text of an embedding: so long, and with no blocks in common."""
-        return Read(self.model, bytes(content), self._uncached, self.adapter)
+        return KeyedPrompt(self.model, bytes(content), self._uncached, self.adapter)
 
-    def _named(self, tokens: TokenBytes) -> Read:
+    def _named(self, tokens: TokenBytes) -> KeyedPrompt:
         keys, salt = self._keys, self._salt
-        return Read(self.model, tokens, {size: keys(tokens, size, salt) for size in self._block_sizes}, self.adapter)
+        return KeyedPrompt(
+            self.model, tokens, {size: keys(tokens, size, salt) for size in self._block_sizes}, self.adapter
+        )
 
     def _completion(self, prompt: Raw, codec: TextCodec) -> TokenBytes | None:
         try:
@@ -192,7 +194,7 @@ def _samples() -> Iterator[str]:
         yield " ".join(f"sample {number} of_words, {number * 7919:x}" for number in numbers)
 
 
-def _spent(codec: TextCodec, text: str, clock: Clock) -> Nanos:
+def _tokenizing_time(codec: TextCodec, text: str, clock: Clock) -> Nanos:
     """On tokenising it."""
     began_at = clock.now()
     codec.encode(text)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from fleet.adapters.recording import Recorded, Recording, RecordingRefused
-from fleet.adapters.recording_format import Completed, Passed, Refused
-from fleet.adapters.trace_rows import Chain, TraceRefused
+from fleet.adapters.recording import RecordedEvent, Recording, RecordingError
+from fleet.adapters.recording_format import RecordedCompletion, RecordedEmit, RecordedRejection
+from fleet.adapters.trace_rows import TraceError, UnsharedNames
 from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES
@@ -20,7 +20,7 @@ from fleet.router.messages import Arrived, Cancelled, WorkerJoined
 from kvstore.replay import Request
 
 
-class _Held(Struct):
+class _HeldRequest(Struct):
     """A request that is not over, or waits for one before it."""
 
     arrival: Nanos
@@ -33,7 +33,7 @@ class _Held(Struct):
     complete: bool = False
 
 
-def block_tokens_of(path: Path) -> int | None:
+def recorded_block_tokens(path: Path) -> int | None:
     """Of the first worker that joined; None: none did.
 
     Raises:
@@ -45,7 +45,7 @@ def block_tokens_of(path: Path) -> int | None:
     return None
 
 
-def requests_of(path: Path, block_tokens: int, chain: Chain) -> Iterator[Request]:
+def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[Request]:
     """In the order of their arrival, counted from the recording's begin.
 
     Args:
@@ -56,8 +56,8 @@ def requests_of(path: Path, block_tokens: int, chain: Chain) -> Iterator[Request
     Raises:
         TraceRefused: A line is wrong.
     """
-    held: deque[_Held] = deque()
-    live: dict[RequestId, _Held] = {}
+    held: deque[_HeldRequest] = deque()
+    live: dict[RequestId, _HeldRequest] = {}
     sessions: dict[str, int] = {}
     began: Nanos | None = None
     for entry in _entries(path):
@@ -66,7 +66,7 @@ def requests_of(path: Path, block_tokens: int, chain: Chain) -> Iterator[Request
         if isinstance(event, Arrived):
             tokens = len(event.tokens) // TOKEN_BYTES
             held.append(
-                _Held(
+                _HeldRequest(
                     arrival=Nanos(entry.now - began),
                     prompt_tokens=tokens,
                     chain=_names(entry, event, tokens, block_tokens) or chain(tokens),
@@ -78,35 +78,38 @@ def requests_of(path: Path, block_tokens: int, chain: Chain) -> Iterator[Request
         elif isinstance(event, Cancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
             gone.complete = gone.answered > 0  # a stop string was reached
-        _hear(live, entry)
+        _apply_commands(live, entry)
         while held and held[0].over:
             yield _request(held.popleft())
     yield from map(_request, held)
 
 
-def _entries(path: Path) -> Iterator[Recorded]:
+def _entries(path: Path) -> Iterator[RecordedEvent]:
     try:
         yield from Recording(path).entries()
-    except RecordingRefused as error:
-        raise TraceRefused(str(error)) from error
+    except RecordingError as error:
+        raise TraceError(str(error)) from error
 
 
-def _names(entry: Recorded, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
+def _names(entry: RecordedEvent, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
     """Of the prompt's full blocks, as the router asked for them."""
     full = tokens // block_tokens
     told = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
     return next((tuple(keys) for keys in told if len(keys) == full and len(set(keys)) == full), ())
 
 
-def _hear(live: dict[RequestId, _Held], entry: Recorded) -> None:
+def _apply_commands(live: dict[RequestId, _HeldRequest], entry: RecordedEvent) -> None:
     for command in entry.commands or ():
-        if isinstance(command, Passed) and (held := live.get(command.request_id)) is not None:
+        if isinstance(command, RecordedEmit) and (held := live.get(command.request_id)) is not None:
             held.answered += command.tokens
-        elif isinstance(command, Completed | Refused) and (held := live.pop(command.request_id, None)) is not None:
+        elif (
+            isinstance(command, RecordedCompletion | RecordedRejection)
+            and (held := live.pop(command.request_id, None)) is not None
+        ):
             held.over = True
-            held.complete = isinstance(command, Completed)
+            held.complete = isinstance(command, RecordedCompletion)
 
 
-def _request(held: _Held) -> Request:
+def _request(held: _HeldRequest) -> Request:
     tokens = held.answered if held.complete else held.asked_tokens
     return Request(held.arrival, held.prompt_tokens, held.chain, tokens, held.session)

@@ -13,8 +13,16 @@ from typing import Any, BinaryIO, get_args
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from fleet.adapters.recording_format import FORMAT, End, Entry, Head, Keys, Said, Steps
-from fleet.adapters.trace_rows import UNREADABLE, opened, why_unreadable
+from fleet.adapters.recording_format import (
+    FORMAT,
+    Keys,
+    RecordedCommand,
+    RecordedSteps,
+    RecordingEnd,
+    RecordingEntry,
+    RecordingHead,
+)
+from fleet.adapters.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused, split_validation_error
 from fleet.requests import TOKEN_BYTES
@@ -24,18 +32,18 @@ from fleet.work import Progress
 MAX_LINE_BYTES = 64 << 20  # a cache of a million blocks that a worker tells at once has 30 MB
 
 
-class RecordingRefused(ConfigurationRefused):
+class RecordingError(ConfigurationRefused):
     """It cannot be read; the message names file, line and field."""
 
 
-class Recorded(Struct, frozen=True, kw_only=True):
+class RecordedEvent(Struct, frozen=True, kw_only=True):
     """An event, read back; its prompt is as long as it was, and blank."""
 
     line: int
     now: Nanos
     event: RouterEvent
     keys: Sequence[Keys]
-    commands: Sequence[Said] | None
+    commands: Sequence[RecordedCommand] | None
 
 
 class Recording:
@@ -52,20 +60,20 @@ class Recording:
         self.end: str | None = None
         self.torn = False  # the last line is cut off
         try:
-            with opened(path) as file:
+            with open_plain_or_gzip(path) as file:
                 first = self._next(file)
-        except UNREADABLE as error:
-            raise RecordingRefused(f"{path}: {why_unreadable(error)}") from error
+        except READ_ERRORS as error:
+            raise RecordingError(f"{path}: {read_error_cause(error)}") from error
         if first is None:
-            raise RecordingRefused(f"{path}: is empty, or cut off within its first line")
+            raise RecordingError(f"{path}: is empty, or cut off within its first line")
         version = self._decoded(first, _VERSION)
         if version.recording != FORMAT:
-            raise RecordingRefused(
+            raise RecordingError(
                 f"{path}: line 1: recording: is of format {version.recording}, and this Fleet reads {FORMAT}"
             )
         self.head = self._decoded(first, _HEAD)
 
-    def entries(self) -> Iterator[Recorded]:
+    def entries(self) -> Iterator[RecordedEvent]:
         """All events, in order.
 
         Raises:
@@ -73,13 +81,13 @@ class Recording:
         """
         try:
             yield from self._entries()
-        except UNREADABLE as error:
-            raise RecordingRefused(f"{self._path}: {why_unreadable(error)}") from error
+        except READ_ERRORS as error:
+            raise RecordingError(f"{self._path}: {read_error_cause(error)}") from error
 
-    def _entries(self) -> Iterator[Recorded]:
+    def _entries(self) -> Iterator[RecordedEvent]:
         now = self.head.began
         self._number = 0
-        with opened(self._path) as file:
+        with open_plain_or_gzip(self._path) as file:
             self._next(file)
             while (line := self._next(file)) is not None:
                 if self.end is not None:
@@ -93,11 +101,11 @@ class Recording:
                 now = entry.now
                 yield self._recorded(entry)
 
-    def _recorded(self, entry: Entry) -> Recorded:
+    def _recorded(self, entry: RecordingEntry) -> RecordedEvent:
         if (decoder := _events().get(entry.name)) is None:
             raise self._refused(f"name: {entry.name!r} is no event of a router")
         event = self._decoded(entry.event, decoder, "event")
-        if isinstance(event, Steps):
+        if isinstance(event, RecordedSteps):
             event = _stepped(event)
         elif isinstance(event, Arrived):
             event = structs.replace(event, tokens=bytes(TOKEN_BYTES * entry.prompt_tokens))
@@ -105,7 +113,7 @@ class Recording:
             keys = [_unpacked(each) for each in entry.keys]
         except (ValueError, struct.error) as error:
             raise self._refused("keys: are no base64 of 8 bytes each") from error
-        return Recorded(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
+        return RecordedEvent(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next(self, file: BinaryIO) -> bytes | None:
         """The next whole line that is not empty; None when there is none."""
@@ -132,15 +140,15 @@ class Recording:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._refused(f"{where}: {error}" if where else str(error)) from error
 
-    def _refused(self, why: str) -> RecordingRefused:
-        return RecordingRefused(f"{self._path}: line {self._number}: {why}")
+    def _refused(self, why: str) -> RecordingError:
+        return RecordingError(f"{self._path}: line {self._number}: {why}")
 
 
-class _Version(Struct, frozen=True):
+class _RecordingVersion(Struct, frozen=True):
     recording: int
 
 
-def _stepped(steps: Steps) -> Stepped:
+def _stepped(steps: RecordedSteps) -> Stepped:
     progress = [
         Progress(
             request_id=step.work_id,
@@ -159,14 +167,14 @@ def _unpacked(text: str) -> Keys:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
-_VERSION = msgspec.json.Decoder(_Version)
-_HEAD = msgspec.json.Decoder(Head)
-_ENTRY = msgspec.json.Decoder(Entry)
-_END = msgspec.json.Decoder(End)
+_VERSION = msgspec.json.Decoder(_RecordingVersion)
+_HEAD = msgspec.json.Decoder(RecordingHead)
+_ENTRY = msgspec.json.Decoder(RecordingEntry)
+_END = msgspec.json.Decoder(RecordingEnd)
 
 
 @cache
-def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | Steps]]":
+def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
     """By name; made when a recording is read, since that takes msgspec a while."""
     kinds = get_args(RouterEvent)
-    return {kind.__name__: msgspec.json.Decoder(Steps if kind is Stepped else kind) for kind in kinds}
+    return {kind.__name__: msgspec.json.Decoder(RecordedSteps if kind is Stepped else kind) for kind in kinds}

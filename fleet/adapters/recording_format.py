@@ -2,10 +2,10 @@
 
 Rules, in full, for who writes a reader:
 
-1. Line 1 is a `Head`: the version of this format, the seed and the settings that the machine was made with. Each further line is
-   an `Entry`; the last one may be an `End`, which says why no more follows. A recording without one was cut off.
+1. Line 1 is a `RecordingHead`: the version of this format, the seed and the settings that the machine was made with. Each further line is
+   an `RecordingEntry`; the last one may be an `RecordingEnd`, which says why no more follows. A recording without one was cut off.
 2. An entry has the instant, the event's name and fields (`fleet.router.messages`), and what the machine said. `commands` is missing
-   where it broke. Commands are lists that begin with their name; see `Said`.
+   where it broke. Commands are lists that begin with their name; see `RecordedCommand`.
 3. Whatever the machine cannot find out by itself is there: `prompt_tokens`, and in `keys` what its hasher answered meanwhile, in order,
    each the keys of a prompt's full blocks, 8 bytes each, little-endian, in base64.
 4. Nothing that is only carried along is there: no token ids of prompts or answers, no text of forms or messages, no salts, no
@@ -53,7 +53,7 @@ FORMAT = 1
 Keys = tuple[int, ...]
 
 
-class Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecordingHead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line."""
 
     recording: int  # FORMAT
@@ -64,7 +64,7 @@ class Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     settings: RouterSettings
 
 
-class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class RecordingEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One event."""
 
     now: Nanos
@@ -72,23 +72,23 @@ class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknow
     event: Raw
     prompt_tokens: int = 0  # of an `Arrived`
     keys: tuple[str, ...] = ()
-    commands: "list[Said] | None" = None
+    commands: "list[RecordedCommand] | None" = None
 
 
-class End(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecordingEnd(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The last line."""
 
     end: str
 
 
-class Steps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecordedSteps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `Stepped`: of all events the one that comes most often, so it is written in short."""
 
     worker_id: WorkerId
-    progress: "list[Step]"
+    progress: "list[RecordedProgress]"
 
 
-class Step(Struct, frozen=True, array_like=True):
+class RecordedProgress(Struct, frozen=True, array_like=True):
     """A `Progress`."""
 
     work_id: RequestId
@@ -98,7 +98,7 @@ class Step(Struct, frozen=True, array_like=True):
     handoff: Handoff | None
 
 
-class Sent(Struct, frozen=True, array_like=True, tag="send"):
+class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
     """A `Dispatch`."""
 
     worker_id: WorkerId
@@ -113,14 +113,14 @@ class Sent(Struct, frozen=True, array_like=True, tag="send"):
     timeout_ms: int
 
 
-class Stopped(Struct, frozen=True, array_like=True, tag="cancel"):
+class RecordedCancel(Struct, frozen=True, array_like=True, tag="cancel"):
     """A `CancelWork`."""
 
     worker_id: WorkerId
     work_id: RequestId
 
 
-class Passed(Struct, frozen=True, array_like=True, tag="emit"):
+class RecordedEmit(Struct, frozen=True, array_like=True, tag="emit"):
     """An `Emit`."""
 
     request_id: RequestId
@@ -128,26 +128,26 @@ class Passed(Struct, frozen=True, array_like=True, tag="emit"):
     cached_tokens: int
 
 
-class Anew(Struct, frozen=True, array_like=True, tag="start over"):
+class RecordedRestart(Struct, frozen=True, array_like=True, tag="start over"):
     """A `StartedOver`."""
 
     request_id: RequestId
 
 
-class Completed(Struct, frozen=True, array_like=True, tag="complete"):
+class RecordedCompletion(Struct, frozen=True, array_like=True, tag="complete"):
     request_id: RequestId
     finish: Finish
     cached_tokens: int
 
 
-class Refused(Struct, frozen=True, array_like=True, tag="refuse"):
+class RecordedRejection(Struct, frozen=True, array_like=True, tag="refuse"):
     request_id: RequestId
     reason: Reason
     field: str
     retry_after_ms: int
 
 
-class Drifted(Struct, frozen=True, array_like=True, tag="drift"):
+class RecordedCacheDrift(Struct, frozen=True, array_like=True, tag="drift"):
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
@@ -155,41 +155,49 @@ class Drifted(Struct, frozen=True, array_like=True, tag="drift"):
     recall: float
 
 
-Said = Sent | Stopped | Passed | Anew | Completed | Refused | Drifted
+RecordedCommand = (
+    RecordedDispatch
+    | RecordedCancel
+    | RecordedEmit
+    | RecordedRestart
+    | RecordedCompletion
+    | RecordedRejection
+    | RecordedCacheDrift
+)
 """A command, without what it carries along."""
 
 
-def head_line(head: Head) -> bytes:
+def head_line(head: RecordingHead) -> bytes:
     """Line 1; of the settings only what decides."""
-    return _line(structs.replace(head, settings=deciding(head.settings)))
+    return _line(structs.replace(head, settings=deciding_settings(head.settings)))
 
 
 def entry_line(now: Nanos, event: RouterEvent, keys: Sequence[Keys], commands: Sequence[Command] | None) -> bytes:
     """One event, what the hasher answered to it, and what was said; None: the machine broke."""
-    entry = Entry(
+    entry = RecordingEntry(
         now=now,
         name=type(event).__name__,
         event=Raw(_ENCODER.encode(without_content(event))),
         prompt_tokens=len(event.tokens) // TOKEN_BYTES if isinstance(event, Arrived) else 0,
         keys=tuple(map(_packed, keys)),
-        commands=None if commands is None else list(map(said, commands)),
+        commands=None if commands is None else list(map(record_command, commands)),
     )
     return _line(entry)
 
 
 def end_line(why: str) -> bytes:
-    return _line(End(end=why))
+    return _line(RecordingEnd(end=why))
 
 
-def deciding(settings: RouterSettings) -> RouterSettings:
+def deciding_settings(settings: RouterSettings) -> RouterSettings:
     """The settings on which depends what a machine does, and no others: what is not named here is not written, be it secret or not."""
-    kept = {name: getattr(settings, name) for name in _DECIDING}
+    kept = {name: getattr(settings, name) for name in _DECIDING_FIELDS}
     tenants = {name: TenantSettings(weight=tenant.weight) for name, tenant in settings.tenants.items()}
     chosen = {name: table for name, table in settings.policies.items() if name == settings.policy}
     return RouterSettings(**kept, tenants=tenants, policies=chosen)
 
 
-_DECIDING = (
+_DECIDING_FIELDS = (
     "remote_prefill_min_tokens",
     "oversubscribe",
     "max_queued",
@@ -217,40 +225,40 @@ _DECIDING = (
 )
 
 
-def without_content(event: RouterEvent) -> RouterEvent | Steps:
+def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
     """The event less what it only carries along (rule 4)."""
     match event:
         case Stepped():
-            return Steps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
+            return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
-            return structs.replace(event, tokens=b"", salt=b"", sampling=_plain(event.sampling))
+            return structs.replace(event, tokens=b"", salt=b"", sampling=_without_structured_output(event.sampling))
         case WorkRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:
             return event
 
 
-def _step(progress: Progress) -> Step:
+def _step(progress: Progress) -> RecordedProgress:
     handoff = progress.handoff
     if handoff is not None:
         handoff = structs.replace(handoff, params=b"")
-    return Step(progress.request_id, len(progress.token_ids), progress.finish, progress.kv, handoff)
+    return RecordedProgress(progress.request_id, len(progress.token_ids), progress.finish, progress.kv, handoff)
 
 
-def _plain(sampling: Sampling) -> Sampling:
+def _without_structured_output(sampling: Sampling) -> Sampling:
     form = None if sampling.form is None else AnyObject()
     return structs.replace(sampling, form=form, stop_token_ids=())
 
 
-def said(command: Command) -> Said:
+def record_command(command: Command) -> RecordedCommand:
     """The command less what it only carries along."""
     match command:
         case Emit():
-            return Passed(command.request_id, len(command.progress.token_ids), command.cached_tokens)
+            return RecordedEmit(command.request_id, len(command.progress.token_ids), command.cached_tokens)
         case Dispatch():
             start = command.start
             handoff: Handoff | None = start.handoff
-            return Sent(
+            return RecordedDispatch(
                 command.worker_id,
                 start.request_id,
                 start.phase,
@@ -263,15 +271,17 @@ def said(command: Command) -> Said:
                 start.timeout_ms,
             )
         case CancelWork():
-            return Stopped(command.worker_id, command.request_id)
+            return RecordedCancel(command.worker_id, command.request_id)
         case StartedOver():
-            return Anew(command.request_id)
+            return RecordedRestart(command.request_id)
         case Complete():
-            return Completed(command.request_id, command.finish, command.cached_tokens)
+            return RecordedCompletion(command.request_id, command.finish, command.cached_tokens)
         case Refuse():
-            return Refused(command.request_id, command.reason, command.field, command.retry_after_ms)
+            return RecordedRejection(command.request_id, command.reason, command.field, command.retry_after_ms)
         case CacheDrifts():
-            return Drifted(command.worker_id, command.knowledge, command.drifting, command.precision, command.recall)
+            return RecordedCacheDrift(
+                command.worker_id, command.knowledge, command.drifting, command.precision, command.recall
+            )
         case _:
             assert_never(command)
 

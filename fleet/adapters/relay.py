@@ -24,24 +24,24 @@ from typing import Any, Protocol
 from msgspec import Raw, structs
 
 from fleet.adapters.allowances import rate_limit_headers
-from fleet.adapters.http_exchange import Exchange, Serving
-from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.http_exchange import Exchange, ExchangeTask
+from fleet.adapters.http_messages import ClientDisconnected
 from fleet.adapters.openai_answers import error_event
-from fleet.adapters.openai_bodies import NAMES
-from fleet.adapters.openai_failures import fail
-from fleet.adapters.prompt_keys import PromptReader, Read
+from fleet.adapters.openai_bodies import OPENAI_FIELD_NAMES
+from fleet.adapters.openai_failures import send_rejection
+from fleet.adapters.prompt_keys import KeyedPrompt, PromptReader
 from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.relay_requests import (
     EMBEDDINGS,
-    LONGEST_ANSWER,
-    AnyBody,
-    TextBody,
+    MAX_ANSWER_TOKENS,
+    RelayRawBody,
+    RelayTextBody,
+    apply_fleet_options,
     passed_on,
     prompt_bytes,
     read_body,
     read_prompt,
-    sampling,
-    with_options,
+    relay_sampling,
 )
 from fleet.adapters.status import rename_field
 from fleet.clock import Clock, Nanos
@@ -57,7 +57,7 @@ from fleet.router.tokenising import TokenisingThreads
 log = logging.getLogger(__name__)
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
     def open(self, arrived: Arrived, stream: Listener) -> None: ...
@@ -65,32 +65,32 @@ class Router(Protocol):
     def close(self, request_id: RequestId, stream: Listener) -> None: ...
 
 
-class Flow(Protocol):
+class AnswerStream(Protocol):
     """An answer on its way: the connection to the server that gives it."""
 
     def flush(self) -> None:
         """Pass on what waits for the end of the turn, so that something else may be said."""
         ...
 
-    def at_boundary(self) -> bool:
+    def at_event_boundary(self) -> bool:
         """Whether what was passed on so far ends with a whole event, so that another one may follow."""
         ...
 
-    def say_last(self, event: bytes) -> None:
+    def send_last_event(self, event: bytes) -> None:
         """Pass on one more event, if the answer ends with its connection and so far with a whole event."""
         ...
 
 
-class Stage(Enum):
+class RelayStage(Enum):
     READING = auto()  # in a thread
     SUBMITTED = auto()
     OVER = auto()
 
 
-class Relayed:
+class RelayedRequest:
     """One request, between its client and the worker that it was placed on.
 
-    Implements `Serving` for the client's connection and `Listener` for the router.
+    Implements `ExchangeTask` for the client's connection and `Listener` for the router.
     """
 
     def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
@@ -98,7 +98,7 @@ class Relayed:
         head = request.head
         self._relay = relay
         self._exchange = exchange
-        self._stage = Stage.READING
+        self._stage = RelayStage.READING
         self._began = False
         self.request_id = request_id
         self.path = head.path
@@ -111,7 +111,7 @@ class Relayed:
         self.streams = False  # the client asked for events as they come
         self.moved = False  # from a server that was silent to another one
         self.tenant = tenant
-        self.flow: Flow | None = None  # while an answer comes
+        self.flow: AnswerStream | None = None  # while an answer comes
         self.answer_tokens = 0  # passed on, roughly
         self.keeps_alive = exchange.keeps_alive  # whether the client takes another answer on its connection
         self.chunks = head.chunked_answer  # whether the client understands chunks
@@ -124,7 +124,7 @@ class Relayed:
 
     # From the worker
 
-    def begin(self, source: asyncio.Transport, flow: Flow) -> asyncio.Transport:
+    def begin(self, source: asyncio.Transport, flow: AnswerStream) -> asyncio.Transport:
         """Where the answer goes that comes from `source`, now that it begins.
 
         Raises:
@@ -138,8 +138,8 @@ class Relayed:
 
     def end(self, *, keep_alive: bool) -> None:
         """The answer was passed on whole."""
-        if self._stage is not Stage.OVER:
-            self._stage = Stage.OVER
+        if self._stage is not RelayStage.OVER:
+            self._stage = RelayStage.OVER
             self._relay.ended(self, None)
             self._exchange.relayed(keep_alive=keep_alive)
 
@@ -153,26 +153,26 @@ class Relayed:
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
         """Only a refusal is news: what the others tell, was passed on before."""
         if isinstance(item, RequestRejected):
-            self.refuse(rename_field(item, NAMES))
+            self.refuse(rename_field(item, OPENAI_FIELD_NAMES))
 
     def submitted(self) -> None:
-        self._stage = Stage.SUBMITTED
+        self._stage = RelayStage.SUBMITTED
 
     def refuse(self, refused: RequestRejected) -> None:
-        if self._stage is Stage.OVER:
+        if self._stage is RelayStage.OVER:
             return
-        self._stage = Stage.OVER
+        self._stage = RelayStage.OVER
         self._relay.ended(self, refused)
         if self.flow is not None:
             self.flow.flush()
-        if self._began and (self.flow is None or not self.flow.at_boundary()):
+        if self._began and (self.flow is None or not self.flow.at_event_boundary()):
             if self.flow is not None:
-                self.flow.say_last(error_event(refused))
+                self.flow.send_last_event(error_event(refused))
             self._exchange.relayed(keep_alive=False)
             return
-        with suppress(ClientGone):
+        with suppress(ClientDisconnected):
             name = self.request_id
-            fail(self._exchange, refused, ("x-fleet-request-id", name), ("x-request-id", name))
+            send_rejection(self._exchange, refused, ("x-fleet-request-id", name), ("x-request-id", name))
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:
@@ -182,10 +182,10 @@ class Relayed:
 
     def cancel(self) -> None:
         """The client has gone."""
-        if self._stage is Stage.OVER:
+        if self._stage is RelayStage.OVER:
             return
-        submitted = self._stage is Stage.SUBMITTED
-        self._stage = Stage.OVER
+        submitted = self._stage is RelayStage.SUBMITTED
+        self._stage = RelayStage.OVER
         self._relay.ended(self, RequestRejected(Reason.CANCELLED, "the client has gone"))
         if submitted:
             self._relay.router.close(self.request_id, self)
@@ -193,15 +193,15 @@ class Relayed:
 
     @property
     def over(self) -> bool:
-        return self._stage is Stage.OVER
+        return self._stage is RelayStage.OVER
 
 
-class Pending(Protocol):
+class PendingRequests(Protocol):
     """Where workers find what they are told to do, see `fleet.adapters.openai_workers`."""
 
-    def expect(self, relayed: Relayed) -> None: ...
+    def expect(self, relayed: RelayedRequest) -> None: ...
 
-    def forget(self, relayed: Relayed) -> None: ...
+    def forget(self, relayed: RelayedRequest) -> None: ...
 
 
 class Relay:
@@ -209,8 +209,8 @@ class Relay:
 
     def __init__(
         self,
-        router: Router,
-        workers: Pending,
+        router: RouterApi,
+        workers: PendingRequests,
         readers: Mapping[ModelName, PromptReader],
         tenants: Tenants,
         metrics: RelayMetrics,
@@ -253,7 +253,7 @@ class Relay:
         """Wait until nothing is relayed."""
         await self._quiet.wait()
 
-    def serve(self, exchange: Exchange) -> Serving | None:
+    def serve(self, exchange: Exchange) -> ExchangeTask | None:
         """Begin to serve a request for one of `fleet.adapters.relay_requests.PATHS`; None if it is for a model that others serve."""
         began_at = self._clock.now()
         request = exchange.request
@@ -265,14 +265,14 @@ class Relay:
                 tenant = self._tenants.tenant(request.headers.get(b"authorization", b"").decode("latin-1"), tenant)
             reader = self._reader(body, path)
         except RequestRejected as refused:
-            with suppress(ClientGone):
-                fail(exchange, refused)
+            with suppress(ClientDisconnected):
+                send_rejection(exchange, refused)
             exchange.over()
-            return _NOTHING
+            return _FINISHED
         if reader is None:
             return None
         self._count += 1
-        relayed = Relayed(self, exchange, RequestId(f"{self._id_prefix}-{self._count:x}"), began_at, tenant)
+        relayed = RelayedRequest(self, exchange, RequestId(f"{self._id_prefix}-{self._count:x}"), began_at, tenant)
         self._active += 1
         if self._active == 1:
             self._quiet.clear()
@@ -321,11 +321,11 @@ class Relay:
 
     # From requests
 
-    def first_byte(self, relayed: Relayed) -> None:
+    def first_byte(self, relayed: RelayedRequest) -> None:
         now = relayed.first_byte_at = self._clock.now()
         self._metrics.first_byte(Nanos(now - relayed.began_at))
 
-    def ended(self, relayed: Relayed, refused: RequestRejected | None) -> None:
+    def ended(self, relayed: RelayedRequest, refused: RequestRejected | None) -> None:
         self._workers.forget(relayed)
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, self._clock.now())
@@ -336,7 +336,7 @@ class Relay:
 
     # Inside
 
-    def _reader(self, body: TextBody | AnyBody, path: str) -> PromptReader | None:
+    def _reader(self, body: RelayTextBody | RelayRawBody, path: str) -> PromptReader | None:
         """The one of the model that is asked for; None if that may be somebody else's."""
         model = body.model
         readers = self._readers
@@ -355,7 +355,7 @@ class Relay:
             )
         return reader
 
-    def _submit(self, relayed: Relayed, body: TextBody | AnyBody, read: Read) -> None:
+    def _submit(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
         """Have it placed, which begins it.
 
         Raises:
@@ -373,7 +373,7 @@ class Relay:
         self.router.open(arrived, relayed)
 
     def _arrived(
-        self, request_id: RequestId, tenant: str, began_at: Nanos, body: TextBody | AnyBody, read: Read
+        self, request_id: RequestId, tenant: str, began_at: Nanos, body: RelayTextBody | RelayRawBody, read: KeyedPrompt
     ) -> Arrived:
         """A request as the router hears of it.
 
@@ -386,13 +386,13 @@ class Relay:
             adapter=read.adapter,
             tokens=read.tokens,
             tenant=tenant,
-            sampling=sampling(min(body.max_completion_tokens or body.max_tokens or 1, LONGEST_ANSWER)),
+            sampling=relay_sampling(min(body.max_completion_tokens or body.max_tokens or 1, MAX_ANSWER_TOKENS)),
             keys=read.keys,
             only_end=True,
         )
-        return arrived if body.fleet is None else with_options(arrived, body.fleet, began_at)
+        return arrived if body.fleet is None else apply_fleet_options(arrived, body.fleet, began_at)
 
-    def _submit_when_sure(self, relayed: Relayed, body: TextBody | AnyBody, read: Read) -> None:
+    def _submit_when_sure(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
         """Submit now, or after the other routers have heard what the tenant took here, where it is near a limit.
 
         Raises:
@@ -413,11 +413,15 @@ class Relay:
 
         self._submit_after(relayed, settling, submit)
 
-    def _read_elsewhere(self, relayed: Relayed, body: TextBody | AnyBody, reader: PromptReader) -> None:
+    def _read_elsewhere(
+        self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, reader: PromptReader
+    ) -> None:
         reading = self._threads.run(partial(read_prompt, body, reader, relayed.path), prompt_bytes(body))
         self._submit_after(relayed, reading, lambda: self._submit_when_sure(relayed, body, reading.result()))
 
-    def _submit_after(self, relayed: Relayed, waiting: "asyncio.Future[Any]", submit: Callable[[], None]) -> None:
+    def _submit_after(
+        self, relayed: RelayedRequest, waiting: "asyncio.Future[Any]", submit: Callable[[], None]
+    ) -> None:
         """Submit when something is done that the request waits for, unless its client has gone by then."""
 
         def done(future: "asyncio.Future[Any]") -> None:
@@ -437,11 +441,11 @@ class Relay:
         waiting.add_done_callback(done)
 
 
-class _Nothing:
+class _FinishedTask:
     """Serving what is over already."""
 
     def cancel(self) -> None:
         """There is nothing to cancel."""
 
 
-_NOTHING = _Nothing()
+_FINISHED = _FinishedTask()

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from fleet.adapters.http_messages import HttpHead
-from fleet.adapters.openai_bodies import NAMES, FleetOptions, decode_body
-from fleet.adapters.prompt_keys import PromptReader, Read
+from fleet.adapters.openai_bodies import OPENAI_FIELD_NAMES, FleetOptions, decode_body
+from fleet.adapters.prompt_keys import KeyedPrompt, PromptReader
 from fleet.adapters.status import rename_field
 from fleet.clock import MILLISECOND, Nanos
 from fleet.errors import RequestRejected
@@ -25,16 +25,16 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
 
-LONGEST_ANSWER = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
+MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
 
 # What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
-_NOT_PASSED_ON = frozenset(
+_NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding authorization".split()
 )
 
 
-class Asking(Struct, kw_only=True):
+class RelayBody(Struct, kw_only=True):
     """What is looked at of any body."""
 
     model: str | None = None
@@ -44,14 +44,14 @@ class Asking(Struct, kw_only=True):
     fleet: FleetOptions | None = None
 
 
-class TextBody(Asking, kw_only=True):
+class RelayTextBody(RelayBody, kw_only=True):
     """A completion of one text: most of them, parsed in one go."""
 
     prompt: str
     stream: bool | None = None
 
 
-class AnyBody(Asking, kw_only=True):
+class RelayRawBody(RelayBody, kw_only=True):
     """Whatever else it may be. `Raw` is not parsed."""
 
     prompt: Raw = Raw()
@@ -61,12 +61,12 @@ class AnyBody(Asking, kw_only=True):
     tools: Raw = Raw()
 
 
-_TEXT = msgspec.json.Decoder(TextBody)
-_ANY = msgspec.json.Decoder(AnyBody)
+_TEXT = msgspec.json.Decoder(RelayTextBody)
+_ANY = msgspec.json.Decoder(RelayRawBody)
 _SALT = msgspec.json.Decoder(str)
 
 
-def read_body(content: bytes, path: str) -> TextBody | AnyBody:
+def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
     """A body, as far as it is looked at.
 
     Raises:
@@ -80,24 +80,24 @@ def read_body(content: bytes, path: str) -> TextBody | AnyBody:
     return decode_body(_ANY, content)
 
 
-def prompt_bytes(body: TextBody | AnyBody) -> int:
+def prompt_bytes(body: RelayTextBody | RelayRawBody) -> int:
     """About how long the prompt is, in bytes."""
-    if isinstance(body, TextBody):
+    if isinstance(body, RelayTextBody):
         return len(body.prompt)
     return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
 
 
-def read_prompt(body: TextBody | AnyBody, reader: PromptReader, path: str) -> Read:
-    if isinstance(body, TextBody):
+def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: str) -> KeyedPrompt:
+    if isinstance(body, RelayTextBody):
         read = reader.read_text(body.prompt)
     elif path == EMBEDDINGS:
         read = reader.uncached(body.input)
     else:
         read = reader.read(body.prompt, body.messages, body.tools)
-    return reader.salted(read, _told(body.cache_salt)) if body.cache_salt else read
+    return reader.salted(read, _salt_text(body.cache_salt)) if body.cache_salt else read
 
 
-def _told(salt: Raw) -> str:
+def _salt_text(salt: Raw) -> str:
     """A salt as engines tell it; of one that is no text, the server will say what is wrong with it."""
     try:
         return _SALT.decode(salt)
@@ -105,7 +105,7 @@ def _told(salt: Raw) -> str:
         return bytes(salt).decode("latin-1")
 
 
-def with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
+def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
     """A request with what the object ``fleet`` says of it.
 
     Raises:
@@ -114,7 +114,7 @@ def with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Ar
     try:
         check_hints(options)
     except RequestRejected as refused:
-        raise rename_field(refused, NAMES) from refused
+        raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
     return structs.replace(
         arrived,
         priority=options.priority,
@@ -127,14 +127,14 @@ def with_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Ar
 
 
 @lru_cache(maxsize=1024)
-def sampling(max_tokens: int) -> Sampling:
+def relay_sampling(max_tokens: int) -> Sampling:
     """Of an answer that no other server can go on with, because its tokens are not known: as with a seed."""
     return Sampling(max_tokens=max(1, max_tokens), seed=0)
 
 
 def passed_on(head: HttpHead) -> bytes:
     """The header lines of a request that go on to a server; noted in the head."""
-    dropped = _NOT_PASSED_ON.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
+    dropped = _NOT_FORWARDED.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
     lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
     head.passed_on = b"".join(lines)
     return head.passed_on

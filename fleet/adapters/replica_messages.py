@@ -5,7 +5,7 @@ from struct import pack, unpack
 
 from msgspec import Struct, structs
 
-from fleet.adapters.grpc_cluster import checked_thresholds
+from fleet.adapters.grpc_cluster import parse_thresholds
 from fleet.clock import MILLISECOND, Nanos
 from fleet.control.messages import Register, Registration
 from fleet.errors import RequestRejected
@@ -196,7 +196,7 @@ def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
     """
     values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
-        return PeerThresholds(checked_thresholds(values), told.at_unix_ms)
+        return PeerThresholds(parse_thresholds(values), told.at_unix_ms)
     except RequestRejected as refused:
         raise ConnectionError(f"another router has set {refused.message}") from refused
 

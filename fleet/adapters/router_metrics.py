@@ -21,7 +21,7 @@ COUNTERS: Mapping[str, str] = {
 }
 """Of `fleet.router.snapshot.Counters`."""
 
-OF_WORKERS: Mapping[str, str] = {
+WORKER_GAUGES: Mapping[str, str] = {
     "running": "Requests that run, as the worker reports",
     "waiting": "Requests that wait in the engine, as the worker reports",
     "kv_blocks_used": "Blocks that running requests hold, as the worker reports",
@@ -85,7 +85,7 @@ class RouterMetrics:
             "fleet_impossible_requests", "Requests that nobody could serve, by cause", "cause", counters.impossible
         )
         yield _by("fleet_placements", "Placements, by why on one worker or two", "why", counters.placements)
-        for name, meaning in OF_WORKERS.items():
+        for name, meaning in WORKER_GAUGES.items():
             yield _of_workers(snapshot, f"fleet_worker_{name}", meaning, name)
         yield _stores(snapshot)
         yield from _knowledge(snapshot)

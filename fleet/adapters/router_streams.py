@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from fleet.adapters.grpc_options import MAX_MESSAGE_BYTES
 from fleet.adapters.stream_doors import StreamAuthenticator
 from fleet.adapters.stream_proofs import TO_WORKERS, is_opening
-from fleet.adapters.stream_tls import OPEN, StreamIdentity
+from fleet.adapters.stream_tls import OPEN_IDENTITY, StreamIdentity
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import MalformedMessage, decode_router_message, encode_worker_message
@@ -46,7 +46,9 @@ HUNG = "its engine hangs, and the process ends"
 
 
 @asynccontextmanager
-async def serve_routers(worker: WorkerServer, listen: str, identity: StreamIdentity = OPEN) -> AsyncIterator[str]:
+async def serve_routers(
+    worker: WorkerServer, listen: str, identity: StreamIdentity = OPEN_IDENTITY
+) -> AsyncIterator[str]:
     """Listen for routers until left; yields the address, with the port that was chosen.
 
     Args:

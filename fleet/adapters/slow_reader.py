@@ -13,7 +13,7 @@ class _Buffer(Protocol):
     def get_write_buffer_size(self) -> int: ...
 
 
-class WriteBuffer:
+class WriteBufferCounter:
     """Counts what passes through a transport's write buffer, at its two water marks only, so that it costs nothing for a write."""
 
     __slots__ = ("_left", "written")

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A listener takes at most `UNPROVEN` connections at a time that have not proven who they are, each for `PROVE_SECONDS` at most. When
+1. A listener takes at most `MAX_UNPROVEN` connections at a time that have not proven who they are, each for `PROVE_SECONDS` at most. When
    one more comes, the oldest of the host that has most of them is ended (`kvstore.newcomers`). A connection counts no more from the
    moment at which it has proven who it is.
-2. Nothing but the handshake is read from them, and a payload of theirs has at most `FIRST_BYTES`.
+2. Nothing but the handshake is read from them, and a payload of theirs has at most `MAX_HANDSHAKE_BYTES`.
 3. Once it is proven, a connection is its receiver's alone: a proof costs nothing per message.
 4. Who is refused is named in the log, once for each host and cause a minute, and is told why if it can understand that.
 """
@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fleet.adapters.stream_proofs import FIRST_BYTES, NotProven, Prover, Verifier
-from fleet.adapters.stream_tls import StreamIdentity, WatchedTls, tls_failure_cause
+from fleet.adapters.stream_proofs import MAX_HANDSHAKE_BYTES, ProofFailed, ProofVerifier, Prover
+from fleet.adapters.stream_tls import DiagnosedTls, StreamIdentity, tls_failure_cause
 from kvstore.addresses import unix_path
 from kvstore.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, Receiver, connect
 from kvstore.newcomers import Newcomers
@@ -26,23 +26,25 @@ from kvstore.sockets import OUT_OF_FILES
 
 log = logging.getLogger(__name__)
 
-UNPROVEN = 32
+MAX_UNPROVEN = 32
 PROVE_SECONDS = 5.0
 DIAL_TLS_SECONDS = 3.0  # less than callers wait for all of it, so that they learn why
 OUT_OF_FILES_SECONDS = 0.1
-AGAIN_SECONDS = 60.0  # between two warnings of one host and cause
-REMEMBERED = 64  # hosts and causes
+LOG_INTERVAL_SECONDS = 60.0  # between two warnings of one host and cause
+MAX_LOGGED_CAUSES = 64  # hosts and causes
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
 
-Refusal = Callable[[str], bytes]
+RejectionPayload = Callable[[str], bytes]
 """Says to a caller that knows no handshake, in the words of the stream, why it is refused."""
 
 
 class StreamAuthenticator:
     """Implements `kvstore.frames.Door`: the listener's end."""
 
-    def __init__(self, identity: StreamIdentity, kind: bytes, refusal: Refusal, *, limit: int = FRAME_BYTES) -> None:
+    def __init__(
+        self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
+    ) -> None:
         """Let nobody in yet.
 
         Args:
@@ -55,7 +57,7 @@ class StreamAuthenticator:
         self._kind = kind
         self._refusal = refusal
         self._limit = limit
-        self._unproven: Newcomers[_UnprovenCaller] = Newcomers(UNPROVEN)
+        self._unproven: Newcomers[_UnprovenCaller] = Newcomers(MAX_UNPROVEN)
         self._letting_in: dict[_UnprovenCaller, asyncio.Task[None]] = {}  # for a turn after the proof too
         self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by host and cause
 
@@ -114,7 +116,7 @@ class StreamAuthenticator:
         """Have one connection prove itself; ends with that, whatever comes of it."""
         identity, tls = self._identity, None
         if identity.tls is not None:
-            tls = WatchedTls(identity.tls, self._refusal(NEEDS_TLS))
+            tls = DiagnosedTls(identity.tls, self._refusal(NEEDS_TLS))
         caller.began = True
         try:
             async with asyncio.timeout(PROVE_SECONDS):
@@ -142,9 +144,9 @@ class StreamAuthenticator:
             return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
-        if now - self._told.get((host, cause), -AGAIN_SECONDS) < AGAIN_SECONDS:
+        if now - self._told.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return
-        if len(self._told) >= REMEMBERED:
+        if len(self._told) >= MAX_LOGGED_CAUSES:
             self._told.clear()
         self._told[host, cause] = now
         log.warning("stream refused", extra={"peer": host, "kind": self._kind.decode(), "cause": cause})
@@ -157,7 +159,7 @@ class _UnprovenCaller:
         self,
         identity: StreamIdentity,
         kind: bytes,
-        refusal: Refusal,
+        refusal: RejectionPayload,
         accept: Accept,
         limit: int,
         let_in: "Callable[[_UnprovenCaller], None]",
@@ -175,7 +177,7 @@ class _UnprovenCaller:
         self.began = False  # and so its socket is the event loop's
         self.proven = asyncio.Event()  # or refused
         self.cause = ""  # it is refused
-        self._verifier = Verifier(identity, kind) if identity.key is not None else None
+        self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
         self._refusal = refusal
         self._accept = accept
         self._limit = limit
@@ -192,7 +194,7 @@ class _UnprovenCaller:
             self.proven.set()
             self._let_in(self)
             return self._accept(connection)
-        connection.allow(FIRST_BYTES)
+        connection.allow(MAX_HANDSHAKE_BYTES)
         return self
 
     def received(self, payload: bytes) -> None:
@@ -202,7 +204,7 @@ class _UnprovenCaller:
             raise ConnectionError("it has said more before it was let in")
         try:
             self._connection.send(self._verifier.received(payload))
-        except NotProven as error:
+        except ProofFailed as error:
             self._connection.send(error.answer or self._refusal(str(error)))
             self._connection.close(error)
             self.cause = str(error)
@@ -252,7 +254,7 @@ async def dial(
     """
     if unix_path(address) or identity.is_open:
         return await connect(address, accept, limit=limit, send_limit=send_limit)
-    tls = None if identity.tls is None else WatchedTls(identity.tls)
+    tls = None if identity.tls is None else DiagnosedTls(identity.tls)
     listener = _UnprovenListener(identity, kind, accept, limit)
     try:
         connection = await connect(
@@ -291,7 +293,7 @@ class _UnprovenListener:
         if self._prover is None:
             self.proven.set()
             return self._accept(connection)
-        connection.allow(FIRST_BYTES)
+        connection.allow(MAX_HANDSHAKE_BYTES)
         connection.send(self._prover.opening)
         return self
 
@@ -300,7 +302,7 @@ class _UnprovenListener:
         assert self._prover is not None
         try:
             answer = self._prover.received(payload)
-        except NotProven as error:
+        except ProofFailed as error:
             self._refused(error)
             self._connection.abort(error)
             return

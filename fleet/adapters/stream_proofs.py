@@ -19,11 +19,11 @@ TO_WORKERS, BETWEEN_ROUTERS = b"fleet.v1 router to worker", b"fleet.v1 router to
 
 VERIFIED, REFUSED = b"\x01", b"\x00"
 
-FIRST_BYTES = 4096
+MAX_HANDSHAKE_BYTES = 4096
 """The longest payload that is taken from who has proven nothing: a plain hello has some hundred bytes."""
 
 
-class NotProven(ConnectionError):
+class ProofFailed(ConnectionError):
     """The other end did not prove the secret.
 
     Attributes:
@@ -35,7 +35,7 @@ class NotProven(ConnectionError):
         self.answer = answer
 
 
-class Verifier:
+class ProofVerifier:
     """The listener's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
@@ -61,14 +61,14 @@ class Verifier:
         """
         if not self._theirs:
             if not is_opening(payload):
-                raise NotProven(
+                raise ProofFailed(
                     f"it proves no secret, and {self._field}.secret_file is set here: set the same at its end"
                 )
             self._theirs = payload[len(MAGIC) :]
             return MAGIC + self._mine
         words = (self._kind, self._theirs, self._mine)
         if len(payload) != PROOF_BYTES or not self._key.proves(payload, Side.CLIENT, *words):
-            raise NotProven(f"it proves another secret than the one in {self._field}.secret_file", MAGIC + REFUSED)
+            raise ProofFailed(f"it proves another secret than the one in {self._field}.secret_file", MAGIC + REFUSED)
         self.proven = True
         return MAGIC + VERIFIED + self._key.proof(Side.NODE, *words)
 
@@ -77,7 +77,7 @@ class Prover:
     """The caller's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Begin a handshake; `opening` is to be sent first. Arguments are those of `Verifier`."""
+        """Begin a handshake; `opening` is to be sent first. Arguments are those of `ProofVerifier`."""
         assert identity.key is not None
         self._key: Key = identity.key
         self._field = identity.field
@@ -98,16 +98,16 @@ class Prover:
         """
         if not self._words:
             if not is_opening(payload):
-                raise NotProven(
+                raise ProofFailed(
                     f"it proves no secret, and {self._field}.secret_file is set here: set the same at its end"
                 )
             self._words = (self._kind, self._mine, payload[len(MAGIC) :])
             return self._key.proof(Side.CLIENT, *self._words)
         if payload == MAGIC + REFUSED:
-            raise NotProven(f"it has another secret than the one in {self._field}.secret_file")
+            raise ProofFailed(f"it has another secret than the one in {self._field}.secret_file")
         given = payload.removeprefix(MAGIC + VERIFIED)
         if len(given) != PROOF_BYTES or not self._key.proves(given, Side.NODE, *self._words):
-            raise NotProven(f"it does not prove the secret in {self._field}.secret_file: it is somebody else")
+            raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file: it is somebody else")
         self.proven = True
         return b""
 

@@ -8,7 +8,7 @@ Rules:
 3. A stream is protected when both ends prove something: the secret, or certificates of the authority. Nobody listens unprotected
    where strangers can connect, unless `insecure` says that there are none.
 4. A handshake that fails is explained on both ends. Event loops end such a connection before the alert has left, which would
-   tell the peer why; `WatchedTls` lets the alert leave first and remembers the failure.
+   tell the peer why; `DiagnosedTls` lets the alert leave first and remembers the failure.
 """
 
 import ssl
@@ -79,7 +79,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
         )
 
 
-OPEN = StreamIdentity(field="")
+OPEN_IDENTITY = StreamIdentity(field="")
 """Neither secret nor certificate."""
 
 
@@ -120,7 +120,7 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     except BadCredentials as error:
         raise ConfigurationRefused(f"{field}{str(error).removeprefix('credentials')}") from error
     if context is not None:
-        context.sslobject_class = _WatchedHandshake
+        context.sslobject_class = _DiagnosedHandshake
         try:
             if credentials.certificate:
                 context.load_cert_chain(credentials.certificate, credentials.key)
@@ -138,7 +138,7 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     )
 
 
-class WatchedTls(ssl.SSLContext):
+class DiagnosedTls(ssl.SSLContext):
     """TLS of one connection, whose handshake tells how it failed (rule 4).
 
     Attributes:
@@ -169,7 +169,7 @@ class WatchedTls(ssl.SSLContext):
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
         made = self._shared.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
-        assert isinstance(made, _WatchedHandshake)
+        assert isinstance(made, _DiagnosedHandshake)
         made.watch = self
         self._outgoing = outgoing
         return made
@@ -183,8 +183,8 @@ class WatchedTls(ssl.SSLContext):
                 self._outgoing.write(self._farewell)
 
 
-class _WatchedHandshake(ssl.SSLObject):
-    watch: WatchedTls | None = None
+class _DiagnosedHandshake(ssl.SSLObject):
+    watch: DiagnosedTls | None = None
 
     def do_handshake(self) -> None:
         if self.watch is not None and self.watch.failure is not None:

@@ -36,7 +36,7 @@ SAMPLES = (
 
 REMEMBERED_BYTES = 16 << 20  # of text between special tokens, with its ids: a conversation comes again with each turn
 
-Encode = Callable[[str, bool], TokenBytes]
+EncodeText = Callable[[str, bool], TokenBytes]
 """Text and whether the model's own special tokens go before it, to ids."""
 
 
@@ -75,7 +75,7 @@ class HuggingFaceCodec:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        encode: Encode,
+        encode: EncodeText,
         *,
         template: ChatTemplate | None,
         tool_template: ChatTemplate | None = None,
@@ -146,7 +146,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _choose_encoder(path: Path, tokenizer: Tokenizer) -> Encode:
+def _choose_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText:
     def encode(text: str, special: bool) -> TokenBytes:
         return _pack(tokenizer.encode(text, add_special_tokens=special).ids)
 
@@ -172,7 +172,7 @@ def _choose_encoder(path: Path, tokenizer: Tokenizer) -> Encode:
     return encode_fast
 
 
-def _first_difference(one: Encode, other: Encode, tokenizer: Tokenizer) -> str | None:
+def _first_difference(one: EncodeText, other: EncodeText, tokenizer: Tokenizer) -> str | None:
     """The first sample whose ids differ."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
     samples: Iterable[str] = (*SAMPLES, *(f"a {content} b{content}c" for content in added), " ".join(SAMPLES) * 4)

@@ -24,19 +24,19 @@ Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
 Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
 Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
 
-Line = tuple[int, bytes]
+TraceLine = tuple[int, bytes]
 """Its number in the file, from 1, and what it says."""
 
 
-Chain = Callable[[int], tuple[int, ...]]
+UnsharedNames = Callable[[int], tuple[int, ...]]
 """Names that nobody else has, for the blocks of so many tokens."""
 
 
-class TraceRefused(Exception):
+class TraceError(Exception):
     """A trace cannot be read; the message names the file, the line and the field."""
 
 
-class Cut(Struct, frozen=True, kw_only=True):
+class RowSelection(Struct, frozen=True, kw_only=True):
     """The rows of a file that count. A row is a request, or a session where the format knows sessions."""
 
     begin: float = 0.0  # share of the rows that lie before
@@ -49,44 +49,44 @@ class Cut(Struct, frozen=True, kw_only=True):
         return (self.begin, self.end, self.sample) == (0.0, 1.0, 1.0)
 
 
-UNREADABLE = (OSError, EOFError, zlib.error)
+READ_ERRORS = (OSError, EOFError, zlib.error)
 """What opening and reading raise."""
 
 
-def why_unreadable(error: Exception) -> str:
+def read_error_cause(error: Exception) -> str:
     """In the words of a message that names the file."""
     return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """What is in a file, or what was compressed by gzip to it. Raises, and what it yields does, what is `UNREADABLE`."""
+def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
+    """What is in a file, or what was compressed by gzip to it. Raises, and what it yields does, what is `READ_ERRORS`."""
     with path.open("rb") as file:
         is_compressed = file.read(2) == GZIP_MAGIC
     with cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb") as stream:
         yield stream
 
 
-def lines_of(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[TraceLine]:
     """Lines that are not empty.
 
     Raises:
         TraceRefused: The file cannot be read, more than once too; or a line is too long.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise TraceRefused(f"{path}: is no regular file, and a trace is read several times")
+        raise TraceError(f"{path}: is no regular file, and a trace is read several times")
     try:
-        with opened(path) as stream:
+        with open_plain_or_gzip(path) as stream:
             for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
                 if len(line) == LONGEST_LINE:
-                    raise TraceRefused(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
+                    raise TraceError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
                 if line.strip():
                     yield number, line
-    except UNREADABLE as error:
-        raise TraceRefused(f"{path}: {why_unreadable(error)}") from error
+    except READ_ERRORS as error:
+        raise TraceError(f"{path}: {read_error_cause(error)}") from error
 
 
-def rows_of(path: Path, cut: Cut, *, header: int = 0) -> Iterator[Line]:
+def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
     """The rows that count.
 
     Args:
@@ -94,16 +94,16 @@ def rows_of(path: Path, cut: Cut, *, header: int = 0) -> Iterator[Line]:
         cut: Which; where it goes by shares, the file's lines are counted first.
         header: Lines at the start that are no rows.
     """
-    lines = lines_of(path)
+    lines = read_lines(path)
     for _ in range(header):
         next(lines, None)
     if cut.is_whole:
         return lines
-    total = max(0, sum(1 for _ in lines_of(path)) - header)
-    return _cut(lines, cut, round(cut.begin * total), round(cut.end * total))
+    total = max(0, sum(1 for _ in read_lines(path)) - header)
+    return _select(lines, cut, round(cut.begin * total), round(cut.end * total))
 
 
-def _cut(lines: Iterator[Line], cut: Cut, first: int, end: int) -> Iterator[Line]:
+def _select(lines: Iterator[TraceLine], cut: RowSelection, first: int, end: int) -> Iterator[TraceLine]:
     chance = Random(cut.seed)
     for index, line in enumerate(lines):
         if index >= end:
@@ -113,7 +113,7 @@ def _cut(lines: Iterator[Line], cut: Cut, first: int, end: int) -> Iterator[Line
             yield line
 
 
-def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
+def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
     """One row of JSON.
 
     Raises:
@@ -124,11 +124,11 @@ def decoded(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
     except msgspec.ValidationError as error:
         what, place = split_validation_error(error)
         field = place.removeprefix(".")
-        raise TraceRefused(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
+        raise TraceError(f"{path}:{number}: {field + ': ' if field else ''}{what}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceRefused(f"{path}:{number}: is no JSON object: {error}") from error
+        raise TraceError(f"{path}:{number}: is no JSON object: {error}") from error
 
 
-def keys_of(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def decode_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """The first row, to tell formats apart."""
-    return decoded(path, number, line, dict[str, Any])
+    return decode_row(path, number, line, dict[str, Any])

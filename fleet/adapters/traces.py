@@ -22,42 +22,52 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.adapters import agentic_traces, azure_traces, recorded_traffic
-from fleet.adapters.agentic_traces import Session, Turn
+from fleet.adapters.agentic_traces import TraceSession, TraceTurn
 from fleet.adapters.trace_rows import (
     Count,
-    Cut,
-    Line,
+    RowSelection,
     Time,
     Tokens,
-    TraceRefused,
-    decoded,
-    keys_of,
-    lines_of,
-    rows_of,
+    TraceError,
+    TraceLine,
+    decode_object,
+    decode_row,
+    read_lines,
+    read_rows,
 )
 from fleet.clock import MILLISECOND, Nanos
 from kvstore.block import blocks_for
 from kvstore.replay import Request
 
-__all__ = ["LIVE_SESSIONS", "Cut", "Session", "Trace", "TraceFile", "TraceRefused", "Turn", "open_trace", "read_trace"]
+__all__ = [
+    "LIVE_SESSIONS",
+    "RowSelection",
+    "TraceSession",
+    "Trace",
+    "TraceFile",
+    "TraceError",
+    "TraceTurn",
+    "open_trace",
+    "read_trace",
+]
 
 BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64
-UNSHARED = 1 << 62
+FIRST_UNSHARED_NAME = 1 << 62
 """From here on blocks are named of which nothing is known: above all names that a trace may use."""
 
-WHOLE = Cut()
+ALL_ROWS = RowSelection()
 
-Instant = Annotated[int, Meta(ge=0, lt=UNSHARED)]
+Instant = Annotated[int, Meta(ge=0, lt=FIRST_UNSHARED_NAME)]
 
 
 class TraceFile(Struct, frozen=True, kw_only=True):
-    """A trace whose first row has been looked at. Each call reads it anew, and may raise `TraceRefused` at any row."""
+    """A trace whose first row has been looked at. Each call reads it anew, and may raise `TraceError` at any row."""
 
     format: str  # "mooncake", "agentic", "azure", "records" or "recording"
     block_tokens: int
     requests: Callable[[], Iterator[Request]]  # in the order of their arrival
-    sessions: Callable[[], Iterator[Session]] | None  # None: the format knows none
+    sessions: Callable[[], Iterator[TraceSession]] | None  # None: the format knows none
     count: Callable[[], int] | None  # requests, without looking into rows; None: a row is more than one
 
 
@@ -104,7 +114,7 @@ def open_trace(
     path: Path,
     *,
     live_sessions: int = LIVE_SESSIONS,
-    cut: Cut = WHOLE,
+    cut: RowSelection = ALL_ROWS,
     sort: bool = False,
     block_tokens: int = BLOCK_TOKENS,
 ) -> TraceFile:
@@ -120,26 +130,28 @@ def open_trace(
     Raises:
         TraceRefused: It cannot be read, or the first row is wrong.
     """
-    lines = lines_of(path)
+    lines = read_lines(path)
     first = next(lines, None)
     del lines  # and with it the file is closed
     if first is None:
-        raise TraceRefused(f"{path}: is empty")
+        raise TraceError(f"{path}: is empty")
     if azure_traces.is_header(first[1]):
         return _of_requests(
             "azure",
             block_tokens,
-            rows=lambda: rows_of(path, cut, header=1),
-            read=lambda rows: azure_traces.requests_of(path, first, rows, _Names(block_tokens), ordered=not sort),
+            rows=lambda: read_rows(path, cut, header=1),
+            read=lambda rows: azure_traces.azure_requests(
+                path, first, rows, _UnsharedNames(block_tokens), ordered=not sort
+            ),
             sort=sort,
             from_first=sort or cut.begin > 0,
         )
-    keys = keys_of(path, *first)
+    keys = decode_object(path, *first)
     if "hash_ids" in keys and "arrival" not in keys:
         return _of_requests(
             "mooncake",
             BLOCK_TOKENS,
-            rows=lambda: rows_of(path, cut),
+            rows=lambda: read_rows(path, cut),
             read=lambda rows: _mooncake(path, rows, ordered=not sort),
             sort=sort,
             from_first=cut.begin > 0,
@@ -150,21 +162,21 @@ def open_trace(
         return TraceFile(
             format="agentic",
             block_tokens=BLOCK_TOKENS,
-            requests=lambda: agentic_traces.requests_of(path, rows_of(path, cut), live_sessions),
-            sessions=lambda: agentic_traces.sessions_of(path, rows_of(path, cut)),
+            requests=lambda: agentic_traces.agentic_requests(path, read_rows(path, cut), live_sessions),
+            sessions=lambda: agentic_traces.agentic_sessions(path, read_rows(path, cut)),
             count=None,
         )
     if "arrival" in keys and "prompt_tokens" in keys:
-        size = decoded(path, *first, _Record).block_tokens or block_tokens
+        size = decode_row(path, *first, _Record).block_tokens or block_tokens
         return _of_requests(
             "records",
             size,
-            rows=lambda: rows_of(path, cut),
+            rows=lambda: read_rows(path, cut),
             read=lambda rows: _records(path, rows, size),
             sort=True,
             from_first=cut.begin > 0,
         )
-    raise TraceRefused(
+    raise TraceError(
         f"{path}:{first[0]}: has neither hash_ids (mooncake) nor requests (agentic), nor arrival (records of a simulation),"
         f" nor recording, and no column {azure_traces.TIME} (azure)"
     )
@@ -174,8 +186,8 @@ def _of_requests(
     format_: str,
     block_tokens: int,
     *,
-    rows: Callable[[], Iterator[Line]],
-    read: Callable[[Iterator[Line]], Iterator[Request]],
+    rows: Callable[[], Iterator[TraceLine]],
+    read: Callable[[Iterator[TraceLine]], Iterator[Request]],
     sort: bool,
     from_first: bool,
 ) -> TraceFile:
@@ -195,14 +207,14 @@ def _of_requests(
     )
 
 
-def _of_recording(path: Path, cut: Cut, block_tokens: int) -> TraceFile:
+def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile:
     if not cut.is_whole:
-        raise TraceRefused(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
-    size = recorded_traffic.block_tokens_of(path) or block_tokens
+        raise TraceError(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
+    size = recorded_traffic.recorded_block_tokens(path) or block_tokens
     return TraceFile(
         format="recording",
         block_tokens=size,
-        requests=lambda: recorded_traffic.requests_of(path, size, _Names(size)),
+        requests=lambda: recorded_traffic.recorded_requests(path, size, _UnsharedNames(size)),
         sessions=None,
         count=None,
     )
@@ -221,12 +233,12 @@ def _from_first(requests: Iterator[Request]) -> Iterator[Request]:
         yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
 
 
-class _Names:
+class _UnsharedNames:
     """Names for blocks that no other prompt has."""
 
     def __init__(self, block_tokens: int):
         self._block_tokens = block_tokens
-        self._next = UNSHARED
+        self._next = FIRST_UNSHARED_NAME
 
     def __call__(self, tokens: int) -> tuple[int, ...]:
         first = self._next
@@ -234,28 +246,28 @@ class _Names:
         return tuple(range(first, self._next))
 
 
-def _mooncake(path: Path, lines: Iterator[Line], *, ordered: bool) -> Iterator[Request]:
+def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Iterator[Request]:
     latest = 0.0
     for number, line in lines:
-        row = decoded(path, number, line, _MooncakeRow)
+        row = decode_row(path, number, line, _MooncakeRow)
         if ordered and row.timestamp < latest:
-            raise TraceRefused(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
+            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
         latest = row.timestamp
         _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
         yield Request(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
 
 
-def _records(path: Path, lines: Iterator[Line], block_tokens: int) -> Iterator[Request]:
-    names = _Names(block_tokens)
+def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Iterator[Request]:
+    names = _UnsharedNames(block_tokens)
     for number, line in lines:
-        row = decoded(path, number, line, _Record)
+        row = decode_row(path, number, line, _Record)
         if row.hash_ids is None:
             chain = names(row.prompt_tokens)
         elif row.block_tokens == block_tokens:
             chain = row.hash_ids
             _check_chain(path, number, chain, row.prompt_tokens, block_tokens)
         else:
-            raise TraceRefused(
+            raise TraceError(
                 f"{path}:{number}: block_tokens: {row.block_tokens} is not {block_tokens}, as in the first row"
             )
         yield Request(Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session)
@@ -263,6 +275,6 @@ def _records(path: Path, lines: Iterator[Line], block_tokens: int) -> Iterator[R
 
 def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, block_tokens: int) -> None:
     if len(chain) > blocks_for(tokens, block_tokens):
-        raise TraceRefused(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
+        raise TraceError(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
     if len(set(chain)) < len(chain):
-        raise TraceRefused(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")
+        raise TraceError(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")

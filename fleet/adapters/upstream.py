@@ -30,9 +30,9 @@ import httptools
 from msgspec import DecodeError, Struct
 from msgspec.json import Decoder
 
-from fleet.adapters.http_messages import ClientGone
+from fleet.adapters.http_messages import ClientDisconnected
 from fleet.adapters.openai_questions import FIRST_FINAL_STATUS, FIRST_SERVER_ERROR
-from fleet.adapters.relay import Relayed
+from fleet.adapters.relay import RelayedRequest
 from fleet.adapters.turn_end import WriteBatcher
 from fleet.clock import Nanos
 from fleet.errors import Reason
@@ -100,7 +100,7 @@ class UpstreamOwner(Protocol):
     says_done: bool
     """True if a stream of its has ended with ``[DONE]``."""
 
-    def spoke(self, upstream: "Upstream", relayed: Relayed) -> None:
+    def spoke(self, upstream: "Upstream", relayed: RelayedRequest) -> None:
         """Note the first content of an answer that began without content."""
         ...
 
@@ -116,7 +116,7 @@ class UpstreamOwner(Protocol):
         """The answer is none, or was cut off; the connection is of no use any more."""
         ...
 
-    def stale(self, work_id: RequestId, relayed: Relayed) -> None:
+    def stale(self, work_id: RequestId, relayed: RelayedRequest) -> None:
         """The server had closed the connection, which was idle, before it saw the request."""
         ...
 
@@ -141,7 +141,7 @@ class Upstream(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self._due)
         self._transport: asyncio.Transport
         self._work_id = RequestId("")
-        self._relayed: Relayed | None = None
+        self._relayed: RelayedRequest | None = None
         self._client: asyncio.Transport | None = None  # once the head was passed on
         self._complete = False  # the answer was, and that is about to be told
         self._head: AnswerHead | None = None
@@ -167,7 +167,7 @@ class Upstream(asyncio.Protocol):
         return not self._transport.is_closing()
 
     @property
-    def relayed(self) -> Relayed | None:
+    def relayed(self) -> RelayedRequest | None:
         """The request that is under way."""
         return self._relayed
 
@@ -182,7 +182,7 @@ class Upstream(asyncio.Protocol):
             self.quiet, self._quiet_since = True, now
         return Nanos(now - self._quiet_since)
 
-    def begin(self, work_id: RequestId, relayed: Relayed, opening: bytes) -> None:
+    def begin(self, work_id: RequestId, relayed: RelayedRequest, opening: bytes) -> None:
         """Send a request; nothing else is under way.
 
         Args:
@@ -321,11 +321,11 @@ class Upstream(asyncio.Protocol):
         else:
             receiver.writelines(unsent)
 
-    def at_boundary(self) -> bool:
+    def at_event_boundary(self) -> bool:
         head = self._head
         return head is not None and head.streams and head.chunked and self._latest.endswith(_BOUNDARIES)
 
-    def say_last(self, event: bytes) -> None:
+    def send_last_event(self, event: bytes) -> None:
         head = self._head
         if head is not None and head.streams and head.until_close and self._latest.endswith(_PLAIN_BOUNDARIES):
             self._pass_on(event)
@@ -364,7 +364,7 @@ class Upstream(asyncio.Protocol):
             return
         try:
             self._client = relayed.begin(self._transport, self)
-        except ClientGone:
+        except ClientDisconnected:
             self._held = data  # until the request hears of it, from its connection
             return
         if complete or not head.streams or has_content(data[end:]):

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from fleet.adapters.listening import bind
+from fleet.adapters.listening import bind_tcp
 from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.addresses import host_port
@@ -186,7 +186,7 @@ async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncItera
         ConfigurationRefused: Nobody can listen where it says.
         EngineDied: Not all came in time, or later one is gone.
     """
-    listening, _ = bind(group.listen or group.leader)
+    listening, _ = bind_tcp(group.listen or group.leader)
     listening.setblocking(False)
     lead = Lead(group, common, clock)
     with listening:

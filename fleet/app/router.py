@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from fleet.adapters.control_access import ControlAccess
     from fleet.adapters.endpoint_picker import EndpointPicker
-    from fleet.adapters.expected_workers import LiveExpectations
+    from fleet.adapters.expected_workers import PredictionMetrics
     from fleet.adapters.flight_recorder import FlightRecorder
     from fleet.adapters.grpc_frontend import GrpcFrontend
     from fleet.adapters.grpc_selection import SelectionService
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fleet.adapters.kserve_frontend import KserveFrontend
     from fleet.adapters.openai_workers import AllBackends, ExternalBackends
     from fleet.adapters.picker_endpoints import PickerLeadership
-    from fleet.adapters.prompt_keys import PrivateKeys
+    from fleet.adapters.prompt_keys import SecretBlockKeys
     from fleet.adapters.redis_tenants import RedisRateLimits
     from fleet.adapters.relay import Relay
     from fleet.adapters.replicas import PeerRouters
@@ -199,12 +199,12 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     """
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
-    from fleet.adapters.control_access import control_access  # noqa: PLC0415
+    from fleet.adapters.control_access import load_control_access  # noqa: PLC0415
     from fleet.adapters.freed_memory import trim_heaps  # noqa: PLC0415
     from fleet.adapters.golden import TokenizerCheck  # noqa: PLC0415
     from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService  # noqa: PLC0415
     from fleet.adapters.openai_workers import AllBackends, ExternalBackends  # noqa: PLC0415
-    from fleet.adapters.prompt_keys import PrivateKeys  # noqa: PLC0415
+    from fleet.adapters.prompt_keys import SecretBlockKeys  # noqa: PLC0415
     from fleet.adapters.replicas import PeerLimits, PeerRouters  # noqa: PLC0415
     from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
     from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
@@ -257,7 +257,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         metrics=metrics,
         threads=threads,
     )
-    relay, private = None, PrivateKeys(settings.prompt_secret or settings.tenant_secret)
+    relay, private = None, SecretBlockKeys(settings.prompt_secret or settings.tenant_secret)
     if settings.openai_workers:
         registry = metrics.registry
         relay = _relay(settings, router, foreign_workers, foreign_codecs, private, tenants, registry, clock, threads)
@@ -287,7 +287,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
         clock=clock,
         metrics=metrics,
         tenants=tenants,
-        control_access=control_access("control_credentials", settings.control_credentials),
+        control_access=load_control_access("control_credentials", settings.control_credentials),
         members=members,
         own_workers=own_workers,
         foreign_workers=foreign_workers,
@@ -303,7 +303,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     )
 
 
-def _expectations(settings: RouterSettings) -> "LiveExpectations | None":
+def _expectations(settings: RouterSettings) -> "PredictionMetrics | None":
     """Who predicts what workers do; None: nobody.
 
     Raises:
@@ -311,13 +311,13 @@ def _expectations(settings: RouterSettings) -> "LiveExpectations | None":
     """
     if not settings.profiles:
         return None
-    from fleet.adapters.expected_workers import live_expectations  # noqa: PLC0415 - few routers predict
+    from fleet.adapters.expected_workers import open_prediction_metrics  # noqa: PLC0415 - few routers predict
 
-    return live_expectations(settings.profiles)
+    return open_prediction_metrics(settings.profiles)
 
 
 def _machine(
-    settings: RouterSettings, clock: SystemClock, expectations: "LiveExpectations | None"
+    settings: RouterSettings, clock: SystemClock, expectations: "PredictionMetrics | None"
 ) -> "tuple[RouterMachine, FlightRecorder | None]":
     """What decides, and who writes down what.
 
@@ -334,9 +334,9 @@ def _machine(
         from fleet.router.observed import ObservedMachine  # noqa: PLC0415
 
         return ObservedMachine(settings, Random(seed), policy, observer=expectations), None
-    from fleet.adapters.flight_recorder import recorded_machine  # noqa: PLC0415 - few routers record
+    from fleet.adapters.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
 
-    return recorded_machine(settings, seed, policy, clock.now(), also=expectations)
+    return open_recorded_machine(settings, seed, policy, clock.now(), also=expectations)
 
 
 class _Fronts(Struct, frozen=True, kw_only=True):
@@ -521,7 +521,7 @@ def _relay(
     router: "RouterServer",
     workers: "ExternalBackends",
     codecs: "Mapping[ModelName, TextCodec]",
-    private: "PrivateKeys",
+    private: "SecretBlockKeys",
     tenants: "Tenants",
     registry: "CollectorRegistry",
     clock: SystemClock,

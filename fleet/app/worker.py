@@ -42,7 +42,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         NodeEnded: The store node in this process did.
         WorkerReplaced: Another process has its id.
     """
-    from fleet.adapters.control_access import control_access  # noqa: PLC0415
+    from fleet.adapters.control_access import load_control_access  # noqa: PLC0415
     from fleet.adapters.golden import folder_tokenizer_digests  # noqa: PLC0415 - each process loads its own part only
     from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
     from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
@@ -57,8 +57,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         return
     identity = worker_identity("credentials", settings.credentials)
     identity.require("listen", settings.listen, on_loopback=False)
-    access = control_access("registry_credentials", settings.registry_credentials)
-    control = control_access("control_credentials", settings.control_proof)
+    access = load_control_access("registry_credentials", settings.registry_credentials)
+    control = load_control_access("control_credentials", settings.control_proof)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())

@@ -2,7 +2,7 @@
 
 import argparse
 
-from fleet.adapters.control_access import control_access
+from fleet.adapters.control_access import load_control_access
 from fleet.adapters.local_runs import run_at
 from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
@@ -98,7 +98,7 @@ def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> 
 def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
     """Say why nobody answers at the address that `--control-address` names; a diagnosis of TLS takes some seconds at most."""
     address = arguments.control_address
-    access = control_access(CREDENTIALS, _credentials(arguments))
+    access = load_control_access(CREDENTIALS, _credentials(arguments))
     if cause := access.diagnose(address, CREDENTIALS):
         return cause.replace(f"{CREDENTIALS}.", "--control-")
     cause = "no answer in time" if isinstance(error, DeadlineExceeded) else _cause(error)

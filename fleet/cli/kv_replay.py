@@ -84,12 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationRefused: a trace cannot be read, or a row of it is wrong."""
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
-    from fleet.adapters.traces import TraceRefused, read_trace  # noqa: PLC0415
+    from fleet.adapters.traces import TraceError, read_trace  # noqa: PLC0415
 
     try:
         trace = read_trace(arguments.trace, live_sessions=arguments.live_sessions)
         beside = read_trace(arguments.beside) if arguments.beside is not None else None
-    except TraceRefused as error:
+    except TraceError as error:
         raise ConfigurationRefused(str(error)) from error
     answer = _answer(trace, arguments.policy, arguments.capacity_blocks, arguments.admission, arguments.token_bytes)
     if arguments.pauses is not None:

@@ -34,11 +34,11 @@ class ControlPort:
         Raises:
             ConfigurationRefused: A file of the credentials cannot be used.
         """
-        from fleet.adapters.control_access import control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.adapters.control_access import load_control_access  # noqa: PLC0415 - most clients only generate
 
         self._address = address
         self._control = control
-        self._access = control_access("control_credentials", credentials) if credentials != Credentials() else None
+        self._access = load_control_access("control_credentials", credentials) if credentials != Credentials() else None
 
     def channel(self) -> grpc.Channel:
         """Return a channel for synchronous calls.
@@ -56,7 +56,7 @@ class ControlPort:
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.adapters.control_access import OPEN_ACCESS, control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.adapters.control_access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - most clients only generate
         from fleet.adapters.control_address import control_folder  # noqa: PLC0415 - likewise
         from fleet.adapters.known_control import known_control  # noqa: PLC0415 - likewise
 
@@ -68,7 +68,7 @@ class ControlPort:
                 f"{self._address}: the control address of the router is not known: no control socket was found for it in"
                 f" {control_folder()}{NOT_KNOWN}"
             )
-        return self._access or control_access("control_credentials", known.credentials), known.address
+        return self._access or load_control_access("control_credentials", known.credentials), known.address
 
 
 def control_error(error: grpc.RpcError) -> FleetError:

@@ -41,7 +41,7 @@ class GrpcSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     """Limits of the gRPC fronts for clients, for each of `grpc_listen` and `kserve_listen`."""
 
 
-GRPC_LIMITS = GrpcSettings()
+DEFAULT_GRPC_LIMITS = GrpcSettings()
 """The limits that hold where nothing is set."""
 
 

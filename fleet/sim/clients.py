@@ -19,7 +19,7 @@ from typing import Annotated, Protocol, TypeVar
 
 from msgspec import Meta, Struct, structs
 
-from fleet.adapters.traces import Session
+from fleet.adapters.traces import TraceSession
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.sim.kernel import Kernel
@@ -27,11 +27,11 @@ from fleet.sim.results import Ended
 from fleet.sim.world import World
 from kvstore.replay import Request
 
-T = TypeVar("T", Request, Session)
+T = TypeVar("T", Request, TraceSession)
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
-Traffic = Iterator[Request] | Iterator[Session]
+Traffic = Iterator[Request] | Iterator[TraceSession]
 """What clients send: sessions for those that are sessions, requests for all others."""
 
 FOR_NOW = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
@@ -107,7 +107,7 @@ def begin(
         case Closed():
             return _ClosedLoop(kernel, sender, section, _only(Request, traffic))
         case Sessions():
-            return _Conversations(kernel, sender, section, _only(Session, traffic))
+            return _Conversations(kernel, sender, section, _only(TraceSession, traffic))
 
 
 def _only(kind: type[T], traffic: Traffic) -> Iterator[T]:
@@ -206,7 +206,7 @@ class _ClosedLoop:
 class _Conversations:
     """Sessions, so many at a time or as they come."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, section: Sessions, sessions: Iterator[Session]):
+    def __init__(self, kernel: Kernel, sender: _Sender, section: Sessions, sessions: Iterator[TraceSession]):
         self._kernel, self._sender, self._sessions = kernel, sender, sessions
         self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
         self._live = 0
@@ -232,7 +232,7 @@ class _Conversations:
             assert session.begins is not None, "sessions that come by themselves say when"
             self._kernel.at(session.begins, partial(self._come, session))
 
-    def _come(self, session: Session) -> None:
+    def _come(self, session: TraceSession) -> None:
         _Conversation(self._kernel, self._sender, session, self._longest, self._over)
         self._next()
 
@@ -245,7 +245,9 @@ class _Conversations:
 class _Conversation:
     """One session, from its begin."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, session: Session, longest: Nanos, over: Callable[[], None]):
+    def __init__(
+        self, kernel: Kernel, sender: _Sender, session: TraceSession, longest: Nanos, over: Callable[[], None]
+    ):
         self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
         self._turns = session.turns
         self._left = len(session.turns)

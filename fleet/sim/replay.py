@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.adapters.recording import Recorded, Recording
-from fleet.adapters.recording_format import Keys, Said, said
+from fleet.adapters.recording import RecordedEvent, Recording
+from fleet.adapters.recording_format import Keys, RecordedCommand, record_command
 from fleet.adapters.router_policies import open_policy
 from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
@@ -136,7 +136,7 @@ class Replay:
             requests += isinstance(entry.event, Arrived)
             now_said, why = self._hear(entry)
             self._expectations(entry.now, entry.event, now_said)
-            replayed = None if now_said is None else list(map(said, now_said))
+            replayed = None if now_said is None else list(map(record_command, now_said))
             commands += len(replayed or ())
             differs = replayed != entry.commands or bool(self._answers.missed)
             if decided is not None or differs:
@@ -166,7 +166,7 @@ class Replay:
             ],
         )
 
-    def _hear(self, entry: Recorded) -> tuple[list[Command] | None, str]:
+    def _hear(self, entry: RecordedEvent) -> tuple[list[Command] | None, str]:
         """What the machine says now, and why it broke, if it did."""
         self._answers.expect(entry.keys)
         try:
@@ -183,7 +183,7 @@ def _policy(path: Path, settings: RouterSettings) -> Policy:
 
 
 def _difference(
-    entry: Recorded, replayed: Sequence[Said] | None, why: str, decisions: Sequence[str], began: int
+    entry: RecordedEvent, replayed: Sequence[RecordedCommand] | None, why: str, decisions: Sequence[str], began: int
 ) -> Difference:
     fields = msgspec.to_builtins(entry.event, enc_hook=list)
     fields.pop("tokens", None)
@@ -203,7 +203,7 @@ def _since(instant: int, began: int) -> float:
     return round((instant - began) / SECOND, 6)
 
 
-def _builtins(commands: Iterable[Said] | None) -> list[Any] | None:
+def _builtins(commands: Iterable[RecordedCommand] | None) -> list[Any] | None:
     return None if commands is None else [msgspec.to_builtins(each) for each in commands]
 
 

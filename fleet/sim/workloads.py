@@ -17,7 +17,15 @@ from typing import Annotated, Literal, TypeVar
 from msgspec import Meta, Struct, structs
 
 from fleet.adapters.trace_rows import LONGEST_PROMPT
-from fleet.adapters.traces import LIVE_SESSIONS, Cut, Session, TraceFile, TraceRefused, Turn, open_trace
+from fleet.adapters.traces import (
+    LIVE_SESSIONS,
+    RowSelection,
+    TraceError,
+    TraceFile,
+    TraceSession,
+    TraceTurn,
+    open_trace,
+)
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.block import blocks_for
@@ -146,7 +154,7 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     return _checked(islice(requests, workload.requests or None))
 
 
-def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[Session]:
+def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceSession]:
     """Requests that wait for each other's answers; for the arguments and what is raised, see `requests_of`."""
     if isinstance(workload, Drawn):
         return _conversations(workload, block_tokens, Random(seed))
@@ -169,13 +177,13 @@ def number_of(workload: Workload, folder: Path, *, seed: int) -> int | None:
     try:
         file = open_trace(folder / workload.file, cut=_rows(workload, seed))
         counted = None if file.count is None else file.count()
-    except TraceRefused as error:
+    except TraceError as error:
         raise ConfigurationRefused(f"workload.file: {error}") from error
     return min(counted, workload.requests or counted) if counted is not None else workload.requests or None
 
 
-def _rows(workload: Recorded, seed: int) -> Cut:
-    return Cut(begin=workload.part[0], end=workload.part[1], sample=workload.sample, seed=seed)
+def _rows(workload: Recorded, seed: int) -> RowSelection:
+    return RowSelection(begin=workload.part[0], end=workload.part[1], sample=workload.sample, seed=seed)
 
 
 def _opened(workload: Recorded, folder: Path, block_tokens: int, seed: int) -> TraceFile:
@@ -187,7 +195,7 @@ def _opened(workload: Recorded, folder: Path, block_tokens: int, seed: int) -> T
             sort=workload.sort,
             block_tokens=block_tokens,
         )
-    except TraceRefused as error:
+    except TraceError as error:
         raise ConfigurationRefused(f"workload.file: {error}") from error
     if file.block_tokens != block_tokens:
         raise ConfigurationRefused(
@@ -208,7 +216,7 @@ def _checked(rows: Iterator[T]) -> Iterator[T]:
 def _refusing(rows: Iterator[T]) -> Iterator[T]:
     try:
         yield from rows
-    except TraceRefused as error:
+    except TraceError as error:
         raise ConfigurationRefused(f"workload.file: {error}") from error
 
 
@@ -224,18 +232,18 @@ def _cut(requests: Iterator[Request], workload: Recorded) -> Iterator[Request]:
             yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
 
 
-def _faster(sessions: Iterator[Session], speed: float) -> Iterator[Session]:
+def _faster(sessions: Iterator[TraceSession], speed: float) -> Iterator[TraceSession]:
     for session in sessions:
         turns = tuple([structs.replace(turn, gap=Nanos(round(turn.gap / speed))) for turn in session.turns])
         yield structs.replace(session, turns=turns)
 
 
-def _first_turns(sessions: Iterator[Session], requests: int) -> Iterator[Session]:
+def _first_turns(sessions: Iterator[TraceSession], requests: int) -> Iterator[TraceSession]:
     """So many requests of them; 0: all."""
     left = requests or inf
     for session in sessions:
         if left <= len(session.turns):
-            yield Session(session.turns[: int(left)], session.begins)
+            yield TraceSession(session.turns[: int(left)], session.begins)
             return
         left -= len(session.turns)
         yield session
@@ -290,7 +298,7 @@ def _drawn(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Reque
         yield Request(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
 
 
-def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Session]:
+def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[TraceSession]:
     prompts = _Prompts(workload, block_tokens, chance)
     now, left, number = 0.0, workload.requests, 0
     while left:
@@ -300,15 +308,15 @@ def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterat
         left -= count
         tokens, names = prompts.first()
         answer = prompts.answer()
-        turns = [Turn(Request(Nanos(0), tokens, names, answer, number))]
+        turns = [TraceTurn(Request(Nanos(0), tokens, names, answer, number))]
         for index in range(1, count):
             added = _length(workload.turn_tokens, workload.spread, chance)
             tokens, names = prompts.grown(tokens, names, answer + added)
             answer = prompts.answer()
             gap = chance.expovariate(1 / workload.think_seconds) if workload.think_seconds else 0.0
             request = Request(Nanos(0), tokens, names, answer, number)
-            turns.append(Turn(request, (index - 1,), Nanos(round(gap * SECOND))))
-        yield Session(tuple(turns), Nanos(round(now * SECOND)))
+            turns.append(TraceTurn(request, (index - 1,), Nanos(round(gap * SECOND))))
+        yield TraceSession(tuple(turns), Nanos(round(now * SECOND)))
 
 
 def _gap(workload: Drawn, rate: float, now: float, chance: Random) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from fleet.adapters.traces import TraceRefused, read_trace
+from fleet.adapters.traces import TraceError, read_trace
 from fleet.errors import ConfigurationRefused
 from fleet.router.policies.built_in import BUILT_IN, DEFAULT, policy
 from loadtests.router.cluster import Device, Outcome, ideal_rate, run
@@ -217,7 +217,7 @@ def _trace(told: str, half: int) -> tuple[str, Workload]:
         raise ConfigurationRefused(f"--trace: {told!r} is not NAME=FILE")
     try:
         trace = read_trace(Path(path))
-    except TraceRefused as error:
+    except TraceError as error:
         raise ConfigurationRefused(f"--trace: {error}") from error
     return name, recorded(trace.format, trace.requests, trace.block_tokens).half(half)
 

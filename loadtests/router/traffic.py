@@ -6,7 +6,7 @@ from itertools import accumulate, count
 
 from msgspec import Struct, structs
 
-from fleet.adapters.traces import Session, Turn
+from fleet.adapters.traces import TraceSession, TraceTurn
 from fleet.clock import SECOND, Nanos
 from kvstore.replay import Request
 
@@ -19,7 +19,7 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     name: str
     block_tokens: int
-    sessions: Sequence[Session]  # each says when it begins, in that order
+    sessions: Sequence[TraceSession]  # each says when it begins, in that order
 
     @property
     def requests(self) -> int:
@@ -34,7 +34,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         """All requests, session by session."""
         return (turn.request for session in self.sessions for turn in session.turns)
 
-    def traffic(self) -> Iterator[Session]:
+    def traffic(self) -> Iterator[TraceSession]:
         """What clients send."""
         return iter(self.sessions)
 
@@ -42,7 +42,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         """The same sessions, so close to each other that so many requests come a second."""
         factor = self.requests / self.seconds / rate
         first = _begin(self.sessions[0])
-        moved = [Session(each.turns, Nanos(round((_begin(each) - first) * factor))) for each in self.sessions]
+        moved = [TraceSession(each.turns, Nanos(round((_begin(each) - first) * factor))) for each in self.sessions]
         return structs.replace(self, sessions=moved)
 
     def half(self, number: int) -> "Workload":
@@ -51,7 +51,7 @@ class Workload(Struct, frozen=True, kw_only=True):
         return structs.replace(self, sessions=self.sessions[:middle] if number == 0 else self.sessions[middle:])
 
 
-def _begin(session: Session) -> Nanos:
+def _begin(session: TraceSession) -> Nanos:
     assert session.begins is not None, "sessions of a workload say when they begin"
     return session.begins
 
@@ -63,7 +63,7 @@ def recorded(name: str, requests: Sequence[Request], block_tokens: int) -> Workl
         full = each.prompt_tokens // block_tokens
         chain = tuple([_key(block) for block in each.chain[:full]])
         request = Request(Nanos(0), max(1, each.prompt_tokens), chain, max(1, each.output_tokens), each.session)
-        sessions.append(Session((Turn(request),), each.arrival))
+        sessions.append(TraceSession((TraceTurn(request),), each.arrival))
     return Workload(name=name, block_tokens=block_tokens, sessions=sessions)
 
 
@@ -88,7 +88,7 @@ def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, openi
     openings = [_new(keys, opening) for _ in range(groups)]
     weights = list(accumulate(1 / (number + 1) ** skew for number in range(groups)))
 
-    def ask(chance: random.Random) -> list[Turn]:
+    def ask(chance: random.Random) -> list[TraceTurn]:
         (chosen,) = chance.choices(openings, cum_weights=weights)
         return [_turn(chosen + _new(keys, own), chance)]
 
@@ -100,7 +100,7 @@ def hot_prefix(requests: int, seed: int) -> Workload:
     keys = count(1)
     opening = _new(keys, 64)
 
-    def ask(chance: random.Random) -> list[Turn]:
+    def ask(chance: random.Random) -> list[TraceTurn]:
         return [_turn((opening if chance.random() < 0.5 else _new(keys, 24)) + _new(keys, 8), chance)]
 
     return _made("hot", seed, requests, ask)
@@ -111,9 +111,9 @@ def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6)
     keys = count(1)
     openings = [_new(keys, 32) for _ in range(groups)]
 
-    def talk(chance: random.Random) -> list[Turn]:
+    def talk(chance: random.Random) -> list[TraceTurn]:
         chain = chance.choice(openings)
-        talked: list[Turn] = []
+        talked: list[TraceTurn] = []
         for number in range(turns):
             chain = chain + _new(keys, 4)
             turn = _turn(chain, chance, pause=chance.expovariate(1.0))
@@ -124,7 +124,7 @@ def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6)
     return _made("conversations", seed, requests // turns, talk)
 
 
-def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], list[Turn]]) -> Workload:
+def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], list[TraceTurn]]) -> Workload:
     chance = random.Random(seed)
     at = 0.0
     made = []
@@ -133,7 +133,7 @@ def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], li
         turns = ask(chance)
         if len(turns) > 1:
             turns = [structs.replace(turn, request=_of_session(turn.request, number + 1)) for turn in turns]
-        made.append(Session(tuple(turns), Nanos(round(at * SECOND))))
+        made.append(TraceSession(tuple(turns), Nanos(round(at * SECOND))))
     return Workload(name=name, block_tokens=BLOCK_TOKENS, sessions=made)
 
 
@@ -141,10 +141,10 @@ def _of_session(request: Request, number: int) -> Request:
     return Request(request.arrival, request.prompt_tokens, request.chain, request.output_tokens, number)
 
 
-def _turn(chain: tuple[int, ...], chance: random.Random, *, pause: float = 0.0) -> Turn:
+def _turn(chain: tuple[int, ...], chance: random.Random, *, pause: float = 0.0) -> TraceTurn:
     tokens = len(chain) * BLOCK_TOKENS + chance.randrange(1, BLOCK_TOKENS)
     answer = min(1024, 1 + int(chance.expovariate(1 / 160)))
-    return Turn(Request(Nanos(0), tokens, chain, answer), gap=Nanos(round(pause * SECOND)))
+    return TraceTurn(Request(Nanos(0), tokens, chain, answer), gap=Nanos(round(pause * SECOND)))
 
 
 def _new(keys: Iterator[int], blocks: int) -> tuple[int, ...]:

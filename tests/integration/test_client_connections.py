@@ -7,7 +7,7 @@ import pytest
 
 from fleet.adapters import grpc_http2
 from fleet.adapters.grpc_http2 import Http2Server
-from fleet.adapters.grpc_options import SHARED_SERVER_OPTIONS, client_options
+from fleet.adapters.grpc_options import SHARED_SERVER_OPTIONS, frontend_server_options
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ async def server(request, monkeypatch):
     monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.05)
     if request.param == "clients":
         return Http2Server(connection_seconds=SECONDS)
-    return grpc.aio.server(options=client_options(shared=False, connection_seconds=SECONDS))
+    return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))
 
 
 async def test_connections_end_in_time_and_no_call_does(server):
@@ -56,4 +56,4 @@ async def test_connections_end_in_time_and_no_call_does(server):
 
 
 def test_without_a_time_they_last_as_long_as_clients_like():
-    assert client_options(shared=True, connection_seconds=0) == SHARED_SERVER_OPTIONS
+    assert frontend_server_options(shared=True, connection_seconds=0) == SHARED_SERVER_OPTIONS

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fleet.adapters.control_access import control_access
+from fleet.adapters.control_access import load_control_access
 from fleet.adapters.control_address import control_folder, control_socket
 from fleet.cli.exits import CONFIGURATION_REFUSED, REPLACED
 from fleet.cli.main import run
@@ -62,13 +62,13 @@ def code_of(call):
 
 def codes(address, credentials=None):
     """What each call is answered, by whoever has these credentials."""
-    with control_access("test", credentials or Credentials()).channel(address) as channel:
+    with load_control_access("test", credentials or Credentials()).channel(address) as channel:
         return {name: code_of(call) for name, call in calls(channel).items()}
 
 
 def worker_codes(address, credentials=None):
     """What each call of a worker's control port is answered, by whoever has these credentials."""
-    with control_access("test", credentials or Credentials()).channel(address) as channel:
+    with load_control_access("test", credentials or Credentials()).channel(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         return {
             "Describe": code_of(lambda: stub.Describe(worker_pb2.DescribeRequest(), timeout=20)),

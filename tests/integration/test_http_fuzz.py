@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from fleet.adapters.openapi import document
+from fleet.adapters.openapi import openapi_document
 from tests.fronts import open_fronts
 from tests.openai_servers import OpenAiServer, a_relay
 
@@ -65,7 +65,7 @@ def address(addresses):
     return addresses[0]
 
 
-API = schemathesis.openapi.from_dict(json.loads(document(embeddings=True)))
+API = schemathesis.openapi.from_dict(json.loads(openapi_document(embeddings=True)))
 EMBEDDINGS = "POST /v1/embeddings"
 OPERATIONS = {operation.label: operation for operation in (found.ok() for found in API.get_all_operations())}
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from fleet.adapters.kserve_frontend import open_kserve_frontend
-from fleet.adapters.relay import Relayed
+from fleet.adapters.relay import RelayedRequest
 from fleet.errors import RequestRejected
 from fleet.requests import GenerateRequest
 from fleet.v1 import inference_pb2 as pb
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
-KEPT = (RequestRejected, GenerateRequest, Relayed)
+KEPT = (RequestRejected, GenerateRequest, RelayedRequest)
 
 
 def kept():

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from fleet.adapters.control_access import control_access
+from fleet.adapters.control_access import load_control_access
 from fleet.adapters.grpc_control import open_control_port
 from fleet.adapters.router_registrations import RouterRegistrations
 from fleet.ids import ModelName, WorkerId
@@ -39,7 +39,7 @@ async def test_a_router_that_does_not_answer_has_said_nothing():
 
 async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir, tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
-    access = control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
+    access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
     async with (
         open_fronts(model_dir) as fronts,
         open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,

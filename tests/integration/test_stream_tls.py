@@ -9,7 +9,7 @@ import uvloop
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.router_streams import serve_routers
-from fleet.adapters.stream_doors import UNPROVEN, StreamAuthenticator, dial
+from fleet.adapters.stream_doors import MAX_UNPROVEN, StreamAuthenticator, dial
 from fleet.adapters.stream_proofs import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
 from fleet.adapters.stream_tls import router_identity, worker_identity
 from fleet.adapters.worker_streams import WorkerStreams
@@ -190,14 +190,14 @@ async def test_silent_connections_give_way_to_the_router(secret, caplog):
     worker, router = Credentials(secret_file=secret), Credentials(secret_file=secret)
     async with a_worker(worker) as address:
         host, port = address.rsplit(":", 1)
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * UNPROVEN)]
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_UNPROVEN)]
         async with a_router(address, router) as heard:
             assert isinstance(await heard.take(), WorkerJoined)
-        cut = [await asyncio.wait_for(reader.read(), 60) for reader, _ in silent[:UNPROVEN]]
+        cut = [await asyncio.wait_for(reader.read(), 60) for reader, _ in silent[:MAX_UNPROVEN]]
         for _, writer in silent:
             writer.transport.abort()
 
-    assert cut == [b""] * UNPROVEN
+    assert cut == [b""] * MAX_UNPROVEN
     assert "it had proven nothing when newer ones came" in said(caplog, "stream refused")
 
 
@@ -230,7 +230,7 @@ async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
         peer = await a_peer(address)
         peer.say(prover.opening)
         proof = prover.received(await peer.hear())
-        silent = [await a_peer(address) for _ in range(UNPROVEN - 1)]
+        silent = [await a_peer(address) for _ in range(MAX_UNPROVEN - 1)]
         for each in silent:  # until the door has taken it
             each.say(other.opening)
             await each.hear()
@@ -255,8 +255,8 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
         peer.say(prover.opening)
         proof = prover.received(await peer.hear())
 
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * UNPROVEN)]
-        assert await asyncio.wait_for(silent[UNPROVEN][0].read(), 60) == b""
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_UNPROVEN)]
+        assert await asyncio.wait_for(silent[MAX_UNPROVEN][0].read(), 60) == b""
 
         peer.say(proof)
         assert (await peer.hear()).startswith(MAGIC + VERIFIED)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.adapters.connection_table import GRACE_SECONDS, Admission, ConnectionTable, Place, Waiting, counted_address
+from fleet.adapters.connection_table import (
+    GRACE_SECONDS,
+    ConnectionAdmission,
+    ConnectionSlot,
+    ConnectionTable,
+    WaitingFor,
+    client_key,
+)
 
 
 class Clients:
@@ -14,7 +21,7 @@ class Clients:
 
     def __init__(self, most: int, share: float = 1.0) -> None:
         self.table: ConnectionTable[str] = ConnectionTable(most, share)
-        self.places: dict[str, Place[str]] = {}
+        self.places: dict[str, ConnectionSlot[str]] = {}
         self.now = 1000.0
 
     def admit(self, *names: str, address: str = "a") -> None:
@@ -29,9 +36,9 @@ class Clients:
         return admission.displaced
 
     def is_refused(self, name: str, address: str = "a") -> bool:
-        return self.table.admit(name, address, self.now) == Admission()
+        return self.table.admit(name, address, self.now) == ConnectionAdmission()
 
-    def waits(self, name: str, group: Waiting) -> None:
+    def waits(self, name: str, group: WaitingFor) -> None:
         self.table.waits(self.places[name], group, self.now)
 
     def pass_time(self, seconds: float = GRACE_SECONDS) -> None:
@@ -61,7 +68,7 @@ def test_full_table_gives_up_the_longest_silent():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_give_way_in_their_order(seed):
-    groups = list(Waiting)
+    groups = list(WaitingFor)
     random.Random(seed).shuffle(groups)
     clients = Clients(len(groups))
     clients.admit(*(group.name for group in groups))
@@ -74,7 +81,7 @@ def test_groups_give_way_in_their_order(seed):
         displaced.append(clients.displaced_by(number))
         clients.serves(number)
 
-    assert displaced == [group.name for group in Waiting]
+    assert displaced == [group.name for group in WaitingFor]
 
 
 def test_longest_idle_gives_way_not_the_longest_connected():
@@ -82,7 +89,7 @@ def test_longest_idle_gives_way_not_the_longest_connected():
     clients.admit("one", "two")
     for name in ("one", "two", "one"):
         clients.serves(name)
-        clients.waits(name, Waiting.IDLE)
+        clients.waits(name, WaitingFor.IDLE)
 
     assert clients.displaced_by("three") == "two"
 
@@ -91,18 +98,18 @@ def test_waiting_twice_in_a_group_keeps_the_turn():
     clients = Clients(2)
     clients.admit("one", "two")
     for name in ("one", "two", "one"):
-        clients.waits(name, Waiting.HEAD)
+        clients.waits(name, WaitingFor.HEAD)
 
     assert clients.displaced_by("three") == "one"
 
 
-@pytest.mark.parametrize("young", [Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD])
+@pytest.mark.parametrize("young", [WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD])
 def test_idle_gives_way_before_one_that_owes_for_a_moment(young):
     clients = Clients(3)
     clients.admit("idle", "later idle")
-    clients.waits("idle", Waiting.IDLE)
+    clients.waits("idle", WaitingFor.IDLE)
     clients.pass_time(0.1)
-    clients.waits("later idle", Waiting.IDLE)
+    clients.waits("later idle", WaitingFor.IDLE)
     clients.pass_time(0.1)
     clients.admit("young")
     clients.waits("young", young)
@@ -118,7 +125,7 @@ def test_newcomers_of_a_burst_leave_each_other_their_places():
     idle = [f"idle {number}" for number in range(100)]
     clients.admit(*idle)
     for name in idle:
-        clients.waits(name, Waiting.IDLE)
+        clients.waits(name, WaitingFor.IDLE)
     clients.pass_time(0.002)
 
     displaced = [clients.displaced_by(f"new {number}") for number in range(100)]
@@ -133,7 +140,7 @@ def test_idle_for_less_than_others_were_silent_stays():
     for _ in range(4):
         clients.pass_time(0.1)
         clients.serves("busy")
-        clients.waits("busy", Waiting.IDLE)
+        clients.waits("busy", WaitingFor.IDLE)
 
     assert clients.displaced_by("three") == "silent"
 
@@ -141,7 +148,7 @@ def test_idle_for_less_than_others_were_silent_stays():
 def test_incomplete_body_outlasts_a_burst_of_newcomers():
     clients = Clients(3)
     clients.admit("body")
-    clients.waits("body", Waiting.BODY)
+    clients.waits("body", WaitingFor.BODY)
     clients.pass_time(10)
     clients.admit("one", "two")
 
@@ -155,7 +162,7 @@ def test_served_connections_never_give_way():
 
     assert clients.is_refused("three", "b")
     assert (len(clients.table), clients.table.refused) == (2, 1)
-    clients.waits("two", Waiting.IDLE)
+    clients.waits("two", WaitingFor.IDLE)
     assert clients.displaced_by("three", "b") == "two"
 
 
@@ -163,7 +170,7 @@ def test_address_over_its_share_displaces_only_its_own():
     clients = Clients(4, share=0.5)
     clients.admit("old", address="b")
     clients.admit("one", "two")
-    clients.waits("one", Waiting.IDLE)
+    clients.waits("one", WaitingFor.IDLE)
     clients.pass_time()
 
     assert clients.displaced_by("three") == "two"
@@ -197,7 +204,7 @@ def test_connection_that_gave_way_is_forgotten():
     assert clients.displaced_by("two") == "one"
 
     clients.serves("one")
-    clients.waits("one", Waiting.IDLE)
+    clients.waits("one", WaitingFor.IDLE)
     clients.table.remove(clients.places["one"])
 
     clients.table.check()
@@ -205,13 +212,13 @@ def test_connection_that_gave_way_is_forgotten():
     assert clients.displaced_by("three") == "two"
 
 
-def assert_fair(displaced: Place[int], others: list[Place[int]], now: float) -> None:
+def assert_fair(displaced: ConnectionSlot[int], others: list[ConnectionSlot[int]], now: float) -> None:
     """Assert that no other connection of its address should have given way instead."""
     assert not displaced.served
-    owing = (Waiting.SILENT, Waiting.CLOSING, Waiting.HEAD)
+    owing = (WaitingFor.SILENT, WaitingFor.CLOSING, WaitingFor.HEAD)
     alike = [each for each in others if not each.served and each.address is displaced.address]
     late = [each for each in alike if each.group in owing and now - each.since >= GRACE_SECONDS]
-    idle = [each for each in alike if each.group is Waiting.IDLE]
+    idle = [each for each in alike if each.group is WaitingFor.IDLE]
     if now - displaced.since < GRACE_SECONDS:
         assert not late
         assert not [each for each in idle if each.since < displaced.since]
@@ -219,7 +226,7 @@ def assert_fair(displaced: Place[int], others: list[Place[int]], now: float) -> 
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "serves", "remove", "pass", *Waiting]), st.integers(0, 11), st.sampled_from("abc")
+        st.sampled_from(["admit", "serves", "remove", "pass", *WaitingFor]), st.integers(0, 11), st.sampled_from("abc")
     ),
     max_size=60,
 )
@@ -228,7 +235,7 @@ OPERATIONS = st.lists(
 @given(OPERATIONS, st.integers(1, 6), st.sampled_from([0.2, 0.5, 0.9, 1.0]))
 def test_table_is_consistent_after_any_history(operations, most, share):
     table: ConnectionTable[int] = ConnectionTable(most, share)
-    places: dict[int, Place[int]] = {}
+    places: dict[int, ConnectionSlot[int]] = {}
     now = 0.0
     for operation, client, address in operations:
         place = places.get(client)
@@ -273,4 +280,4 @@ def test_table_is_consistent_after_any_history(operations, most, share):
     ],
 )
 def test_address_is_what_one_client_has(peername, address):
-    assert counted_address(peername) == address
+    assert client_key(peername) == address

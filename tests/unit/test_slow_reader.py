@@ -1,6 +1,6 @@
 """The limit of clients that read slowly."""
 
-from fleet.adapters.slow_reader import SlowReader, WriteBuffer
+from fleet.adapters.slow_reader import SlowReader, WriteBufferCounter
 
 
 def test_client_that_takes_nothing_is_overdue_after_the_period():
@@ -61,7 +61,7 @@ class Transport:
 
 def seconds_of(reader: SlowReader, *, rate: int, high: int = 64_000, low: int = 16_000) -> int:
     """How long a client with that rate is served, at most 2,000 s, while its writer fills the buffer whenever it may."""
-    transport, buffer = Transport(), WriteBuffer()
+    transport, buffer = Transport(), WriteBufferCounter()
     for second in range(2000):
         transport.unread -= min(rate, transport.unread)
         if transport.unread <= low:

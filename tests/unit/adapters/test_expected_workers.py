@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from fleet.adapters.expected_workers import LiveExpectations, live_expectations
+from fleet.adapters.expected_workers import PredictionMetrics, open_prediction_metrics
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
@@ -25,7 +25,7 @@ from tests.unit.sim.test_agreement import requests, three
 
 def test_what_production_does_is_told_beside_what_was_expected_of_it():
     plan, seen = three(), []
-    expectations = LiveExpectations(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+    expectations = PredictionMetrics(lambda _: Profile(steps=StraightLine(), step_tokens=512))
 
     def observed(now, event, commands):
         expectations(now, event, commands)
@@ -52,7 +52,7 @@ def model(tmp_path):
 
 def test_the_longest_name_that_fits_says_what_a_worker_is(model):
     profiles = {"d": {"model": model, "gpu": "h100"}, "d-b": {"model": model, "gpu": "b200", "step_tokens": 4096}}
-    expectations = live_expectations(msgspec.convert(profiles, dict[str, ProfileSettings]))
+    expectations = open_prediction_metrics(msgspec.convert(profiles, dict[str, ProfileSettings]))
     of = {name: expectations._profile_of(a_description(worker_id=WorkerId(name))) for name in ("d-1", "d-b-1", "p-1")}
     assert (of["d-1"].step_tokens, of["d-b-1"].step_tokens, of["p-1"]) == (8192, 4096, None)
     assert of["d-b-1"].steps.seconds(1000, 5e5, 0, 0) < of["d-1"].steps.seconds(1000, 5e5, 0, 0)
@@ -69,7 +69,7 @@ def test_the_longest_name_that_fits_says_what_a_worker_is(model):
 def test_a_profile_that_is_not_possible_is_refused_by_its_name(model, change, told):
     profile = ProfileSettings(**{"model": model, "gpu": "h100", **change})
     with pytest.raises(ConfigurationRefused) as refused:
-        live_expectations({"w": profile})
+        open_prediction_metrics({"w": profile})
     assert str(refused.value).startswith(told)
 
 
@@ -77,7 +77,7 @@ def test_what_breaks_ends_the_predictions_and_nothing_else(caplog):
     def breaking(_):
         raise ZeroDivisionError
 
-    expectations = LiveExpectations(breaking)
+    expectations = PredictionMetrics(breaking)
     joined = WorkerJoined(description=a_description(), address="")
     expectations(Nanos(1), joined, [])
     expectations(Nanos(2), Stepped(worker_id=WorkerId("w"), progress=()), [])

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from fleet.adapters.flight_recorder import KEPT, MIB, FlightRecorder, recorded_machine
+from fleet.adapters.flight_recorder import KEPT_RECORDINGS, MIB, FlightRecorder, open_recorded_machine
 from fleet.adapters.recording import Recording
-from fleet.adapters.recording_format import FORMAT, Head
+from fleet.adapters.recording_format import FORMAT, RecordingHead
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.requests import JsonSchema, Logprobs, Sampling
@@ -30,7 +30,7 @@ START = Nanos(5 * SECOND)
 def a_flight(path, most_bytes=MIB, settings=None):
     """A recorder, and the machine that it looks at."""
     settings = settings or RouterSettings()
-    head = Head(recording=FORMAT, fleet="0", began=START, began_unix=1, seed=7, settings=settings)
+    head = RecordingHead(recording=FORMAT, fleet="0", began=START, began_unix=1, seed=7, settings=settings)
     recorder = FlightRecorder(path, most_bytes, head)
     return recorder, ObservedMachine(settings, Random(7), None, recorder.hash, observer=recorder)
 
@@ -134,7 +134,7 @@ def test_what_breaks_the_machine_is_recorded_and_breaks_it_again(tmp_path):
 
 def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(tmp_path):
     path = tmp_path / "flight"
-    for flight in range(KEPT + 2):
+    for flight in range(KEPT_RECORDINGS + 2):
         recorder, machine = a_flight(path)
         with recorder:
             machine.handle(Ticked(), Nanos(START + flight))
@@ -142,7 +142,7 @@ def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(
     with recorder:
         pass
     names = sorted(file.name for file in tmp_path.iterdir())
-    assert names == ["flight", *(f"flight.{number}" for number in range(1, KEPT + 1))]
+    assert names == ["flight", *(f"flight.{number}" for number in range(1, KEPT_RECORDINGS + 1))]
     instants = [next(Recording(tmp_path / name).entries()).now - START for name in names]
     assert instants == [4, 3, 2, 1]
 
@@ -151,14 +151,14 @@ def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(
 def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path, name):
     settings = RouterSettings(record=str(tmp_path / name))
     with pytest.raises(ConfigurationRefused, match=r"^record: .*: (No such file|Is a directory)"):
-        recorded_machine(settings, 1, policy("fleet", {}), START)
+        open_recorded_machine(settings, 1, policy("fleet", {}), START)
 
 
 def test_a_device_or_pipe_is_refused_by_name_and_stays_where_it_is(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ConfigurationRefused, match=r"^record: .*/pipe: Is no regular file"):
-        recorded_machine(RouterSettings(record=str(path)), 1, policy("fleet", {}), START)
+        open_recorded_machine(RouterSettings(record=str(path)), 1, policy("fleet", {}), START)
     assert path.is_fifo()
     assert list(tmp_path.iterdir()) == [path]
 
@@ -189,7 +189,7 @@ def test_an_event_that_cannot_be_written_ends_the_recording_and_not_the_router(t
 
 def test_the_machine_of_a_router_that_records_is_the_one_that_its_settings_ask_for(tmp_path):
     settings = RouterSettings(record=str(tmp_path / "flight"), policy="round_robin", max_queued=3)
-    machine, recorder = recorded_machine(settings, 99, policy("round_robin", {}), START)
+    machine, recorder = open_recorded_machine(settings, 99, policy("round_robin", {}), START)
     with recorder:
         machine.handle(joined(), START)
     head = json.loads((tmp_path / "flight").read_text().splitlines()[0])

@@ -3,8 +3,8 @@
 from http import HTTPStatus
 
 from fleet.adapters.connection_table import ConnectionTable
-from fleet.adapters.http_messages import HeldBodies, KnownHeads
-from fleet.adapters.http_protocol import Connection
+from fleet.adapters.http_messages import HeadCache, HeldBodyBytes
+from fleet.adapters.http_protocol import HttpConnection
 from fleet.adapters.limit_log import SlowClientLog
 from fleet.clock import SECOND
 from fleet.router.http_settings import HttpSettings
@@ -19,15 +19,15 @@ def a_connection(clock, lasts_seconds):
         exchanges.append(exchange)
         return Work()
 
-    connection = Connection(
+    connection = HttpConnection(
         HttpSettings(),
         clock,
         serve,
         lambda _: b"",
         {},
         ConnectionTable(1, 1.0),
-        KnownHeads(),
-        HeldBodies(),
+        HeadCache(),
+        HeldBodyBytes(),
         SlowClientLog(HttpSettings()),
         lasts_seconds=lasts_seconds,
     )

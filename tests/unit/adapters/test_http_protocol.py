@@ -4,8 +4,8 @@ import pytest
 
 from fleet.adapters.clock import SystemClock
 from fleet.adapters.connection_table import ConnectionTable
-from fleet.adapters.http_messages import HeldBodies, HttpHead, KnownHeads
-from fleet.adapters.http_protocol import Connection
+from fleet.adapters.http_messages import HeadCache, HeldBodyBytes, HttpHead
+from fleet.adapters.http_protocol import HttpConnection
 from fleet.adapters.limit_log import SlowClientLog
 from fleet.router.http_settings import HttpSettings
 
@@ -61,15 +61,15 @@ def a_connection(transport, held=None):
         return Work()
 
     table = ConnectionTable(1, 1.0)
-    connection = Connection(
+    connection = HttpConnection(
         HttpSettings(),
         SystemClock(),
         serve,
         lambda _: b"",
         {},
         table,
-        KnownHeads(),
-        held or HeldBodies(),
+        HeadCache(),
+        held or HeldBodyBytes(),
         SlowClientLog(HttpSettings()),
     )
     connection.connection_made(transport)
@@ -158,7 +158,7 @@ async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head
 @pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
 def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digits):
     content = REQUEST.removesuffix(b"{}")
-    heads, head = KnownHeads(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
     assert heads.find(content) == heads.find(content) == (head, 2)
 
@@ -172,7 +172,7 @@ def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digi
 @pytest.mark.parametrize("other", [b"x-before: 2", b"x-behind: 2"])
 def test_the_latest_head_is_not_found_where_another_header_differs(other):
     content = b"POST / HTTP/1.1\r\nhost: x\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
-    heads, head = KnownHeads(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
     assert heads.find(content) == (head, 2)
 
@@ -181,13 +181,13 @@ def test_the_latest_head_is_not_found_where_another_header_differs(other):
 
 def without_latest(heads):
     """The same heads, none of which was found."""
-    others = KnownHeads()
+    others = HeadCache()
     others._known = heads._known
     return others
 
 
 async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_where_there_is_no_room():
-    client, held = Transport(), HeldBodies()
+    client, held = Transport(), HeldBodyBytes()
     connection, exchanges = a_connection(client, held)
     served(connection, exchanges, REQUEST)
     held.bytes = others = HttpSettings().max_held_bytes

@@ -4,7 +4,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from fleet.adapters.openai_answers import ChatShape, CompletionShape, error_object
+from fleet.adapters.openai_answers import ChatFormatter, CompletionFormatter, error_body
 from fleet.adapters.openai_requests import read_chat, read_completion
 from fleet.clock import Nanos
 from fleet.errors import Reason, RequestRejected
@@ -25,17 +25,17 @@ def finished(text: str = "", finish: Finish = Finish.STOP) -> Finished:
     return Finished(finish=finish, usage=USAGE, kv=KV, text=text)
 
 
-def chat_shape(**fields: object) -> ChatShape:
+def chat_shape(**fields: object) -> ChatFormatter:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return ChatShape(
+    return ChatFormatter(
         read_chat(json.dumps(body).encode(), RequestId("r1"), Nanos(0)), MODEL, lambda _, token: TEXTS[token], 7
     )
 
 
-def completion_shape(**fields: object) -> CompletionShape:
+def completion_shape(**fields: object) -> CompletionFormatter:
     body = {"prompt": "x", **fields}
     asked = read_completion(json.dumps(body).encode(), RequestId("r1"), Nanos(0))
-    return CompletionShape(asked, MODEL, lambda _, token: TEXTS[token], 7)
+    return CompletionFormatter(asked, MODEL, lambda _, token: TEXTS[token], 7)
 
 
 def events(stream: bytes) -> list[dict]:
@@ -164,6 +164,6 @@ def test_every_answer_proves_where_its_blocks_came_from(make):
 
 
 def test_an_error_has_the_four_fields():
-    error = json.loads(error_object(RequestRejected(Reason.QUEUE_FULL, "too busy")))["error"]
+    error = json.loads(error_body(RequestRejected(Reason.QUEUE_FULL, "too busy")))["error"]
 
     assert error == {"message": "too busy", "type": "rate_limit_error", "param": None, "code": "queue_full"}

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fleet.adapters.openai_bodies import NAMES
+from fleet.adapters.openai_bodies import OPENAI_FIELD_NAMES
 from fleet.adapters.openai_requests import read_chat, read_completion
 from fleet.adapters.status import REASON_STATUSES, rename_field
 from fleet.clock import MILLISECOND, SECOND, Nanos
@@ -315,7 +315,7 @@ def test_a_later_refusal_is_told_under_the_clients_names():
         ("stop[0]", "stop[0]"),
         ("model", "model"),
     ):
-        refused = rename_field(invalid(path, "is wrong"), NAMES)
+        refused = rename_field(invalid(path, "is wrong"), OPENAI_FIELD_NAMES)
         assert (refused.field, refused.message) == (name, f"{name}: is wrong")
 
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec import Raw
 
 from fleet.adapters.clock import SystemClock
-from fleet.adapters.prompt_keys import PrivateKeys, PromptReader
+from fleet.adapters.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.adapters.text_codec import load_codec
 from fleet.ids import ModelName
 from fleet.router.index import keys_of
@@ -17,7 +17,7 @@ NOTHING = Raw()
 
 def a_reader(model_dir=None, *, named_by_workers: bool = False, block_tokens: int = 16) -> PromptReader:
     codec = load_codec(model_dir) if model_dir else None
-    private = None if named_by_workers else PrivateKeys()
+    private = None if named_by_workers else SecretBlockKeys()
     return PromptReader(ModelName("m"), [block_tokens], codec, SystemClock(), private)
 
 
@@ -99,7 +99,7 @@ def test_tools_make_another_prompt_of_the_same_messages(model_dir):
 
 
 def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_not():
-    one, same, other, alone, also_alone = (PrivateKeys(secret) for secret in ("a", "a", "b", "", ""))
+    one, same, other, alone, also_alone = (SecretBlockKeys(secret) for secret in ("a", "a", "b", "", ""))
     tokens = bytes(range(256)) * 4
     named = [keys(tokens, 16, salt) for keys in (one, other, alone, also_alone) for salt in (b"", b"salt" * 8)]
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from fleet.adapters.recording_format import Head, entry_line, head_line
-from fleet.adapters.traces import Cut, TraceRefused, open_trace
+from fleet.adapters.recording_format import RecordingHead, entry_line, head_line
+from fleet.adapters.traces import RowSelection, TraceError, open_trace
 from fleet.clock import SECOND, Nanos
 from fleet.router.settings import RouterSettings
 from fleet.sim.kernel import Kernel
@@ -18,7 +18,9 @@ BEGAN = 5 * SECOND
 
 def a_recording(path, requests, cancelled=()):
     """Of a simulated router that hears these requests, each at its arrival after it began."""
-    lines = [head_line(Head(recording=1, fleet="1", began=BEGAN, began_unix=0, seed=1, settings=RouterSettings()))]
+    lines = [
+        head_line(RecordingHead(recording=1, fleet="1", began=BEGAN, began_unix=0, seed=1, settings=RouterSettings()))
+    ]
 
     def record(now, event, commands):
         lines.append(entry_line(Nanos(BEGAN + now), event, (), commands))
@@ -68,10 +70,10 @@ def test_a_compressed_recording_is_the_same_and_empty_lines_count_for_numbers_al
 
     for content in (spaced + b"{}\n", gzip.compress(spaced + b"{}\n")):
         compressed.write_bytes(content)
-        with pytest.raises(TraceRefused, match=f"compressed: line {len(lines) + 3}: "):
+        with pytest.raises(TraceError, match=f"compressed: line {len(lines) + 3}: "):
             list(open_trace(compressed).requests())
     compressed.write_bytes(gzip.compress(spaced)[:-20])
-    with pytest.raises(TraceRefused, match="compressed: Compressed file ended"):
+    with pytest.raises(TraceError, match="compressed: Compressed file ended"):
         list(open_trace(compressed).requests())
 
 
@@ -85,14 +87,14 @@ def test_who_gave_up_takes_what_he_asked_for_or_had(tmp_path):
 
 def test_shares_of_its_lines_are_not_shares_of_its_requests(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
-    with pytest.raises(TraceRefused, match=r"recording\.jsonl: part and sample are of rows"):
-        open_trace(recording, cut=Cut(begin=0.5))
+    with pytest.raises(TraceError, match=r"recording\.jsonl: part and sample are of rows"):
+        open_trace(recording, cut=RowSelection(begin=0.5))
 
 
 def test_a_wrong_line_of_a_recording_is_refused_by_its_number(tmp_path):
     recording = a_recording(tmp_path / "recording.jsonl", [a_request(1, 0)])
     recording.write_bytes(recording.read_bytes() + b'{"now": 1}\n')
-    with pytest.raises(TraceRefused, match=r"recording\.jsonl: line \d+: "):
+    with pytest.raises(TraceError, match=r"recording\.jsonl: line \d+: "):
         list(open_trace(recording).requests())
 
 

@@ -6,7 +6,15 @@ import pytest
 from msgspec import structs
 
 from fleet.adapters.recording import Recording
-from fleet.adapters.recording_format import FORMAT, Head, deciding, end_line, entry_line, head_line, said
+from fleet.adapters.recording_format import (
+    FORMAT,
+    RecordingHead,
+    deciding_settings,
+    end_line,
+    entry_line,
+    head_line,
+    record_command,
+)
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.requests import Finish, KvOrigin, KvPhase, KvReport, Source
@@ -120,7 +128,7 @@ COMMANDS = (
 
 def read_back(tmp_path, *lines):
     path = tmp_path / "flight"
-    head = Head(recording=FORMAT, fleet="0", began=NOW, began_unix=1, seed=1, settings=RouterSettings())
+    head = RecordingHead(recording=FORMAT, fleet="0", began=NOW, began_unix=1, seed=1, settings=RouterSettings())
     path.write_bytes(b"".join([head_line(head), *lines, end_line("it is a test")]))
     return list(Recording(path).entries())
 
@@ -134,7 +142,7 @@ def test_an_event_comes_back_as_it_was(tmp_path, event):
     keys = ((), (1, (1 << 64) - 1))
     (entry,) = read_back(tmp_path, entry_line(NOW, event, keys, COMMANDS))
     assert (entry.line, entry.now, entry.event, tuple(entry.keys)) == (2, NOW, event, keys)
-    assert entry.commands == [said(command) for command in COMMANDS]
+    assert entry.commands == [record_command(command) for command in COMMANDS]
 
 
 def test_keys_that_are_a_view_of_a_dictionary_are_written_as_well(tmp_path):
@@ -156,7 +164,9 @@ def test_every_setting_is_recorded_or_known_not_to_matter():
         for name in names
         if (value := _another(getattr(RouterSettings(), name))) is not None
     }
-    lost = {name for name, settings in changed.items() if deciding(settings) == deciding(RouterSettings())}
+    lost = {
+        name for name, settings in changed.items() if deciding_settings(settings) == deciding_settings(RouterSettings())
+    }
     assert lost <= {
         "router_id",
         "http_listen",

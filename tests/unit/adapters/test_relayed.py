@@ -4,7 +4,7 @@ import pytest
 
 from fleet.adapters.http_exchange import Exchange
 from fleet.adapters.http_messages import HttpHead, HttpRequest
-from fleet.adapters.relay import Relayed
+from fleet.adapters.relay import RelayedRequest
 from fleet.clock import Nanos
 from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId
@@ -37,17 +37,17 @@ class Line:
 class Flow:
     """An answer of which one event has come in this turn."""
 
-    def __init__(self, line, *, at_boundary):
+    def __init__(self, line, *, at_event_boundary):
         self._line = line
-        self._at_boundary = at_boundary
+        self._at_boundary = at_event_boundary
 
     def flush(self):
         self._line.written += EVENT
 
-    def at_boundary(self):
+    def at_event_boundary(self):
         return self._at_boundary
 
-    def say_last(self, event):
+    def send_last_event(self, event):
         pass
 
 
@@ -62,13 +62,13 @@ class Relay:
 
 
 @pytest.mark.parametrize("at_boundary", [True, False])
-def test_an_error_goes_behind_what_came_in_the_same_turn(at_boundary):
+def test_an_error_goes_behind_what_came_in_the_same_turn(at_event_boundary):
     line = Line()
-    relayed = Relayed(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
-    relayed.begin(None, Flow(line, at_boundary=at_boundary))
+    relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
+    relayed.begin(None, Flow(line, at_event_boundary=at_event_boundary))
 
     relayed.refuse(RequestRejected(Reason.DRAINING, "this router is going away"))
 
     assert line.written.startswith(EVENT)
-    assert (b"going away" in line.written.removeprefix(EVENT)) == at_boundary
+    assert (b"going away" in line.written.removeprefix(EVENT)) == at_event_boundary
     assert line.kept_alive is False

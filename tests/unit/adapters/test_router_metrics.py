@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from fleet.adapters.router_metrics import COUNTERS, OF_WORKERS, RouterMetrics
+from fleet.adapters.router_metrics import COUNTERS, WORKER_GAUGES, RouterMetrics
 from fleet.requests import Finish
 from fleet.roles import Role
 from fleet.router.snapshot import Counters, WorkerSnapshot
@@ -43,7 +43,7 @@ def test_refusals_are_told_by_reason_and_cause():
 
 def test_every_number_is_one_that_the_router_has():
     assert COUNTERS.keys() <= set(Counters.__struct_fields__)
-    assert OF_WORKERS.keys() <= set(WorkerSnapshot.__struct_fields__)
+    assert WORKER_GAUGES.keys() <= set(WorkerSnapshot.__struct_fields__)
 
 
 def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_not():

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from fleet.adapters import trace_rows
-from fleet.adapters.traces import Cut, TraceRefused, open_trace, read_trace
+from fleet.adapters.traces import RowSelection, TraceError, open_trace, read_trace
 from fleet.clock import SECOND
 from kvstore.replay import distinct_blocks, ideal
 from tests.traces import AGENTIC, agentic, conversation
@@ -61,14 +61,14 @@ def test_plain_and_compressed_files_are_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [bytes, gzip.compress], ids=["plain", "compressed"])
-@pytest.mark.parametrize("cut", [Cut(), Cut(begin=0.5)], ids=["whole", "half"])
+@pytest.mark.parametrize("cut", [RowSelection(), RowSelection(begin=0.5)], ids=["whole", "half"])
 def test_empty_lines_are_no_rows_and_count_for_numbers(tmp_path, packed, cut):
     one, two = written(tmp_path, a_row(), a_row(timestamp=3.5)).read_bytes().splitlines(keepends=True)
     file = tmp_path / "trace"
     file.write_bytes(packed(b"\n" + one + b"\r\n \t\n" + two + b"\n"))
     assert open_trace(file, cut=cut).count() == (2 if cut.is_whole else 1)
     file.write_bytes(packed(b"\n" + one + b"\r\n \t\n" + two + b"\n{}\n"))
-    with pytest.raises(TraceRefused, match="trace:7: "):
+    with pytest.raises(TraceError, match="trace:7: "):
         list(open_trace(file, cut=cut).requests())
 
 
@@ -131,7 +131,7 @@ def test_sessions_share_nothing_and_only_so_many_run_at_a_time(tmp_path):
     ],
 )
 def test_a_wrong_row_is_refused_by_line_and_field(tmp_path, rows, message):
-    with pytest.raises(TraceRefused, match=message):
+    with pytest.raises(TraceError, match=message):
         read_trace(written(tmp_path, *rows))
 
 
@@ -139,12 +139,12 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path):
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(AGENTIC.read_bytes()[:20_000])
 
-    with pytest.raises(TraceRefused, match=r"cut\.jsonl\.gz: "):
+    with pytest.raises(TraceError, match=r"cut\.jsonl\.gz: "):
         read_trace(path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(TraceRefused, match="nowhere: No such file"):
+    with pytest.raises(TraceError, match="nowhere: No such file"):
         read_trace(tmp_path / "nowhere")
 
 
@@ -200,7 +200,7 @@ def test_later_azure_traces_tell_their_time_zone(tmp_path):
     ],
 )
 def test_a_wrong_row_of_azures_is_refused_by_line_and_field(tmp_path, rows, message):
-    with pytest.raises(TraceRefused, match=message):
+    with pytest.raises(TraceError, match=message):
         read_trace(written_text(tmp_path, rows))
 
 
@@ -257,7 +257,7 @@ def test_records_with_blocks_share_what_they_shared(tmp_path):
     ],
 )
 def test_a_wrong_record_is_refused_by_line_and_field(tmp_path, rows, message):
-    with pytest.raises(TraceRefused, match=message):
+    with pytest.raises(TraceError, match=message):
         read_trace(written(tmp_path, *rows))
 
 
@@ -287,7 +287,7 @@ def test_rows_are_read_one_after_the_other(tmp_path):
     path = written(tmp_path, *[a_row(timestamp=number) for number in range(3)], a_row(timestamp=0))
     requests = open_trace(path).requests()
     assert [next(requests).arrival // 1_000_000 for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(TraceRefused, match=r"trace\.jsonl:4: timestamp"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl:4: timestamp"):
         next(requests)
 
 
@@ -304,7 +304,7 @@ def test_rows_are_read_one_after_the_other(tmp_path):
 def test_a_row_that_would_break_the_reader_is_refused_like_any_other(tmp_path, content, said):
     file = tmp_path / "trace"
     file.write_bytes(content)
-    with pytest.raises(TraceRefused, match=said):
+    with pytest.raises(TraceError, match=said):
         read_trace(file)
 
 
@@ -312,11 +312,11 @@ def test_a_line_has_a_length(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_rows, "LONGEST_LINE", 1000)
     file = tmp_path / "trace"
     file.write_bytes(gzip.compress(b" " * 1001))
-    with pytest.raises(TraceRefused, match="trace:1: is longer than 1000 bytes"):
+    with pytest.raises(TraceError, match="trace:1: is longer than 1000 bytes"):
         read_trace(file)
 
 
 def test_a_pipe_is_no_trace_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "trace")
-    with pytest.raises(TraceRefused, match="is no regular file"):
+    with pytest.raises(TraceError, match="is no regular file"):
         read_trace(tmp_path / "trace")

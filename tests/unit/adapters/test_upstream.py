@@ -321,9 +321,9 @@ async def test_another_event_may_follow_one_whose_end_came_by_itself(asked):
     upstream.data_received(HEAD + EVENT)
     for byte in EVENT[:-1]:
         upstream.data_received(bytes([byte]))
-    assert not upstream.at_boundary()
+    assert not upstream.at_event_boundary()
     upstream.data_received(EVENT[-1:])
-    assert upstream.at_boundary()
+    assert upstream.at_event_boundary()
 
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

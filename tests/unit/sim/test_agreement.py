@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from fleet.adapters.traces import Session, Turn
+from fleet.adapters.traces import TraceSession, TraceTurn
 from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
@@ -44,8 +44,8 @@ def sessions(count=20, seed=2):
             chain += tuple(luck.randrange(1 << 62) for _ in range(luck.randrange(1, 12)))
             request = Request(Nanos(0), len(chain) * BLOCK + luck.randrange(BLOCK), chain, luck.randrange(1, 100), 7)
             after = (number - 1,) if number != 2 else (0,)  # the second and the third both follow the first
-            turns.append(Turn(request, after if number else (), Nanos(luck.randrange(1, SECOND))))
-        yield Session(tuple(turns))
+            turns.append(TraceTurn(request, after if number else (), Nanos(luck.randrange(1, SECOND))))
+        yield TraceSession(tuple(turns))
 
 
 def seconds(at):

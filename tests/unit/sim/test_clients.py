@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from fleet.adapters.traces import Session, Turn
+from fleet.adapters.traces import TraceSession, TraceTurn
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.sim.clients import Closed, Open, Sessions, begin
 from fleet.sim.kernel import Kernel
@@ -80,12 +80,12 @@ def test_more_users_than_requests_end_as_well():
 
 
 def test_a_turn_waits_for_the_answers_before_it_and_for_its_gap():
-    session = Session(
+    session = TraceSession(
         (
-            Turn(a_request(1)),
-            Turn(a_request(2), (0,), Nanos(5 * SECOND)),  # a sub-agent
-            Turn(a_request(3, answer=40), (0,), Nanos(4 * SECOND)),  # another one, which is slower
-            Turn(a_request(4), (0, 1, 2), Nanos(SECOND)),
+            TraceTurn(a_request(1)),
+            TraceTurn(a_request(2), (0,), Nanos(5 * SECOND)),  # a sub-agent
+            TraceTurn(a_request(3, answer=40), (0,), Nanos(4 * SECOND)),  # another one, which is slower
+            TraceTurn(a_request(4), (0, 1, 2), Nanos(SECOND)),
         )
     )
     _, ended = ran(Sessions(users=1), [session])
@@ -98,7 +98,7 @@ def test_a_turn_waits_for_the_answers_before_it_and_for_its_gap():
 
 def test_so_many_sessions_run_at_a_time_and_the_next_begins_when_one_is_over():
     sessions = [
-        Session((Turn(a_request(2 * number)), Turn(a_request(2 * number + 1), (0,), Nanos(SECOND))))
+        TraceSession((TraceTurn(a_request(2 * number)), TraceTurn(a_request(2 * number + 1), (0,), Nanos(SECOND))))
         for number in range(6)
     ]
     _, ended = ran(Sessions(users=2), sessions)
@@ -110,13 +110,13 @@ def test_so_many_sessions_run_at_a_time_and_the_next_begins_when_one_is_over():
 
 
 def test_sessions_that_come_by_themselves_begin_when_they_say():
-    sessions = [Session((Turn(a_request(number)),), Nanos(number * SECOND)) for number in range(5)]
+    sessions = [TraceSession((TraceTurn(a_request(number)),), Nanos(number * SECOND)) for number in range(5)]
     _, ended = ran(Sessions(users=0), sessions)
     assert [each.arrival for each in ended] == [number * SECOND for number in range(5)]
 
 
 def test_a_long_gap_is_cut():
-    session = Session((Turn(a_request(1)), Turn(a_request(2), (0,), Nanos(9000 * SECOND))))
+    session = TraceSession((TraceTurn(a_request(1)), TraceTurn(a_request(2), (0,), Nanos(9000 * SECOND))))
     _, ended = ran(Sessions(users=1, longest_gap_seconds=60.0), [session])
     assert ended[1].arrival - ended[0].end == 60 * SECOND
 

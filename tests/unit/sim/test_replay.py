@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from fleet.adapters.flight_recorder import FlightRecorder
-from fleet.adapters.recording import Recording, RecordingRefused
-from fleet.adapters.recording_format import FORMAT, Head
+from fleet.adapters.recording import Recording, RecordingError
+from fleet.adapters.recording_format import FORMAT, RecordingHead
 from fleet.cli.main import run
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
@@ -30,7 +30,9 @@ PLAN = pairs(lost("decode-1", 1.4))
 def lines(tmp_path_factory):
     """Of the recording of a router of production, on a virtual loop, whose workers die."""
     path = tmp_path_factory.mktemp("r") / "flight"
-    head = Head(recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router)
+    head = RecordingHead(
+        recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router
+    )
     with FlightRecorder(path, 1 << 24, head, keys_spelled) as recorder:
         machine = ObservedMachine(PLAN.router, Random(PLAN.seed), None, recorder.hash, observer=recorder)
         ended = serve(PLAN, requests(30), machine)
@@ -184,7 +186,7 @@ def test_a_bad_recording_is_refused_by_line_and_field(lines, replay, number, cha
     ],
 )
 def test_what_is_no_recording_is_refused(replay, content, wrong):
-    with pytest.raises(RecordingRefused, match=wrong):
+    with pytest.raises(RecordingError, match=wrong):
         replay([content])
 
 
@@ -195,7 +197,7 @@ def test_whatever_is_wrong_with_a_recording_it_is_read_or_refused(lines, tmp_pat
     for _ in range(200):
         at = luck.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([luck.randrange(256)]) + whole[at + 1 :])
-        with suppress(RecordingRefused):
+        with suppress(RecordingError):
             list(Recording(path).entries())
 
 

@@ -38,7 +38,7 @@ class RequestRejected(Exception):
         message: One sentence for a person, saying what to do next where something can be done.
         field: Path of the offending field as the client wrote it, as in ``sampling.temperature``; empty if none is.
         retry_after_ms: When a retry may succeed; 0 when unknown or pointless.
-        cause: Why no worker could be chosen, finer than the reason: a `fleet.router.impossible.Cause`; empty if that is not why.
+        cause: Why no worker could be chosen, finer than the reason: a `fleet.router.impossible.RejectionCause`; empty if that is not why.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int = 0, cause: str = ""):

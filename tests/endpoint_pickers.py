@@ -21,7 +21,7 @@ from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import Tenants
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from tests.builders import MODEL, a_description
 from tests.fake_workers import Untouched
@@ -83,7 +83,7 @@ P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
 @asynccontextmanager
 async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings):
     """With these workers, which need not be there: nothing is sent to them."""
-    clock, threads = SystemClock(), TokenisingThreads()
+    clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(Untouched())
     router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)

@@ -11,7 +11,7 @@ from fleet.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
 from fleet.roles import Phase
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Counters, Explanation, PoolSnapshot, RemotePrefill, RouterSnapshot
+from fleet.router.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from fleet.work import Progress
 from tests.builders import BLOCK_TOKENS, MODEL, a_report
 
@@ -43,7 +43,7 @@ class FakeRouter:
         self.cancelled: list[RequestId] = []
         self.explanations: dict[RequestId, Explanation] = {}
         self.in_force = Thresholds()
-        self.measured = RemotePrefill(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
+        self.measured = RemotePrefillSnapshot(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
         self.changed = asyncio.Event()
         self.steps_taken = 0
 
@@ -58,7 +58,7 @@ class FakeRouter:
             queued=0,
             index_blocks=0,
             index_overflowed=0,
-            counters=Counters(completed=len(self.completed)),
+            counters=RouterCounters(completed=len(self.completed)),
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:
@@ -70,7 +70,7 @@ class FakeRouter:
     def tune(self, thresholds: Thresholds) -> None:
         self.in_force = thresholds
 
-    def remote_prefill(self) -> RemotePrefill:
+    def remote_prefill(self) -> RemotePrefillSnapshot:
         return self.measured
 
     def submit(self, arrived: Arrived) -> "FakeStream":

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
+    AttemptRejected,
     KvChanged,
     LoadReported,
-    Stepped,
     WorkerDraining,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.ports import WorkerUnreachable
 from fleet.work import (
@@ -45,13 +45,13 @@ class FakeWorker:
         worker_id = self.description.worker_id
         match message:
             case Step():
-                event: WorkerEvent = Stepped(worker_id=worker_id, progress=message.progress)
+                event: WorkerEvent = WorkerStepped(worker_id=worker_id, progress=message.progress)
             case LoadReport():
                 event = LoadReported(worker_id=worker_id, load=message)
             case KvEvents():
                 event = KvChanged(worker_id=worker_id, events=message.events)
             case Rejected():
-                event = WorkRejected(worker_id=worker_id, rejected=message)
+                event = AttemptRejected(worker_id=worker_id, rejected=message)
             case Draining():
                 event = WorkerDraining(worker_id=worker_id)
             case _:

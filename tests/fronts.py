@@ -17,7 +17,7 @@ from fleet.router.generation import Generation
 from fleet.router.http_settings import DEFAULT_GRPC_LIMITS, GrpcSettings, HttpSettings
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from tests.builders import MODEL, token_ids
 from tests.fake_router import FakeRouter
@@ -56,7 +56,7 @@ async def open_fronts(
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
     clock = SystemClock()
-    threads = TokenisingThreads()
+    threads = TokenizerThreads()
     generation = Generation(
         router,
         {MODEL: codec},

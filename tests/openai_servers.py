@@ -28,7 +28,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from tests.fleet_processes import serve
 from tests.servers import a_free_port
@@ -300,7 +300,7 @@ async def a_relay(
     )
     metrics = RelayMetrics(lambda: ())
     registry.register(metrics)
-    threads = TokenisingThreads()
+    threads = TokenizerThreads()
     readers = {MODEL: reader}
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
     relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only)

@@ -16,7 +16,7 @@ from fleet.hardware.coefficients import estimate
 from fleet.hardware.gpus import gpu
 from fleet.hardware.placement import Parallelism, place
 from fleet.ids import longest_prefix
-from fleet.router.expectations import Expectations, Profile
+from fleet.router.expectations import LatencyPredictions, WorkerProfile
 from fleet.router.messages import Command, RouterEvent
 from fleet.router.profile_settings import ProfileSettings
 from fleet.work import WorkerDescription
@@ -31,13 +31,13 @@ PREDICTION_GAUGES: Mapping[str, str] = {
     "factor": "Learnt: how many times as long as its profile says the worker takes",
     "added_ms": "Learnt: milliseconds that it adds",
 }
-"""Of `fleet.router.expectations.Expected`."""
+"""Of `fleet.router.expectations.PredictionAccuracy`."""
 
 
-class PredictionMetrics(Expectations):
+class PredictionMetrics(LatencyPredictions):
     """Implements `fleet.router.observed.Observer`; register it with a `CollectorRegistry`."""
 
-    def __init__(self, profile_of: Callable[[WorkerDescription], Profile | None]):
+    def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
         super().__init__(profile_of)
         self._over = False
 
@@ -77,18 +77,18 @@ def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> Predicti
     """
     known = {name: _profile(f"profiles.{name}", settings) for name, settings in profiles.items()}
 
-    def profile_of(worker: WorkerDescription) -> Profile | None:
+    def profile_of(worker: WorkerDescription) -> WorkerProfile | None:
         name = longest_prefix(worker.worker_id, known)
         return None if name is None else known[name]
 
     return PredictionMetrics(profile_of)
 
 
-def _profile(where: str, settings: ProfileSettings) -> Profile:
+def _profile(where: str, settings: ProfileSettings) -> WorkerProfile:
     try:
         model = read_model_config(Path(settings.model))
         device = gpu(settings.gpu, "gpu")
         placement = place(model, device, Parallelism(tp=settings.tp, pp=settings.pp, dp=settings.dp, ep=settings.ep))
-        return Profile(steps=estimate(placement, settings.backend).step, step_tokens=settings.step_tokens)
+        return WorkerProfile(steps=estimate(placement, settings.backend).step, step_tokens=settings.step_tokens)
     except ConfigurationRefused as error:
         raise ConfigurationRefused(f"{where}: {error}") from error

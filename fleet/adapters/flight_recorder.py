@@ -28,10 +28,10 @@ from fleet.adapters.recording_format import FORMAT, Keys, RecordingHead, end_lin
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.requests import TokenBytes
-from fleet.router.live import Hasher, hash_prompt
+from fleet.router.live import PromptHasher, hash_prompt
 from fleet.router.messages import Command, RouterEvent
 from fleet.router.observed import ObservedMachine, Observer
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ DISTRIBUTION = "fleet-serving"
 class FlightRecorder:
     """One recording; a context manager. Implements `fleet.router.observed.Observer`, and is the hasher of its machine."""
 
-    def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: Hasher = hash_prompt):
+    def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
         """Begin.
 
         Args:
@@ -165,7 +165,7 @@ class FlightRecorder:
 
 
 def open_recorded_machine(
-    settings: RouterSettings, seed: int, policy: Policy, now: Nanos, *, also: Observer | None = None
+    settings: RouterSettings, seed: int, policy: PlacementPolicy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
     """A router's machine and the recorder that looks on; settings say where it writes.
 

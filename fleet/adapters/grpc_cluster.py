@@ -14,9 +14,9 @@ from fleet.errors import Reason, RequestRejected, invalid, split_validation_erro
 from fleet.ids import RequestId
 from fleet.requests import ModelCard
 from fleet.router.crossover import MIN_SAMPLES
-from fleet.router.placement import Placed, Terms
+from fleet.router.placement import CostTerms, DecisionExplanation
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Explanation, PoolSnapshot, RemotePrefill, RouterSnapshot
+from fleet.router.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterSnapshot
 from fleet.v1 import control_pb2 as pb
 from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
@@ -40,7 +40,7 @@ class RouterApi(Protocol):
 
     def thresholds(self) -> Thresholds: ...
 
-    def remote_prefill(self) -> RemotePrefill: ...
+    def remote_prefill(self) -> RemotePrefillSnapshot: ...
 
 
 class PeerRoutersApi(Protocol):
@@ -171,7 +171,7 @@ def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
     )
 
 
-def _encode_remote_prefill(measured: RemotePrefill) -> pb.RemotePrefill:
+def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
     return pb.RemotePrefill(
         learned=measured.learned,
         handoffs=measured.handoffs,
@@ -193,7 +193,7 @@ def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
     return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
 
 
-def _encode_placed(placed: Placed) -> pb.PlacementExplained:
+def _encode_placed(placed: DecisionExplanation) -> pb.PlacementExplained:
     return pb.PlacementExplained(
         decode=placed.decode,
         prefill=placed.prefill or "",
@@ -209,7 +209,7 @@ def _encode_placed(placed: Placed) -> pb.PlacementExplained:
     )
 
 
-def _encode_terms(terms: Iterable[Terms]) -> list[pb.CandidateCost]:
+def _encode_terms(terms: Iterable[CostTerms]) -> list[pb.CandidateCost]:
     return [
         pb.CandidateCost(
             worker_id=term.worker_id,

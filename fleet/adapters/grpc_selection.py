@@ -29,12 +29,12 @@ from fleet.errors import Reason, RequestRejected, invalid
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, ModelCard, Sampling
 from fleet.roles import Phase, Placement
-from fleet.router.adapters import meant_by
-from fleet.router.messages import Arrived, Complete, Emit, StartedOver, Stepped, WorkerEvent, request_of
+from fleet.router.adapters import resolve_model
+from fleet.router.messages import Arrived, Complete, Emit, StartedOver, WorkerEvent, WorkerStepped, request_of
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers
 from fleet.router.selection_settings import SelectionSettings
-from fleet.router.server import Listener
+from fleet.router.server import RequestListener
 from fleet.v1 import selection_pb2 as pb
 from fleet.validation import check_hints
 from fleet.work import Handoff, Progress, Start
@@ -52,9 +52,9 @@ TOKEN = 0  # stands for each of an answer, which only the proxy knows
 class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
-    def open(self, arrived: Arrived, stream: Listener) -> None: ...
+    def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
 
-    def close(self, request_id: RequestId, stream: Listener) -> None: ...
+    def close(self, request_id: RequestId, stream: RequestListener) -> None: ...
 
     def hear(self, event: WorkerEvent) -> None: ...
 
@@ -80,7 +80,7 @@ Holder = tuple[str, ModelName]
 
 
 class SelectedRequest:
-    """One selected request. Implements `fleet.router.server.Listener`."""
+    """One selected request. Implements `fleet.router.server.RequestListener`."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class SelectedRequest:
         if self._lease is not None:
             self._lease.cancel()
 
-    def prefilled(self, decision: Decision) -> Stepped | None:
+    def prefilled(self, decision: Decision) -> WorkerStepped | None:
         """What its prefill worker would have told at the end, had the router sent it there; None if it has none, or had."""
         assert self.work is not None
         worker_id, start = self.work
@@ -134,16 +134,16 @@ class SelectedRequest:
         assert decision.kv_path is not None, "there is a way between the workers of a pair"
         handoff = Handoff(kv_path=decision.kv_path, prefill_worker=worker_id, fingerprint="", num_tokens=0)
         done = Progress(request_id=start.request_id, token_ids=(TOKEN,), finish=Finish.LENGTH, handoff=handoff)
-        return Stepped(worker_id=worker_id, progress=(done,))
+        return WorkerStepped(worker_id=worker_id, progress=(done,))
 
-    def answered(self, tokens: int) -> Stepped:
+    def answered(self, tokens: int) -> WorkerStepped:
         """What the worker that answers would have told; of more tokens than were asked for, all that were."""
         assert self.work is not None
         worker_id, start = self.work
         told = min(tokens, start.sampling.max_tokens - self._answered)
         self._answered += told
         progress = Progress(request_id=start.request_id, token_ids=(TOKEN,) * told)
-        return Stepped(worker_id=worker_id, progress=(progress,))
+        return WorkerStepped(worker_id=worker_id, progress=(progress,))
 
 
 class SelectionAwareWorkers:
@@ -374,7 +374,7 @@ class SelectionService:
             raise invalid("placement", f"must be one of {', '.join(Placement)}")
         card = self._card(asked.model)
         room = max(1, card.max_model_len - tokens)
-        meant = meant_by(card, salt_for(self._tenant_secret, asked.tenant))
+        meant = resolve_model(card, salt_for(self._tenant_secret, asked.tenant))
         return Arrived(
             request_id=RequestId(f"select-{secrets.token_hex(8)}"),
             model=meant.model,

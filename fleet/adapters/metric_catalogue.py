@@ -12,15 +12,15 @@ from fleet.adapters.relay_metrics import RelayMetrics
 from fleet.adapters.router_metrics import RouterMetrics
 from fleet.adapters.tenant_metrics import TenantMetrics
 from fleet.requests import Finish
-from fleet.router.snapshot import Counters, RouterSnapshot
-from fleet.router.tenants import Usage
+from fleet.router.snapshot import RouterCounters, RouterSnapshot
+from fleet.router.tenants import TenantUsage
 from fleet.telemetry import RouterProcessMetrics
 from kvstore.messages import Stats
 from kvstore.metrics import NodeMetrics, Snapshot
 from operators import telemetry
 
 IDLE_ROUTER = RouterSnapshot(
-    pools=(), stores=(), active=0, queued=0, index_blocks=0, index_overflowed=0, counters=Counters()
+    pools=(), stores=(), active=0, queued=0, index_blocks=0, index_overflowed=0, counters=RouterCounters()
 )
 IDLE_NODE = Snapshot(
     stats=Stats(
@@ -56,7 +56,7 @@ def router_metric_descriptions() -> Mapping[str, MetricDescription]:
     metrics.ended(Finish.STOP, (), None, 0.0)
     parts = (
         RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict, directory=bool),
-        TenantMetrics(lambda: {"one": Usage()}),
+        TenantMetrics(lambda: {"one": TenantUsage()}),
         RelayMetrics(tuple),
         PredictionMetrics(lambda _: None),
     )

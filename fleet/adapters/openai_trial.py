@@ -4,21 +4,21 @@ import msgspec
 
 from fleet.adapters.openai_questions import FIRST_SERVER_ERROR, BackendUnreachable, ServerAddress, http_request
 from fleet.adapters.relay_requests import CHAT, EMBEDDINGS
-from fleet.router.silence import Trial
+from fleet.router.silence import TrialOutcome
 
 OK = 200
 TEXT = "Hi"
 
 
-async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> Trial:
+async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> TrialOutcome:
     """Send one, of the kind that goes by `path`, and say what came of it."""
     try:
         status, _ = await http_request(address, b"POST", path, trial_body(path, model), within_seconds=within_seconds)
     except BackendUnreachable:
-        return Trial.FAILED
+        return TrialOutcome.FAILED
     if status == OK:
-        return Trial.ANSWERED
-    return Trial.FAILED if status >= FIRST_SERVER_ERROR else Trial.REFUSED
+        return TrialOutcome.ANSWERED
+    return TrialOutcome.FAILED if status >= FIRST_SERVER_ERROR else TrialOutcome.REFUSED
 
 
 def trial_body(path: str, model: str) -> bytes:

@@ -46,20 +46,28 @@ from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Role
 from fleet.router.messages import (
+    AttemptRejected,
     CacheAged,
     CacheReported,
-    Stepped,
     WorkerDraining,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
     WorkerResumed,
-    WorkRejected,
+    WorkerStepped,
 )
-from fleet.router.own_time import OwnTime
+from fleet.router.own_time import RunningTime
 from fleet.router.ports import TextCodec, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
-from fleet.router.silence import Ask, GiveUp, Outstanding, ServerSilence, StopAsking, TakeBack, TakeOut
+from fleet.router.silence import (
+    AbandonRequest,
+    ForgetTrial,
+    OutstandingRequest,
+    ReturnToRotation,
+    SendTrial,
+    SilenceDetector,
+    TakeOutOfRotation,
+)
 from fleet.router.truth import Knowledge
 from fleet.work import LoraAdapter, Progress, Rejected, WorkerDescription
 from workers.engines.cache_books import PassedOver
@@ -95,11 +103,11 @@ class ExternalBackend:
         codec: TextCodec | None = None,
         can_spare: "Callable[[ExternalBackend], bool]" = lambda _: True,
         write_batcher: WriteBatcher | None = None,
-        own_time: OwnTime | None = None,
+        own_time: RunningTime | None = None,
     ) -> None:
         self._can_spare = can_spare
-        self._own_time = own_time or OwnTime()
-        self.silence = ServerSilence(settings)
+        self._own_time = own_time or RunningTime()
+        self.silence = SilenceDetector(settings)
         self._trial: asyncio.Task[None] | None = None
         self._trial_path = COMPLETIONS
         self.worker_id = WorkerId(settings.worker_id)
@@ -240,19 +248,19 @@ class ExternalBackend:
         silences = [each.silence for each in siblings] if self._taking or self.silence.out else []
         for command in self.silence.decide(now, silences, spare=self._can_spare(self)):
             match command:
-                case Ask():
+                case SendTrial():
                     self._trial = self._tasks.create_task(self._try(now))
-                case StopAsking():
+                case ForgetTrial():
                     self._stop_asking()
-                case TakeOut(why=why):
+                case TakeOutOfRotation(why=why):
                     self._suspend(why)
-                case TakeBack():
+                case ReturnToRotation():
                     if self.joined:
                         self._taking = True
                         log.info("worker resumed", extra={"worker": self.worker_id})
                         self._hear(WorkerResumed(worker_id=self.worker_id))
                     self._look.set()
-                case GiveUp(work_id=work_id, why=why):
+                case AbandonRequest(work_id=work_id, why=why):
                     self._give_up(work_id, why)
                 case _:
                     assert_never(command)
@@ -271,9 +279,11 @@ class ExternalBackend:
             return True
         return False
 
-    def _outstanding(self, work_id: RequestId, work: Upstream, relayed: RelayedRequest, now: Nanos) -> Outstanding:
+    def _outstanding(
+        self, work_id: RequestId, work: Upstream, relayed: RelayedRequest, now: Nanos
+    ) -> OutstandingRequest:
         heard = not work.quiet
-        return Outstanding(
+        return OutstandingRequest(
             work_id=work_id,
             sent_at=work.sent_at,
             size=len(relayed.body),
@@ -399,11 +409,11 @@ class ExternalBackend:
 
     def _step(self, work_id: RequestId, tokens: int, finish: Finish | None) -> None:
         progress = Progress(request_id=work_id, token_ids=(TOKEN,) * tokens, finish=finish)
-        self._hear(Stepped(worker_id=self.worker_id, progress=(progress,)))
+        self._hear(WorkerStepped(worker_id=self.worker_id, progress=(progress,)))
 
     def _reject(self, work_id: RequestId, reason: Reason, message: str) -> None:
         rejected = Rejected(request_id=work_id, reason=reason, message=f"worker {self.worker_id}: {message}")
-        self._hear(WorkRejected(worker_id=self.worker_id, rejected=rejected))
+        self._hear(AttemptRejected(worker_id=self.worker_id, rejected=rejected))
 
     def _compare(self, work_id: RequestId, usage: UpstreamUsage) -> None:
         """Tell how much of a prompt it had cached. Who has ever told, and does not, had nothing (vLLM leaves out zeros)."""

@@ -13,7 +13,7 @@ from fleet.adapters.turn_end import WriteBatcher
 from fleet.clock import Clock
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
-from fleet.router.own_time import OwnTime
+from fleet.router.own_time import RunningTime
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.work import Start
@@ -45,7 +45,7 @@ class ExternalBackends:
         codecs = codecs or {}
         write_batcher = WriteBatcher()
         self._clock = clock
-        self._own_time = OwnTime()
+        self._own_time = RunningTime()
         self._workers = {
             WorkerId(each.worker_id): ExternalBackend(
                 each,

@@ -16,7 +16,7 @@ from fleet.adapters.trace_rows import TraceError, UnsharedNames
 from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES
-from fleet.router.messages import Arrived, Cancelled, WorkerJoined
+from fleet.router.messages import Arrived, RequestCancelled, WorkerJoined
 from kvstore.replay import Request
 
 
@@ -75,7 +75,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
                 )
             )
             live[event.request_id] = held[-1]
-        elif isinstance(event, Cancelled) and (gone := live.pop(event.request_id, None)) is not None:
+        elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
             gone.complete = gone.answered > 0  # a stop string was reached
         _apply_commands(live, entry)

@@ -26,7 +26,7 @@ from fleet.adapters.trace_rows import READ_ERRORS, open_plain_or_gzip, read_erro
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused, split_validation_error
 from fleet.requests import TOKEN_BYTES
-from fleet.router.messages import Arrived, RouterEvent, Stepped
+from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 from fleet.work import Progress
 
 MAX_LINE_BYTES = 64 << 20  # a cache of a million blocks that a worker tells at once has 30 MB
@@ -148,7 +148,7 @@ class _RecordingVersion(Struct, frozen=True):
     recording: int
 
 
-def _stepped(steps: RecordedSteps) -> Stepped:
+def _stepped(steps: RecordedSteps) -> WorkerStepped:
     progress = [
         Progress(
             request_id=step.work_id,
@@ -159,7 +159,7 @@ def _stepped(steps: RecordedSteps) -> Stepped:
         )
         for step in steps.progress
     ]
-    return Stepped(worker_id=steps.worker_id, progress=tuple(progress))
+    return WorkerStepped(worker_id=steps.worker_id, progress=tuple(progress))
 
 
 def _unpacked(text: str) -> Keys:
@@ -177,4 +177,4 @@ _END = msgspec.json.Decoder(RecordingEnd)
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
     """By name; made when a recording is read, since that takes msgspec a while."""
     kinds = get_args(RouterEvent)
-    return {kind.__name__: msgspec.json.Decoder(RecordedSteps if kind is Stepped else kind) for kind in kinds}
+    return {kind.__name__: msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds}

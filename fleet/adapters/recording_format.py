@@ -31,17 +31,17 @@ from fleet.requests import TOKEN_BYTES, AnyObject, Finish, KvReport, Sampling
 from fleet.roles import KvPath, Phase
 from fleet.router.messages import (
     Arrived,
-    CacheDrifts,
-    CancelWork,
+    AttemptRejected,
+    CacheDriftChanged,
+    CancelAttempt,
     Command,
     Complete,
     Dispatch,
     Emit,
-    Refuse,
+    Reject,
     RouterEvent,
     StartedOver,
-    Stepped,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import TenantSettings
@@ -82,7 +82,7 @@ class RecordingEnd(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordedSteps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `Stepped`: of all events the one that comes most often, so it is written in short."""
+    """A `WorkerStepped`: of all events the one that comes most often, so it is written in short."""
 
     worker_id: WorkerId
     progress: "list[RecordedProgress]"
@@ -114,7 +114,7 @@ class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
 
 
 class RecordedCancel(Struct, frozen=True, array_like=True, tag="cancel"):
-    """A `CancelWork`."""
+    """A `CancelAttempt`."""
 
     worker_id: WorkerId
     work_id: RequestId
@@ -228,11 +228,11 @@ _DECIDING_FIELDS = (
 def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
     """The event less what it only carries along (rule 4)."""
     match event:
-        case Stepped():
+        case WorkerStepped():
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
             return structs.replace(event, tokens=b"", salt=b"", sampling=_without_structured_output(event.sampling))
-        case WorkRejected():
+        case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:
             return event
@@ -270,15 +270,15 @@ def record_command(command: Command) -> RecordedCommand:
                 start.priority,
                 start.timeout_ms,
             )
-        case CancelWork():
+        case CancelAttempt():
             return RecordedCancel(command.worker_id, command.request_id)
         case StartedOver():
             return RecordedRestart(command.request_id)
         case Complete():
             return RecordedCompletion(command.request_id, command.finish, command.cached_tokens)
-        case Refuse():
+        case Reject():
             return RecordedRejection(command.request_id, command.reason, command.field, command.retry_after_ms)
-        case CacheDrifts():
+        case CacheDriftChanged():
             return RecordedCacheDrift(
                 command.worker_id, command.knowledge, command.drifting, command.precision, command.recall
             )

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from fleet.clock import Clock
-from fleet.router.tenants import MINUTE_SECONDS, Taken, Tenants
+from fleet.router.tenants import MINUTE_SECONDS, Tenants, TenantUsageDelta
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ redis.call('EXPIRE', KEYS[1], math.ceil(math.max(full, tonumber(ARGV[1]))) + 1)
 return left
 """
 
-NOTHING = Taken(requests=0, tokens=0)
+NOTHING = TenantUsageDelta(requests=0, tokens=0)
 
 
 class _Script(Protocol):
@@ -83,7 +83,7 @@ class RedisRateLimits:
         self._tenants = tenants
         self._clock = clock
         self._prefix = prefix
-        self._untold: dict[str, Taken] = {}
+        self._untold: dict[str, TenantUsageDelta] = {}
         self._asked: dict[str, int] = {}  # exchanges in which a tenant is still asked about
         self._answering = True
         self._refused: frozenset[str] = frozenset()  # tenants, in the last exchange
@@ -107,7 +107,9 @@ class RedisRateLimits:
         """Tell what was taken here, hear what is left of everybody's."""
         for name, taken in self._tenants.taken().items():
             before = self._untold.get(name, NOTHING)
-            self._untold[name] = Taken(requests=before.requests + taken.requests, tokens=before.tokens + taken.tokens)
+            self._untold[name] = TenantUsageDelta(
+                requests=before.requests + taken.requests, tokens=before.tokens + taken.tokens
+            )
             self._asked[name] = REMEMBERED
         refused: dict[str, str] = {}
         for name in list(self._asked):

@@ -49,10 +49,10 @@ from fleet.errors import Reason, RequestRejected, internal_error
 from fleet.ids import ModelName, RequestId
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
-from fleet.router.server import Listener
-from fleet.router.shared_limits import admitted, settled
+from fleet.router.server import RequestListener
+from fleet.router.shared_limits import admit_with_peers, await_settle
 from fleet.router.tenants import Tenants
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ log = logging.getLogger(__name__)
 class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
-    def open(self, arrived: Arrived, stream: Listener) -> None: ...
+    def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
 
-    def close(self, request_id: RequestId, stream: Listener) -> None: ...
+    def close(self, request_id: RequestId, stream: RequestListener) -> None: ...
 
 
 class AnswerStream(Protocol):
@@ -90,7 +90,7 @@ class RelayStage(Enum):
 class RelayedRequest:
     """One request, between its client and the worker that it was placed on.
 
-    Implements `ExchangeTask` for the client's connection and `Listener` for the router.
+    Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
     """
 
     def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
@@ -215,7 +215,7 @@ class Relay:
         tenants: Tenants,
         metrics: RelayMetrics,
         clock: Clock,
-        threads: TokenisingThreads,
+        threads: TokenizerThreads,
         *,
         id_prefix: str,
         only: bool,
@@ -315,7 +315,7 @@ class Relay:
             read = await self._threads.run(partial(read_prompt, body, reader, path), prompt_bytes(body))
         else:
             read = read_prompt(body, reader, path)
-        await admitted(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
+        await admit_with_peers(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
         return structs.replace(arrived, second_hand=True)
 
@@ -403,7 +403,7 @@ class Relay:
         if settle is None or not self._tenants.is_unsure(relayed.tenant, tokens, self._clock.now()):
             self._submit(relayed, body, read)
             return
-        settling = asyncio.get_running_loop().create_task(settled(settle), name="shared limits")
+        settling = asyncio.get_running_loop().create_task(await_settle(settle), name="shared limits")
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
 

@@ -10,12 +10,12 @@ from fleet.clock import MILLISECOND, Nanos
 from fleet.control.messages import Register, Registration
 from fleet.errors import RequestRejected
 from fleet.ids import Incarnation, WorkerId
-from fleet.router.foretold import MOST_KEYS, PlacedPrompt
+from fleet.router.foretold import MAX_ANNOUNCED_KEYS, PlacedPrompt
 from fleet.router.index import KEY_BYTES
-from fleet.router.messages import Booked
+from fleet.router.messages import ReservationTotals
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import Thresholds
-from fleet.router.tenants import Left, Taken
+from fleet.router.tenants import BucketLevels, TenantUsageDelta
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
@@ -84,7 +84,7 @@ def decode_member(told: pb.ReplicaMember) -> Registration:
     )
 
 
-def encode_bookings(booked: Mapping[WorkerId, Booked]) -> pb.ReplicaMessage:
+def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaMessage:
     workers = [
         pb.WorkerBookings(
             worker_id=worker_id, requests=each.requests, prefill_tokens=each.prefill_tokens, blocks=each.blocks
@@ -127,7 +127,7 @@ def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
         ConnectionError: It has no keys, or more than are told.
     """
     count, odd = divmod(len(told.keys), KEY_BYTES)
-    if odd or not 0 < count <= MOST_KEYS:
+    if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
         raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
     keys = unpack(f"<{count}Q", told.keys)
     return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
@@ -138,36 +138,41 @@ def decode_binding(told: pb.SessionBinding) -> SessionBinding:
     return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=decode_instant(told.stamp))
 
 
-def encode_taken(taken: Mapping[str, Taken]) -> pb.ReplicaMessage:
+def encode_taken(taken: Mapping[str, TenantUsageDelta]) -> pb.ReplicaMessage:
     return pb.ReplicaMessage(taken=pb.ReplicaTaken(tenants=_amounts(taken)))
 
 
-def encode_left(left: Mapping[str, Left]) -> pb.ReplicaMessage:
+def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
     return pb.ReplicaMessage(left=pb.ReplicaLeft(tenants=_amounts(left)))
 
 
-def decode_taken(told: pb.ReplicaTaken) -> dict[str, Taken]:
+def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
     """Return what tenants took at another router.
 
     Raises:
         ConnectionError: An amount is below zero or no number: buckets would never fill or never empty again.
     """
-    return {each.tenant: Taken(requests=_amount(each.requests), tokens=_amount(each.tokens)) for each in told.tenants}
+    return {
+        each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
+        for each in told.tenants
+    }
 
 
-def decode_left(told: pb.ReplicaLeft) -> dict[str, Left]:
+def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
     """Return what is left of tenants' limits by another router's count.
 
     Raises:
         ConnectionError: An amount is no number.
     """
     return {
-        each.tenant: Left(requests=_amount(each.requests, -MOST_TAKEN), tokens=_amount(each.tokens, -MOST_TAKEN))
+        each.tenant: BucketLevels(
+            requests=_amount(each.requests, -MOST_TAKEN), tokens=_amount(each.tokens, -MOST_TAKEN)
+        )
         for each in told.tenants
     }
 
 
-def _amounts(told: Mapping[str, Taken | Left]) -> list[pb.TenantAmount]:
+def _amounts(told: Mapping[str, TenantUsageDelta | BucketLevels]) -> list[pb.TenantAmount]:
     return [pb.TenantAmount(tenant=name, requests=each.requests, tokens=each.tokens) for name, each in told.items()]
 
 
@@ -201,7 +206,7 @@ def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
         raise ConnectionError(f"another router has set {refused.message}") from refused
 
 
-def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
+def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
     """By worker.
 
     Raises:
@@ -211,5 +216,5 @@ def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, Booked]:
     for each in told.workers:
         if not 0 <= each.blocks <= MOST_BLOCKS:
             raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
-        booked[WorkerId(each.worker_id)] = Booked(each.prefill_tokens, each.blocks, each.requests)
+        booked[WorkerId(each.worker_id)] = ReservationTotals(each.prefill_tokens, each.blocks, each.requests)
     return booked

@@ -69,12 +69,12 @@ from fleet.clock import MILLISECOND, Clock
 from fleet.control.messages import Deregister, Register, Registration
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, RequestId, WorkerId
-from fleet.router.foretold import PlacedPrompts
-from fleet.router.messages import Booked, ReplicaBooked, ReplicaEvent, ReplicaLeft, ReplicaPlaced, SessionsBound
-from fleet.router.sessions import Sessions
+from fleet.router.foretold import PromptAnnouncements
+from fleet.router.messages import PeerEvent, PeerLeft, PeerPlaced, PeerReserved, ReservationTotals, SessionsBound
+from fleet.router.sessions import SessionTable
 from fleet.router.settings import RouterSettings, Thresholds
 from fleet.router.snapshot import Explanation
-from fleet.router.tenants import Left, Taken, Tenants
+from fleet.router.tenants import BucketLevels, Tenants, TenantUsageDelta
 from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.errors import StoreNotStarted
@@ -109,14 +109,14 @@ class RouterApi(Protocol):
     on_change: Callable[[], None] | None
 
     @property
-    def sessions(self) -> Sessions: ...
+    def sessions(self) -> SessionTable: ...
 
     @property
-    def prompts(self) -> PlacedPrompts: ...
+    def prompts(self) -> PromptAnnouncements: ...
 
-    def booked(self) -> Mapping[WorkerId, Booked]: ...
+    def booked(self) -> Mapping[WorkerId, ReservationTotals]: ...
 
-    def hear(self, event: ReplicaEvent) -> None: ...
+    def hear(self, event: PeerEvent) -> None: ...
 
     def explain(self, request_id: RequestId) -> Explanation | None: ...
 
@@ -184,7 +184,7 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None  # the latest
         self._links: dict[str, _PeerConnection] = {}  # by address
         self._timer: asyncio.TimerHandle | None = None
-        self._told: Mapping[WorkerId, Booked] = {}
+        self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
         self._caught_up = asyncio.Event()
         self._settling: asyncio.Event | None = None
@@ -446,14 +446,14 @@ class PeerRouters:
         left = {} if self._limits is None else self._limits.tenants.left(self._limits.clock.now())
         return [encode_left(left)] if left else []
 
-    def took_elsewhere(self, taken: Mapping[str, Taken]) -> None:
+    def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
         """Count what tenants took at another router."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():
                 self._limits.tenants.took_elsewhere(name, each, now)
 
-    def left_elsewhere(self, left: Mapping[str, Left]) -> None:
+    def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
         """Hear what is left of limits by another router's count."""
         if self._limits is not None:
             now = self._limits.clock.now()
@@ -560,7 +560,7 @@ class _IncomingPeer:
                 self._replica = f"{self._router_id}@{id(self)}"  # a new connection is not the old one
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
-                self._router.hear(ReplicaBooked(replica=self._replica, booked=decode_booked(message.bookings)))
+                self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))
                 self._replicas.heard_of(self._router_id)
             case "registered":
                 self._registry.register(decode_registered(message.registered))
@@ -580,7 +580,7 @@ class _IncomingPeer:
                 told = message.prompts
                 ours = told.private != 0 and told.private == self._private
                 placed = tuple(decode_placed(each) for each in told.placed if each.number or ours)
-                self._router.hear(ReplicaPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
+                self._router.hear(PeerPlaced(replica=self._replica, placed=placed, over=tuple(told.over)))
             case "taken":
                 self._replicas.took_elsewhere(decode_taken(message.taken))
             case "left":
@@ -597,7 +597,7 @@ class _IncomingPeer:
         self._silence.cancel()
         if self._replica:
             log.warning("another router has left", extra={"replica": self._replica, "cause": str(cause or "closed")})
-            self._router.hear(ReplicaLeft(replica=self._replica))
+            self._router.hear(PeerLeft(replica=self._replica))
         elif cause is not None:
             log.warning("another router was refused", extra={"cause": str(cause)})
 

@@ -19,7 +19,7 @@ COUNTERS: Mapping[str, str] = {
     "kv_mismatches": "Pieces of work that workers refused since their blocks are not like those handed over",
     "policy_fallbacks": "Decisions that the default policy made because the chosen one did not",
 }
-"""Of `fleet.router.snapshot.Counters`."""
+"""Of `fleet.router.snapshot.RouterCounters`."""
 
 WORKER_GAUGES: Mapping[str, str] = {
     "running": "Requests that run, as the worker reports",

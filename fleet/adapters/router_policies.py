@@ -24,22 +24,22 @@ from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.policies.built_in import BUILT_IN, DEFAULT, parameters, policy
-from fleet.router.policies.composed import Catalogue, Composed
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.composed import Composed, PolicyCatalog
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
 
-def policy_catalogue() -> Catalogue:
+def policy_catalogue() -> PolicyCatalog:
     """Our plug-ins and those of other packages.
 
     Raises:
         ConfigurationRefused: One of them cannot be loaded.
     """
-    return Catalogue(
+    return PolicyCatalog(
         policies=_with_found("fleet.policies", BUILT_IN.policies),
         filters=_with_found("fleet.filters", BUILT_IN.filters),
         scorers=_with_found("fleet.scorers", BUILT_IN.scorers),
@@ -61,7 +61,7 @@ def _with_found(group: str, ours: Mapping[str, Any]) -> dict[str, Any]:
     return {**ours, **found}
 
 
-def open_policy(settings: RouterSettings, known: Catalogue | None = None) -> Policy:
+def open_policy(settings: RouterSettings, known: PolicyCatalog | None = None) -> PlacementPolicy:
     """The policy that settings name, guarded when any of it is not ours.
 
     Raises:
@@ -76,7 +76,7 @@ def open_policy(settings: RouterSettings, known: Catalogue | None = None) -> Pol
     return GuardedPolicy(chosen, policy(DEFAULT, parameters(plain)), settings.policy_budget_ms / 1000)
 
 
-def _is_ours(settings: RouterSettings, known: Catalogue) -> bool:
+def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:
     kind = known.policies[settings.policy]
     if kind is not BUILT_IN.policies.get(settings.policy):
         return False
@@ -93,7 +93,7 @@ def _is_ours(settings: RouterSettings, known: Catalogue) -> bool:
 class GuardedPolicy:
     """A policy that is not ours, and one of ours that decides when it does not."""
 
-    def __init__(self, guarded: Policy, fallback: Policy, budget_seconds: float):
+    def __init__(self, guarded: PlacementPolicy, fallback: PlacementPolicy, budget_seconds: float):
         """Wraps a policy.
 
         Args:
@@ -113,7 +113,9 @@ class GuardedPolicy:
     def name(self) -> str:
         return self._guarded.name
 
-    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
         copied = candidates.copy()
         luck = Random(chance.randrange(1 << 63))  # a late one must not draw from ours
         chosen, cause = self._ask(lambda: self._guarded.choose(asked, copied, phase, luck)[0], self._budget)
@@ -126,7 +128,7 @@ class GuardedPolicy:
         self.fallbacks[cause] = self.fallbacks.get(cause, 0) + 1
         return self._fallback.choose(asked, candidates, phase, chance)
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         copied = candidates.copy()
         found, cause = self._ask(lambda: _numbers(self._guarded.costs(asked, copied, phase), len(copied)), self._budget)
         return {} if cause else found

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from fleet.router.tenants import Usage
+from fleet.router.tenants import TenantUsage
 
 
 class TenantMetrics:
     """Register it with a `CollectorRegistry`."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Usage]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, TenantUsage]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:

@@ -40,16 +40,16 @@ from fleet.control.messages import (
 )
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import (
+    AttemptRejected,
     KvChanged,
     KvPathsChanged,
     LoadReported,
-    Stepped,
     StoreChanged,
     WorkerDraining,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.ports import WorkerUnreachable
 from fleet.router.settings import RouterSettings
@@ -370,7 +370,7 @@ class _WorkerConnection:
     def _event(self, message: WorkerMessage, worker_id: WorkerId) -> WorkerEvent:
         match message:
             case Step():
-                return Stepped(worker_id=worker_id, progress=message.progress)
+                return WorkerStepped(worker_id=worker_id, progress=message.progress)
             case LoadReport():
                 return LoadReported(worker_id=worker_id, load=message)
             case KvEvents():
@@ -379,7 +379,7 @@ class _WorkerConnection:
                 self._sequence += 1
                 return KvChanged(worker_id=worker_id, events=message.events)
             case Rejected():
-                return WorkRejected(worker_id=worker_id, rejected=message)
+                return AttemptRejected(worker_id=worker_id, rejected=message)
             case Draining():
                 return WorkerDraining(worker_id=worker_id)
             case Goodbye():

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
     from fleet.router.tenants import Tenants
-    from fleet.router.tokenising import TokenisingThreads
+    from fleet.router.tokenising import TokenizerThreads
     from fleet.telemetry import RouterProcessMetrics
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class _RouterParts(Struct, frozen=True, kw_only=True):
     recorder: "FlightRecorder | None"
     selection: "SelectionService"
     generation: "Generation"
-    threads: "TokenisingThreads"
+    threads: "TokenizerThreads"
     relay: "Relay | None"
     replicas: "PeerRouters | None"
     limits: "RedisRateLimits | None"
@@ -215,7 +215,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from fleet.router.generation import Generation  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
     from fleet.router.tenants import Tenants  # noqa: PLC0415
-    from fleet.router.tokenising import TokenisingThreads  # noqa: PLC0415
+    from fleet.router.tokenising import TokenizerThreads  # noqa: PLC0415
     from fleet.telemetry import RouterProcessMetrics  # noqa: PLC0415
 
     clock = SystemClock()
@@ -223,7 +223,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     tenants = Tenants(settings.tenants, clock.now())
     metrics.registry.register(TenantMetrics(tenants.usage))
     tenant_secret = settings.tenant_secret.encode()
-    threads = TokenisingThreads(trim_heaps)
+    threads = TokenizerThreads(trim_heaps)
 
     members = RegistryServer(MembershipSettings(), clock)
     own_workers = WorkerStreams(settings, members.membership(), reachability=members.hear)
@@ -525,7 +525,7 @@ def _relay(
     tenants: "Tenants",
     registry: "CollectorRegistry",
     clock: SystemClock,
-    threads: "TokenisingThreads",
+    threads: "TokenizerThreads",
 ) -> "Relay":
     """What serves the models of foreign servers.
 

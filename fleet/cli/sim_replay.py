@@ -18,7 +18,7 @@ from fleet.cli.sim_outputs import check_outputs
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from fleet.router.expectations import Profile
+    from fleet.router.expectations import WorkerProfile
     from fleet.sim.replay import Difference, Replayed
     from fleet.work import WorkerDescription
 
@@ -57,21 +57,21 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE if replayed.agree else FAILED
 
 
-def _profiles(path: Path) -> "Callable[[WorkerDescription], Profile | None]":
+def _profiles(path: Path) -> "Callable[[WorkerDescription], WorkerProfile | None]":
     """What a scenario says of workers: by the pool whose name theirs begins with, else by the first of their role."""
     from fleet.ids import longest_prefix  # noqa: PLC0415
-    from fleet.router.expectations import Profile  # noqa: PLC0415
+    from fleet.router.expectations import WorkerProfile  # noqa: PLC0415
     from fleet.sim.planning import plan  # noqa: PLC0415
     from fleet.sim.scenario import read_scenario  # noqa: PLC0415
 
     pools = plan(read_scenario(path), path.parent).pools
     named = {f"{pool.name}-": pool for pool in pools}
 
-    def profile_of(worker: "WorkerDescription") -> "Profile | None":
+    def profile_of(worker: "WorkerDescription") -> "WorkerProfile | None":
         name = longest_prefix(worker.worker_id, named)
         alike = (pool for pool in pools if pool.role is worker.role)
         pool = next(alike, None) if name is None else named[name]
-        return None if pool is None else Profile(steps=pool.times, step_tokens=pool.limits.step_tokens)
+        return None if pool is None else WorkerProfile(steps=pool.times, step_tokens=pool.limits.step_tokens)
 
     return profile_of
 

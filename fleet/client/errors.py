@@ -20,7 +20,7 @@ class FleetError(Exception):
     Attributes:
         message: One sentence for a person.
         reason: The server's machine-readable reason; None when the server did not say, or was not reached.
-        cause: Why no worker could be chosen, finer than the reason (`fleet.router.impossible.Cause`); empty if that is not why.
+        cause: Why no worker could be chosen, finer than the reason (`fleet.router.impossible.RejectionCause`); empty if that is not why.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):

@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 from fleet.errors import Reason
 from fleet.ids import RequestId
-from fleet.router.impossible import Cause
+from fleet.router.impossible import RejectionCause
 from fleet.router.live import LiveRequest
-from fleet.router.messages import CacheDrifts
+from fleet.router.messages import CacheDriftChanged
 from fleet.router.placement import Decision
-from fleet.router.policies.ports import Policy
-from fleet.router.pool import KnownWorker
-from fleet.router.snapshot import Counters, Explanation, KnowledgeSnapshot
-from fleet.router.truth import Compared, Knowledge, compare
+from fleet.router.policies.ports import PlacementPolicy
+from fleet.router.pool import RegisteredWorker
+from fleet.router.snapshot import Explanation, KnowledgeSnapshot, RouterCounters
+from fleet.router.truth import CacheComparison, Knowledge, compare
 
 
-class Account:
+class RouterStatistics:
     """Of one router, since its start."""
 
     def __init__(self, explained_requests: int) -> None:
@@ -31,17 +31,17 @@ class Account:
         Args:
             explained_requests: How many are remembered.
         """
-        self.counters = Counters()
+        self.counters = RouterCounters()
         self._most_explained = explained_requests
         self._explained: OrderedDict[RequestId, list[Decision]] = OrderedDict()  # a dict's first key is slow to find
-        self._compared = dict.fromkeys(Knowledge, Compared())
+        self._compared = dict.fromkeys(Knowledge, CacheComparison())
         self._prompts_compared = dict.fromkeys(Knowledge, 0)
 
     def arrived(self, request_id: RequestId) -> None:
         """A request has."""
         self._explained.pop(request_id, None)
 
-    def placed(self, live: LiveRequest, decision: Decision, policy: Policy) -> None:
+    def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
         """A request was; `policy` should have decided."""
         self.counters.placed(decision, policy)
         if live.sent:
@@ -50,7 +50,7 @@ class Account:
         if len(self._explained) > self._most_explained:
             self._explained.popitem(last=False)
 
-    def impossible(self, cause: Cause) -> None:
+    def impossible(self, cause: RejectionCause) -> None:
         """Nobody could serve a request."""
         causes = self.counters.impossible
         causes[cause] = causes.get(cause, 0) + 1
@@ -60,7 +60,7 @@ class Account:
         refused = self.counters.refused
         refused[reason] = refused.get(reason, 0) + 1
 
-    def compare(self, decision: Decision, worker: KnownWorker, reported_tokens: int) -> CacheDrifts | None:
+    def compare(self, decision: Decision, worker: RegisteredWorker, reported_tokens: int) -> CacheDriftChanged | None:
         """What was believed to be cached where a prompt was computed, against what was.
 
         Returns:
@@ -73,7 +73,7 @@ class Account:
         self._prompts_compared[truth.knowledge] += 1
         if not truth.note(compared):
             return None
-        return CacheDrifts(
+        return CacheDriftChanged(
             worker_id=worker.description.worker_id,
             knowledge=truth.knowledge,
             drifting=truth.drifting,
@@ -86,7 +86,9 @@ class Account:
         placements = self._explained.get(request_id)
         return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
 
-    def knowledge(self, recent: Callable[[Knowledge], tuple[int, int, Compared]]) -> tuple[KnowledgeSnapshot, ...]:
+    def knowledge(
+        self, recent: Callable[[Knowledge], tuple[int, int, CacheComparison]]
+    ) -> tuple[KnowledgeSnapshot, ...]:
         """How well it is known what workers have cached.
 
         Args:

@@ -20,12 +20,12 @@ from msgspec import Struct
 from fleet.ids import ModelName
 from fleet.requests import ModelCard
 from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
-from fleet.router.members import Members
+from fleet.router.members import PoolTopology
 from fleet.work import LoadReport, LoraAdapter, WorkerDescription
 from kvstore.block import salt_of_adapter
 
 
-class Holder(Protocol):
+class LoraWorker(Protocol):
     """What is looked at of a worker."""
 
     @property
@@ -40,7 +40,9 @@ class Holder(Protocol):
         ...
 
 
-def homes(adapter: LoraAdapter, members: Members, workers: Iterable[Holder], columns: Floats) -> Sequence[Flags]:
+def homes(
+    adapter: LoraAdapter, members: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
+) -> Sequence[Flags]:
     """Groups of workers to choose from, the best first; the first of which somebody can take the request counts."""
     able = members.with_adapter(adapter)
     loaded: Flags = np.zeros(len(members), dtype=np.bool_)
@@ -56,7 +58,7 @@ def homes(adapter: LoraAdapter, members: Members, workers: Iterable[Holder], col
     return (loaded & roomy, free & ~loaded, able)
 
 
-class Meant(Struct, frozen=True):
+class ModelTarget(Struct, frozen=True):
     """What a model's card stands for, as workers know it."""
 
     model: ModelName
@@ -64,7 +66,7 @@ class Meant(Struct, frozen=True):
     salt: bytes
 
 
-def meant_by(card: ModelCard, salt: bytes) -> Meant:
+def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
     """A model itself, or an adapter of one, whose chains have a salt of their own (rule 3).
 
     Args:
@@ -72,9 +74,9 @@ def meant_by(card: ModelCard, salt: bytes) -> Meant:
         salt: Of its tenant.
     """
     if not card.parent:
-        return Meant(card.name, None, salt)
+        return ModelTarget(card.name, None, salt)
     adapter = LoraAdapter(card.name, card.revision)
-    return Meant(card.parent, adapter, salt_of_adapter(adapter.identity, salt))
+    return ModelTarget(card.parent, adapter, salt_of_adapter(adapter.identity, salt))
 
 
 def listed(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:

@@ -13,13 +13,13 @@ from fleet.ids import RequestId
 from fleet.router.live import LiveRequest
 from fleet.router.messages import Arrived
 from fleet.router.settings import RouterSettings
-from fleet.router.waiting import Waiting, WaitingRoom, rank
-from fleet.router.wishes import Busy
+from fleet.router.waiting import AdmissionQueue, QueuedRequest, rank
+from fleet.router.wishes import BusyWorkers
 
 MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
 
 
-class Admission:
+class QueueAdmission:
     """The queues of one router, and the way into them."""
 
     def __init__(self, settings: RouterSettings):
@@ -29,9 +29,9 @@ class Admission:
             settings: The router's.
         """
         self.settings = settings
-        self.room = WaitingRoom({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.room = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
 
-    def enqueue(self, live: LiveRequest, now: Nanos, busy: Busy) -> None:
+    def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
         """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones.
 
         Args:
@@ -40,7 +40,7 @@ class Admission:
             busy: For whom it waits, as far as that is known.
         """
         arrived, prompt_tokens = live.arrived, live.prompt_tokens
-        waiting = Waiting(
+        waiting = QueuedRequest(
             request_id=live.id,
             model=arrived.model,
             tenant=arrived.tenant,

@@ -8,15 +8,15 @@ prompts have in common stays as long as one of them does.
 from collections import OrderedDict
 
 from fleet.clock import Nanos
-from fleet.router.chains import Chain, ChainHolder, Chains, Keys
+from fleet.router.chains import Chain, ChainHolder, Keys, RadixTree
 
-MOST_LISTED = 8  # keys in all prompts, over the capacity: what prompts share is listed with each
+MAX_LISTED_FACTOR = 8  # keys in all prompts, over the capacity: what prompts share is listed with each
 
 
 class AssumedCache:
     """The beliefs about one worker."""
 
-    def __init__(self, chains: Chains, bit: int, capacity_blocks: int) -> None:
+    def __init__(self, chains: RadixTree, bit: int, capacity_blocks: int) -> None:
         """Nothing was sent yet.
 
         Args:
@@ -51,7 +51,7 @@ class AssumedCache:
             self._listed += len(keys)
         chain.until = until
         self._sent[keys[-1]] = chain
-        while self._held.blocks > self._capacity or self._listed > MOST_LISTED * self._capacity:
+        while self._held.blocks > self._capacity or self._listed > MAX_LISTED_FACTOR * self._capacity:
             self._forget_first()
 
     def expire(self, now: Nanos) -> None:

@@ -23,15 +23,15 @@ from msgspec import Struct
 from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
-from fleet.router.chains import Chain, ChainHolder, Chains
-from fleet.router.foretold import TOLD_TOKENS, PlacedPrompts
+from fleet.router.chains import Chain, ChainHolder, RadixTree
+from fleet.router.foretold import MIN_ANNOUNCED_TOKENS, PromptAnnouncements
 from kvstore.block import blocks_for
 
-PACE_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
-PACE_TOKENS = 64  # shorter prefills say more about the engine's step than about tokens
+TOKEN_SECONDS_WEIGHT = 0.25  # of the newest prefill in what a token takes: of the last four, mostly
+MIN_MEASURED_TOKENS = 64  # shorter prefills say more about the engine's step than about tokens
 
 
-class Booking(Struct, kw_only=True):
+class Reservation(Struct, kw_only=True):
     """One request on one worker."""
 
     chain: Chain  # the prompt's full blocks
@@ -45,10 +45,10 @@ class Booking(Struct, kw_only=True):
     tokens_ahead: int  # of prefill there, with its own
 
 
-class WorkerBookings:
+class WorkerReservations:
     """All bookings of one worker."""
 
-    def __init__(self, block_tokens: int, chains: Chains, bit: int):
+    def __init__(self, block_tokens: int, chains: RadixTree, bit: int):
         """No bookings yet.
 
         Args:
@@ -57,7 +57,7 @@ class WorkerBookings:
             bit: This worker's there.
         """
         self._block_tokens = block_tokens
-        self._bookings: dict[RequestId, Booking] = {}
+        self._bookings: dict[RequestId, Reservation] = {}
         self._chains = chains
         self._held = ChainHolder(bit)
         self._own_blocks = 0
@@ -96,7 +96,7 @@ class WorkerBookings:
     ) -> None:
         assert request_id not in self._bookings, request_id
         own = blocks_for(prompt_tokens, self._block_tokens) - len(keys)
-        self._bookings[request_id] = Booking(
+        self._bookings[request_id] = Reservation(
             chain=self._chains.add(self._held, keys),
             prompt_tokens=prompt_tokens,
             prefill_tokens=prefill_tokens,
@@ -114,10 +114,10 @@ class WorkerBookings:
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
         """The prompt is computed (or fetched): its prefill is no backlog any more. Since `now`; None: since some time."""
         booking = self._bookings[request_id]
-        if now is not None and booking.prefill_tokens >= PACE_TOKENS:
+        if now is not None and booking.prefill_tokens >= MIN_MEASURED_TOKENS:
             seconds = (now - booking.since) / SECOND / booking.tokens_ahead
             known = self._token_seconds
-            self._token_seconds = seconds if known == 0 else known + PACE_WEIGHT * (seconds - known)
+            self._token_seconds = seconds if known == 0 else known + TOKEN_SECONDS_WEIGHT * (seconds - known)
             self._column[TOKEN_SECONDS] = self._token_seconds
         self.prefill_tokens -= booking.prefill_tokens
         booking.prefill_tokens = 0
@@ -174,11 +174,13 @@ class WorkerBookings:
         assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._bookings)], kept
 
 
-class ToldBookings(WorkerBookings):
+class AnnouncedReservations(WorkerReservations):
     """Of which other routers are told."""
 
-    def __init__(self, block_tokens: int, chains: Chains, bit: int, worker_id: WorkerId, prompts: PlacedPrompts):
-        """As `WorkerBookings`, whose worker they are, and what the others are told."""
+    def __init__(
+        self, block_tokens: int, chains: RadixTree, bit: int, worker_id: WorkerId, prompts: PromptAnnouncements
+    ):
+        """As `WorkerReservations`, whose worker they are, and what the others are told."""
         super().__init__(block_tokens, chains, bit)
         self._worker_id = worker_id
         self._prompts = prompts
@@ -196,7 +198,7 @@ class ToldBookings(WorkerBookings):
     ) -> None:
         super().book(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
         if (
-            prefill_tokens >= TOLD_TOKENS
+            prefill_tokens >= MIN_ANNOUNCED_TOKENS
             and keys
             and (number := self._prompts.placed(self._worker_id, keys)) is not None
         ):

@@ -43,13 +43,13 @@ CONVERSION = 16  # what converting those two costs, in blocks of prefill
 QUANTITIES = 17
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """Where choices get their luck from; `random.Random` is one."""
 
     def randrange(self, stop: int, /) -> int: ...
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class PlacementRequest(Struct, frozen=True, kw_only=True):
     """What placement has to know of a request."""
 
     prompt_tokens: int

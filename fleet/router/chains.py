@@ -25,7 +25,7 @@ from fleet.clock import Nanos
 
 Keys = Sequence[int]
 
-MANY = 16  # pieces that could be one; fewer cost less to follow than to put together, and to divide again
+JOIN_ABOVE = 16  # pieces that could be one; fewer cost less to follow than to put together, and to divide again
 
 
 class ChainHolder:
@@ -39,18 +39,18 @@ class ChainHolder:
 
 
 class Chain(Struct, eq=False):
-    """One of a holder's chains. Made by `Chains.add`."""
+    """One of a holder's chains. Made by `RadixTree.add`."""
 
     holder: ChainHolder
     keys: Keys
-    last: "Piece | None" = None  # where it ends; None: it has no blocks
+    last: "RadixNode | None" = None  # where it ends; None: it has no blocks
     until: Nanos = Nanos(0)  # for holders that keep it for a time
 
 
-class Piece(Struct, eq=False):
+class RadixNode(Struct, eq=False):
     """Some blocks that follow each other, and who has them."""
 
-    above: "Piece | None"  # what is before it
+    above: "RadixNode | None"  # what is before it
     start: int  # blocks before it
     keys: Keys  # its own
     mask: int  # the holders' bits
@@ -63,11 +63,11 @@ class Piece(Struct, eq=False):
         return self.start + len(self.keys)
 
 
-class Chains:
+class RadixTree:
     """All chains of some holders, each with a bit of its own."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, Piece] = {}  # by their first key
+        self._pieces: dict[int, RadixNode] = {}  # by their first key
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -78,12 +78,12 @@ class Chains:
         """Note a chain; one that has the same keys as another is another all the same."""
         chain = Chain(holder, keys)
         pieces, depth, total = self._pieces, 0, len(keys)
-        above: Piece | None = None
+        above: RadixNode | None = None
         whole = 0  # pieces that go on in one way only, as far as they are known
         while depth < total:
             piece = pieces.get(keys[depth])
             if piece is None:
-                chain.last = pieces[keys[depth]] = Piece(above, depth, keys[depth:], holder.bit, chain)
+                chain.last = pieces[keys[depth]] = RadixNode(above, depth, keys[depth:], holder.bit, chain)
                 self._blocks += total - depth
                 holder.blocks += total - depth
                 break
@@ -103,14 +103,14 @@ class Chains:
         if above is not None:
             above.count += 1
             _enter(above, holder)
-            if whole > MANY:
+            if whole > JOIN_ABOVE:
                 self._join(above)
         return chain
 
     def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
         """The holder's chain that `keys` begins with, if nobody has its end too."""
         pieces, total = self._pieces, len(keys)
-        last: Piece | None = None
+        last: RadixNode | None = None
         depth = 0
         while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is last:
             if _common(piece, keys) < len(piece.keys):
@@ -167,7 +167,7 @@ class Chains:
             return []
         pieces, total = self._pieces, len(keys)
         found: list[tuple[int, int]] = []
-        above: Piece | None = None
+        above: RadixNode | None = None
         depth = mask = 0
         while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is above:
             if piece.mask != mask:
@@ -184,13 +184,13 @@ class Chains:
             found.append((depth, mask))
         return found
 
-    def _divide(self, piece: Piece, length: int) -> Piece | None:
+    def _divide(self, piece: RadixNode, length: int) -> RadixNode | None:
         """Divide a piece; returns the beginning, which is new, so that chains still end where they did. None: keys collide."""
         begins = piece.keys[0]
         if piece.keys[length] in self._pieces:
             return None
         on = dict.fromkeys(_on(piece), 1)
-        first = Piece(piece.above, piece.start, piece.keys[:length], piece.mask, None, on)
+        first = RadixNode(piece.above, piece.start, piece.keys[:length], piece.mask, None, on)
         piece.above = first
         piece.start += length
         piece.keys = piece.keys[length:]
@@ -198,9 +198,9 @@ class Chains:
         self._pieces[piece.keys[0]] = piece
         return first
 
-    def _join(self, piece: Piece) -> None:
+    def _join(self, piece: RadixNode) -> None:
         """Put together, on the way to a piece, those that go on in one way only."""
-        last: Piece | None = piece
+        last: RadixNode | None = piece
         while last is not None:
             parts, above = [last], last.above
             while above is not None and above.count == 1:
@@ -218,7 +218,7 @@ class Chains:
         """Assert that these are all chains, and that what is noted follows from them."""
         ends: dict[int, dict[int, int]] = {}
         through: dict[int, set[int]] = {}
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, RadixNode] = {}
         held: dict[int, set[int]] = {}
         for chain in chains:
             keys: list[int] = []
@@ -255,7 +255,7 @@ class Chains:
         assert self._blocks == sum(len(piece.keys) for piece in pieces.values())
 
 
-def _on(piece: Piece) -> dict[ChainHolder, int]:
+def _on(piece: RadixNode) -> dict[ChainHolder, int]:
     """What counts how chains go on from a piece, from now on."""
     if piece.on is None:
         assert piece.chain is not None
@@ -263,9 +263,9 @@ def _on(piece: Piece) -> dict[ChainHolder, int]:
     return piece.on
 
 
-def _enter(first: Piece, holder: ChainHolder) -> None:
+def _enter(first: RadixNode, holder: ChainHolder) -> None:
     """One more of a holder's chains goes on from a piece, or ends there."""
-    piece: Piece | None = first
+    piece: RadixNode | None = first
     while piece is not None:
         on = _on(piece)
         if holder in on:
@@ -277,7 +277,7 @@ def _enter(first: Piece, holder: ChainHolder) -> None:
         piece = piece.above
 
 
-def _common(piece: Piece, keys: Keys) -> int:
+def _common(piece: RadixNode, keys: Keys) -> int:
     """How many of a piece's blocks a prompt has that has the first of them."""
     own, start = piece.keys, piece.start
     end = min(len(own), len(keys) - start)

@@ -17,23 +17,23 @@ from fleet.clock import Nanos
 from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.roles import KvPath, Placement
-from fleet.router.candidates import Asked, Chance
-from fleet.router.crossover import Crossover
-from fleet.router.impossible import Cause, Impossible, Wait
+from fleet.router.candidates import PlacementRequest, RandomSource
+from fleet.router.crossover import PrefillBreakEven
+from fleet.router.impossible import Rejection, RejectionCause, WaitForRoom
 from fleet.router.live import LiveRequest
 from fleet.router.placement import Decision, decide, decide_decode
-from fleet.router.policies.ports import Policy
-from fleet.router.sessions import Sessions
+from fleet.router.policies.ports import PlacementPolicy
+from fleet.router.sessions import SessionTable
 from fleet.router.settings import RouterSettings
-from fleet.router.snapshot import BreakEven, RemotePrefill
-from fleet.router.standings import Standings
+from fleet.router.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
+from fleet.router.standings import CandidateTable
 from fleet.work import WorkerDescription
 
 
-class Chooser:
+class Placer:
     """Of one router."""
 
-    def __init__(self, settings: RouterSettings, policy: Policy, chance: Chance) -> None:
+    def __init__(self, settings: RouterSettings, policy: PlacementPolicy, chance: RandomSource) -> None:
         """Nothing is remembered.
 
         Args:
@@ -44,30 +44,30 @@ class Chooser:
         self.settings = settings
         self._policy = policy
         self._chance = chance
-        self.sessions = Sessions(
+        self.sessions = SessionTable(
             settings.session_ttl_seconds, settings.max_sessions, telling=bool(settings.replicas_listen)
         )
-        self._crossover = Crossover()
+        self._crossover = PrefillBreakEven()
 
-    def choose(self, live: LiveRequest, standings: Standings, now: Nanos) -> Decision | Wait | Impossible:
+    def choose(self, live: LiveRequest, standings: CandidateTable, now: Nanos) -> Decision | WaitForRoom | Rejection:
         """Who serves a request from its beginning, or once more; `taken` is to follow where somebody does."""
         settings, crossover = self.settings, self._crossover
         asked = self._asked(live, now)
         counts = settings.learn_remote_prefill and (crossover.measured or not live.arrived.second_hand)
         learned = crossover if counts else None
         outcome = decide(asked, standings, self._policy, settings, self._chance, learned)
-        if isinstance(outcome, Impossible) and live.failures:  # rule 2
+        if isinstance(outcome, Rejection) and live.failures:  # rule 2
             free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
             outcome = decide(free, standings, self._policy, settings, self._chance, learned)
-            if isinstance(outcome, Impossible):
+            if isinstance(outcome, Rejection):
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
-        if isinstance(outcome, Impossible) and outcome.cause is Cause.SESSION_LOST:
+        if isinstance(outcome, Rejection) and outcome.cause is RejectionCause.SESSION_LOST:
             self.sessions.forget(live.session_key, now)
         return outcome
 
     def choose_decode(
-        self, live: LiveRequest, standings: Standings, prefill: WorkerDescription, kv_path: KvPath, now: Nanos
+        self, live: LiveRequest, standings: CandidateTable, prefill: WorkerDescription, kv_path: KvPath, now: Nanos
     ) -> WorkerId | None:
         """Who fetches what `prefill` has computed, when the chosen one went away; None when nobody can."""
         return decide_decode(prefill, kv_path, live.asked(now), standings, self._policy, self.settings, self._chance)
@@ -82,19 +82,19 @@ class Chooser:
         if not live.arrived.second_hand:
             self._crossover.handed_over(Nanos(now - live.handed_over_at))
 
-    def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefill:
+    def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
         """What was measured of when another worker computes a prompt, whether it counts or not.
 
         Args:
             paces: Of all that answer: requests there, and the seconds that a prompt token takes.
         """
         crossover = self._crossover
-        return RemotePrefill(
+        return RemotePrefillSnapshot(
             learned=self.settings.learn_remote_prefill,
             handoffs=crossover.samples,
             handoff_seconds=crossover.handoff_seconds,
             workers=tuple(
-                BreakEven(
+                BreakEvenSnapshot(
                     worker_id=worker_id,
                     requests=requests,
                     token_seconds=seconds,
@@ -104,7 +104,7 @@ class Chooser:
             ),
         )
 
-    def _asked(self, live: LiveRequest, now: Nanos) -> Asked:
+    def _asked(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
         """By rule 1."""
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:

@@ -20,7 +20,7 @@ LEAST_TOKENS = 64  # below that, a hand-off moves a block or two
 MOST_TOKENS = 16_384
 
 
-class Crossover:
+class PrefillBreakEven:
     """What one router has learned of hand-offs."""
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ import numpy as np
 
 from fleet.ids import WorkerId
 from fleet.roles import Placement
-from fleet.router.candidates import LIMIT, REQUESTS, Asked, Flags, Rows
-from fleet.router.members import Members
+from fleet.router.candidates import LIMIT, REQUESTS, Flags, PlacementRequest, Rows
+from fleet.router.members import PoolTopology
 from fleet.router.native.costs import all_have_room
-from fleet.router.standings import Standings
+from fleet.router.standings import CandidateTable
 
 
-class Unfit(StrEnum):
+class IneligibleReason(StrEnum):
     """Why a worker was no candidate."""
 
     NOT_PINNED = "not_pinned"  # the client named another
@@ -40,7 +40,7 @@ class Unfit(StrEnum):
 _PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
 
 
-def eligible(asked: Asked, standings: Standings) -> Rows:
+def eligible(asked: PlacementRequest, standings: CandidateTable) -> Rows:
     """Who could serve it now."""
     fits = standings.members.all_fit(asked.prompt_tokens, asked.answer_tokens)
     if fits and standings.failed is None and all_have_room(standings.columns) and _anybody_will_do(asked):
@@ -48,7 +48,7 @@ def eligible(asked: Asked, standings: Standings) -> Rows:
     return at_home(standings, _able(asked, standings).nonzero()[0])
 
 
-def _anybody_will_do(asked: Asked) -> bool:
+def _anybody_will_do(asked: PlacementRequest) -> bool:
     """Whether the request asks for nothing that a worker of its model may not have."""
     return (
         asked.pin is None
@@ -61,7 +61,7 @@ def _anybody_will_do(asked: Asked) -> bool:
     )
 
 
-def _able(asked: Asked, standings: Standings) -> Flags:
+def _able(asked: PlacementRequest, standings: CandidateTable) -> Flags:
     """Who is a candidate, wherever its adapter is."""
     members, columns = standings.members, standings.columns
     able = capable(asked, members, standings.answering & (columns[REQUESTS] < columns[LIMIT]), asked.answer_tokens)
@@ -73,7 +73,7 @@ def _able(asked: Asked, standings: Standings) -> Flags:
     return able
 
 
-def capable(asked: Asked, members: Members, flags: Flags, answer_tokens: int) -> Flags:
+def capable(asked: PlacementRequest, members: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
     """Of some workers, those that could have the request, did nothing else run there."""
     if not members.all_fit(asked.prompt_tokens, answer_tokens):
         flags = flags & members.fit(asked.prompt_tokens, answer_tokens)
@@ -86,7 +86,7 @@ def capable(asked: Asked, members: Members, flags: Flags, answer_tokens: int) ->
     return flags
 
 
-def at_home(standings: Standings, rows: Rows) -> Rows:
+def at_home(standings: CandidateTable, rows: Rows) -> Rows:
     """Of some workers, those where the request's adapter is best off; all of them where it has none."""
     for home in standings.homes:
         if len(there := rows[home[rows]]):
@@ -94,7 +94,7 @@ def at_home(standings: Standings, rows: Rows) -> Rows:
     return rows
 
 
-def paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
+def paired(asked: PlacementRequest, standings: CandidateTable, decode_row: int) -> Rows:
     """Prefill workers that pair with a decode worker and could take the prompt, had they room."""
     rows = standings.members.partners(decode_row, asked.placement, asked.kv_path).rows
     if len(rows) == 0:
@@ -103,30 +103,32 @@ def paired(asked: Asked, standings: Standings, decode_row: int) -> Rows:
     return able
 
 
-def _free_partners(asked: Asked, standings: Standings, decode_row: int) -> Rows:
+def _free_partners(asked: PlacementRequest, standings: CandidateTable, decode_row: int) -> Rows:
     rows = paired(asked, standings, decode_row)
     free: Rows = rows[standings.columns[REQUESTS, rows] < standings.columns[LIMIT, rows]]
     return free
 
 
-def _excluded(asked: Asked, members: Members, row: int) -> Unfit | None:
+def _excluded(asked: PlacementRequest, members: PoolTopology, row: int) -> IneligibleReason | None:
     description = members.descriptions[row]
     if asked.pin is not None and description.worker_id != asked.pin:
-        return Unfit.NOT_PINNED
+        return IneligibleReason.NOT_PINNED
     if asked.among is not None and description.worker_id not in asked.among:
-        return Unfit.NOT_AMONG
+        return IneligibleReason.NOT_AMONG
     if not set(asked.labels) <= set(description.labels):
-        return Unfit.LABEL_MISSING
+        return IneligibleReason.LABEL_MISSING
     if asked.adapter is not None and asked.adapter not in description.adapters:
-        return Unfit.NO_ADAPTER
+        return IneligibleReason.NO_ADAPTER
     if asked.form and not description.keeps_forms:
-        return Unfit.KEEPS_NO_FORM
+        return IneligibleReason.KEEPS_NO_FORM
     if asked.must_keep and asked.bound is not None and description.worker_id != asked.bound:
-        return Unfit.OTHER_SESSION
+        return IneligibleReason.OTHER_SESSION
     return None
 
 
-def unfit(asked: Asked, standings: Standings, candidates: set[WorkerId]) -> dict[WorkerId, Unfit]:
+def unfit(
+    asked: PlacementRequest, standings: CandidateTable, candidates: set[WorkerId]
+) -> dict[WorkerId, IneligibleReason]:
     """Why each of the others was no candidate."""
     members, columns = standings.members, standings.columns
     fits = members.fit(asked.prompt_tokens, asked.answer_tokens)
@@ -138,16 +140,16 @@ def unfit(asked: Asked, standings: Standings, candidates: set[WorkerId]) -> dict
         if (cause := _excluded(asked, members, row)) is not None:
             causes[worker_id] = cause
         elif standings.draining[row]:
-            causes[worker_id] = Unfit.DRAINING
+            causes[worker_id] = IneligibleReason.DRAINING
         elif standings.failed is not None and standings.failed[row]:
-            causes[worker_id] = Unfit.FAILED_BEFORE
+            causes[worker_id] = IneligibleReason.FAILED_BEFORE
         elif not fits[row]:
-            causes[worker_id] = Unfit.TOO_SMALL
+            causes[worker_id] = IneligibleReason.TOO_SMALL
         elif asked.placement is Placement.DISAGGREGATED and not len(paired(asked, standings, row)):
-            causes[worker_id] = Unfit.NO_PAIR
+            causes[worker_id] = IneligibleReason.NO_PAIR
         elif standings.homes and columns[REQUESTS, row] < columns[LIMIT, row]:
-            causes[worker_id] = Unfit.ADAPTER_ELSEWHERE
+            causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or asked.placement is Placement.DISAGGREGATED
-            causes[worker_id] = Unfit.AT_LIMIT  # or half of its pair is
+            causes[worker_id] = IneligibleReason.AT_LIMIT  # or half of its pair is
     return causes

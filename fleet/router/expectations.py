@@ -32,15 +32,15 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish
 from fleet.roles import Phase
 from fleet.router.messages import (
-    CancelWork,
+    AttemptRejected,
+    CancelAttempt,
     Command,
     Dispatch,
     RouterEvent,
-    Stepped,
     Undelivered,
     WorkerJoined,
     WorkerLeft,
-    WorkRejected,
+    WorkerStepped,
     request_of,
 )
 from fleet.router.placement import Decision
@@ -61,39 +61,39 @@ class StepSeconds(Protocol):
     ) -> float: ...
 
 
-class Profile(Struct, frozen=True, kw_only=True):
+class WorkerProfile(Struct, frozen=True, kw_only=True):
     """What is known of a worker beforehand."""
 
     steps: StepSeconds
     step_tokens: int = 8192  # prompt tokens of one step, at most
 
 
-class Decisions(Protocol):
+class DecisionSource(Protocol):
     """What is asked of the machine."""
 
     def decision(self, request_id: RequestId, /) -> Decision | None: ...
 
 
-class Kind(StrEnum):
+class PredictionKind(StrEnum):
     """What is predicted."""
 
     TTFT = "ttft"  # from sending a prompt to its first token
     ITL = "itl"  # from one token to the next
 
 
-class Alarm(Struct, frozen=True, kw_only=True):
+class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
     """A worker has become another one."""
 
     at: Nanos
     worker_id: WorkerId
-    kind: Kind
+    kind: PredictionKind
 
 
-class Expected(Struct, frozen=True, kw_only=True):
+class PredictionAccuracy(Struct, frozen=True, kw_only=True):
     """How well one kind of prediction does for one worker. Errors are relative, of the last thousand predictions."""
 
     worker_id: WorkerId
-    kind: Kind
+    kind: PredictionKind
     predictions: int
     close: float  # share within a fifth
     error: float  # median
@@ -104,32 +104,32 @@ class Expected(Struct, frozen=True, kw_only=True):
     alarms: int
 
 
-class Expectations:
+class LatencyPredictions:
     """Of all workers of a router; implements `fleet.router.observed.Observer`."""
 
-    def __init__(self, profile_of: Callable[[WorkerDescription], Profile | None]):
+    def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
         """Nothing is known yet; set `machine` before the first event.
 
         Args:
             profile_of: A worker's; None: nothing is expected of it.
         """
-        self.machine: Decisions | None = None
-        self.alarms: deque[Alarm] = deque(maxlen=ALARMS)
+        self.machine: DecisionSource | None = None
+        self.alarms: deque[LatencyDriftAlarm] = deque(maxlen=ALARMS)
         self._profile_of = profile_of
-        self._workers: dict[WorkerId, _Worker] = {}
-        self._left: dict[WorkerId, list[Expected]] = {}
+        self._workers: dict[WorkerId, _PredictedWorker] = {}
+        self._left: dict[WorkerId, list[PredictionAccuracy]] = {}
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
         match event:
-            case Stepped():
+            case WorkerStepped():
                 if (worker := self._workers.get(event.worker_id)) is not None:
                     for kind in worker.stepped(now, event.progress):
-                        self.alarms.append(Alarm(at=now, worker_id=event.worker_id, kind=kind))
+                        self.alarms.append(LatencyDriftAlarm(at=now, worker_id=event.worker_id, kind=kind))
             case WorkerJoined():
                 self._join(event.description)
             case WorkerLeft():
                 self._leave(event.worker_id)
-            case WorkRejected():
+            case AttemptRejected():
                 self._drop(now, event.worker_id, event.rejected.request_id)
             case Undelivered():
                 self._drop(now, event.worker_id, event.request_id)
@@ -139,12 +139,12 @@ class Expectations:
             match command:
                 case Dispatch():
                     self._sent(now, command)
-                case CancelWork():
+                case CancelAttempt():
                     self._drop(now, command.worker_id, command.request_id)
                 case _:
                     pass
 
-    def expected(self, *, departed: bool = False) -> list[Expected]:
+    def expected(self, *, departed: bool = False) -> list[PredictionAccuracy]:
         """Of all workers that are there and have done something; of those that have left as well, if that is wanted."""
         found = [each for worker_id, worker in self._workers.items() for each in worker.expected(worker_id)]
         if departed:
@@ -154,7 +154,7 @@ class Expectations:
     def _join(self, description: WorkerDescription) -> None:
         self._leave(description.worker_id)
         if (profile := self._profile_of(description)) is not None:
-            self._workers[description.worker_id] = _Worker(profile, description)
+            self._workers[description.worker_id] = _PredictedWorker(profile, description)
 
     def _leave(self, worker_id: WorkerId) -> None:
         if (worker := self._workers.pop(worker_id, None)) is not None:
@@ -180,7 +180,7 @@ class Expectations:
             worker.send(now, start.request_id, tokens, max(1, min(tokens, decision.prefill_tokens)))
 
 
-class _Prompt(Struct):
+class _PredictedPrompt(Struct):
     """One that is not computed yet."""
 
     tokens: int
@@ -193,31 +193,31 @@ class _Prompt(Struct):
     expected_by_profile: float
 
 
-class _Stream(Struct):
+class _PredictedStream(Struct):
     """An answer that is under way."""
 
     context: int  # tokens
     heard: Nanos
 
 
-class _Worker:
+class _PredictedWorker:
     """What is under way on one worker, and what was learnt of it."""
 
-    def __init__(self, profile: Profile, description: WorkerDescription):
-        self.errors = {kind: _Errors() for kind in Kind}
+    def __init__(self, profile: WorkerProfile, description: WorkerDescription):
+        self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
         self.fetching: dict[RequestId, int] = {}  # tokens of prompts that were computed elsewhere
         self._profile = profile
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
-        self._prompts: dict[RequestId, _Prompt] = {}  # in the order of sending
-        self._streams: dict[RequestId, _Stream] = {}
+        self._prompts: dict[RequestId, _PredictedPrompt] = {}  # in the order of sending
+        self._streams: dict[RequestId, _PredictedStream] = {}
         self._since = Nanos(0)  # when the first of the prompts could begin
         self._computed = Nanos(-1)  # when the last prompt was computed
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
         if not self._prompts:
             self._since = now
-        correction = self.errors[Kind.TTFT].correction
+        correction = self.errors[PredictionKind.TTFT].correction
         queued = bool(self._prompts)
         own = self._seconds(to_compute, tokens - to_compute, queued=queued)
         spent = (now - self._since) / SECOND
@@ -226,7 +226,7 @@ class _Worker:
             gone = 0.0 if place else spent
             wait += max(0.0, correction.predict(prompt.profile) - gone)
             wait_by_profile += max(0.0, prompt.profile - gone)
-        self._prompts[work_id] = _Prompt(
+        self._prompts[work_id] = _PredictedPrompt(
             tokens=tokens,
             to_compute=to_compute,
             sent=now,
@@ -247,12 +247,12 @@ class _Worker:
             del self._prompts[work_id]
             self._computed = now  # as much of it as was
 
-    def expected(self, worker_id: WorkerId) -> list[Expected]:
+    def expected(self, worker_id: WorkerId) -> list[PredictionAccuracy]:
         return [errors.expected(worker_id, kind) for kind, errors in self.errors.items() if errors.predictions]
 
-    def stepped(self, now: Nanos, progress: Sequence[Progress]) -> list[Kind]:
+    def stepped(self, now: Nanos, progress: Sequence[Progress]) -> list[PredictionKind]:
         """Take in what a step brought; returns what has become other than it was."""
-        begun: list[_Prompt] = []
+        begun: list[_PredictedPrompt] = []
         gaps: list[float] = []
         for each in progress:
             work_id = each.request_id
@@ -261,9 +261,9 @@ class _Worker:
                 continue
             if (prompt := self._prompts.pop(work_id, None)) is not None:
                 begun.append(prompt)
-                self._streams[work_id] = _Stream(prompt.tokens, now)
+                self._streams[work_id] = _PredictedStream(prompt.tokens, now)
             elif (tokens := self.fetching.pop(work_id, None)) is not None:
-                self._streams[work_id] = _Stream(tokens, now)
+                self._streams[work_id] = _PredictedStream(tokens, now)
             elif each.token_ids and (stream := self._streams.get(work_id)) is not None:
                 if not self._prompts and not begun and self._computed <= stream.heard:
                     gaps.append((now - stream.heard) / SECOND / len(each.token_ids))
@@ -271,16 +271,16 @@ class _Worker:
                 stream.context += len(each.token_ids)
         alarms = []
         if gaps and self._gap(sum(gaps) / len(gaps)):
-            alarms.append(Kind.ITL)
+            alarms.append(PredictionKind.ITL)
         if begun and self._first_tokens(now, begun):
-            alarms.append(Kind.TTFT)
+            alarms.append(PredictionKind.TTFT)
         for each in progress:
             if each.finish is not None:
                 self._streams.pop(each.request_id, None)
         return alarms
 
-    def _first_tokens(self, now: Nanos, begun: Sequence[_Prompt]) -> bool:
-        errors = self.errors[Kind.TTFT]
+    def _first_tokens(self, now: Nanos, begun: Sequence[_PredictedPrompt]) -> bool:
+        errors = self.errors[PredictionKind.TTFT]
         for each in begun:
             if each.finds_room:
                 errors.add((now - each.sent) / SECOND, each.expected, each.expected_by_profile)
@@ -301,7 +301,7 @@ class _Worker:
         return here < self._most_running and held + tokens <= self._most_tokens
 
     def _gap(self, seconds: float) -> bool:
-        errors = self.errors[Kind.ITL]
+        errors = self.errors[PredictionKind.ITL]
         context = sum(stream.context for stream in self._streams.values())
         profile = self._profile.steps.seconds(0.0, 0.0, len(self._streams), context)
         errors.add(seconds, errors.correction.predict(profile), profile)
@@ -318,7 +318,7 @@ class _Worker:
         return steps * self._profile.steps.seconds(chunk, attended, streams, context)
 
 
-class _Errors:
+class _PredictionErrors:
     """One kind of prediction, for one worker."""
 
     def __init__(self) -> None:
@@ -337,9 +337,9 @@ class _Errors:
         """Whether that was the one too many. A clock that was put forward by weeks teaches nothing."""
         return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 
-    def expected(self, worker_id: WorkerId, kind: Kind) -> Expected:
+    def expected(self, worker_id: WorkerId, kind: PredictionKind) -> PredictionAccuracy:
         learnt = self.correction.learnt
-        return Expected(
+        return PredictionAccuracy(
             worker_id=worker_id,
             kind=kind,
             predictions=self.predictions,

@@ -17,7 +17,7 @@ MOST_ABOVE = 4
 _BUCKETS = 130  # twice the bits of an instant
 
 
-class FirstBytes:
+class FirstByteHistory:
     """The first bytes of one server, of one kind of answer."""
 
     def __init__(self) -> None:

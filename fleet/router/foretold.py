@@ -2,17 +2,17 @@
 
 Rules:
 
-1. A router tells the others of each prompt of which a worker has to compute `TOLD_TOKENS` or more, and tells them again when that
+1. A router tells the others of each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and tells them again when that
    request is over. Until then what they have of a prompt like it is coming there, as if it were their own: so requests that begin
    alike find each other by whichever routers they come. For less the others would be told too often, and computing it twice is little.
 2. Of such a prompt the keys of some blocks are told, its *marks*: of the first 16 each, then of eight to each doubling of the length,
    and of the last. That is less than 160 however long it is, and less than 60 up to 512 blocks. What two prompts have in common is then
    known to eight parts in nine, and to the block where one of them is told whole and the other is the same.
 3. A worker that tells nothing of its prefix cache is believed to hold what any router has sent there (`fleet.router.assumed_cache`).
-   So of these all prompts are told, block by block (of 64 tokens or more) up to `MOST_KEYS`. Nothing ends that belief but time and
+   So of these all prompts are told, block by block (of 64 tokens or more) up to `MAX_ANNOUNCED_KEYS`. Nothing ends that belief but time and
    room: not even the end of the router that told of it, since the worker has its cache still. Keys of prompts for foreign servers
    follow from a secret (`fleet.adapters.prompt_keys`): between routers that have none in common nothing of them is told.
-4. Of either kind there are so many at most: `MOST_PLACED` of a router at once, first come, and of those sent the latest `MOST_SENT`
+4. Of either kind there are so many at most: `MAX_ANNOUNCED_PROMPTS` of a router at once, first come, and of those sent the latest `MAX_SENT_PROMPTS`
    each time that news are asked for. What is left out is known to the router alone that placed it, and nothing else comes of that.
 5. A router that leaves takes with it what it has told by rule 1. A router that is reached later is told that too.
 6. Where there is one router, nothing of this happens.
@@ -25,12 +25,12 @@ from operator import itemgetter
 from msgspec import Struct
 
 from fleet.ids import WorkerId
-from fleet.router.chains import Chain, ChainHolder, Chains, Keys
+from fleet.router.chains import Chain, ChainHolder, Keys, RadixTree
 
-TOLD_TOKENS = 512  # some 30 ms of a large GPU; telling, and being told by three others, takes some 10 us
-MOST_KEYS = 512  # 4 KB, of 32,768 tokens or more
-MOST_PLACED = 10_000  # of one router: with marks some 2 KB each where they are heard
-MOST_SENT = 1000
+MIN_ANNOUNCED_TOKENS = 512  # some 30 ms of a large GPU; telling, and being told by three others, takes some 10 us
+MAX_ANNOUNCED_KEYS = 512  # 4 KB, of 32,768 tokens or more
+MAX_ANNOUNCED_PROMPTS = 10_000  # of one router: with marks some 2 KB each where they are heard
+MAX_SENT_PROMPTS = 1000
 
 _GRID = (*range(1, 17), *((8 + part) << octave for octave in range(1, 17) for part in range(1, 9)))
 """Numbers of blocks after which there is a mark."""
@@ -48,7 +48,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
     keys: tuple[int, ...]  # its marks; if it is believed to be cached, of all blocks
 
 
-class PlacedPrompts:
+class PromptAnnouncements:
     """What a router has to tell the others."""
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class PlacedPrompts:
         self._placed: dict[int, tuple[WorkerId, Keys]] = {}  # and not over
         self._untold: dict[int, None] = {}  # of those
         self._over: list[int] = []
-        self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MOST_SENT)
+        self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """A worker has to compute a prompt; returns its number, for `over`. None: there are too many."""
-        if len(self._placed) >= MOST_PLACED:
+        if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
         self._numbers = number = self._numbers + 1
         self._placed[number] = worker_id, keys
@@ -82,7 +82,9 @@ class PlacedPrompts:
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
         """What was placed since it was asked for, and the numbers of what is over."""
         news = [self._told(number) for number in self._untold]
-        news += [PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MOST_KEYS])) for worker_id, keys in self._sent]
+        news += [
+            PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent
+        ]
         over, self._over = self._over, []
         self._untold.clear()
         self._sent.clear()
@@ -97,10 +99,10 @@ class PlacedPrompts:
         return PlacedPrompt(worker_id=worker_id, number=number, keys=marks(keys))
 
 
-class ForetoldPrompts:
+class PeerPrompts:
     """Of one worker, by who told and by number."""
 
-    def __init__(self, chains: Chains, bit: int) -> None:
+    def __init__(self, chains: RadixTree, bit: int) -> None:
         """Nothing was told.
 
         Args:
@@ -140,7 +142,7 @@ def marks(keys: Keys) -> tuple[int, ...]:
     return marked if _GRID[count - 1] == total else (*marked, keys[-1])
 
 
-def deeper(booked: list[tuple[int, int]], foretold: Chains, keys: Keys) -> list[tuple[int, int]]:
+def deeper(booked: list[tuple[int, int]], foretold: RadixTree, keys: Keys) -> list[tuple[int, int]]:
     """Whose leading blocks of a prompt end where, with what was foretold.
 
     Args:

@@ -42,13 +42,13 @@ from fleet.requests import (
     TokenPrompt,
     Usage,
 )
-from fleet.router.adapters import meant_by
+from fleet.router.adapters import resolve_model
 from fleet.router.answer import AnswerText
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.shared_limits import admitted
+from fleet.router.shared_limits import admit_with_peers
 from fleet.router.tenants import Tenants
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from fleet.validation import validate, validate_length
 from fleet.work import Progress
@@ -58,17 +58,17 @@ INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a t
 RETRY_AFTER_MS = 1000
 
 
-class Submitted(AsyncIterable[Progress | StartedOver | Complete], Protocol):
+class SubmittedRequest(AsyncIterable[Progress | StartedOver | Complete], Protocol):
     """What is needed of `fleet.router.server.RequestStream`."""
 
     kv: tuple[KvPhase, ...]
     cached_tokens: int
 
 
-class Router(Protocol):
+class RouterApi(Protocol):
     """What is needed of `fleet.router.server.RouterServer`."""
 
-    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[Submitted]:
+    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[SubmittedRequest]:
         """The request's progress up to `Complete`; leaving the context before that cancels it everywhere.
 
         Raises:
@@ -84,14 +84,14 @@ class Generation:
 
     def __init__(
         self,
-        router: Router,
+        router: RouterApi,
         codecs: Mapping[ModelName, TextCodec],
         *,
         clock: Clock,
         tenants: Tenants,
         tenant_secret: bytes,
         metrics: RouterProcessMetrics,
-        threads: TokenisingThreads,
+        threads: TokenizerThreads,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -142,7 +142,7 @@ class Generation:
         Raises:
             Refused: Before `Admitted` if it was not taken; after it if it could not be completed.
         """
-        measured = _Measured(self._clock, self._metrics)
+        measured = _RequestTimes(self._clock, self._metrics)
         if request.id in self._running:
             measured.refused(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same")
@@ -179,12 +179,12 @@ class Generation:
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
         card, _, tokens, sampling = await self._checked(request)
-        await admitted(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
+        await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # With a seed, since nobody else could go on with an answer whose tokens are not known.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
 
-    async def _generate(self, request: GenerateRequest, measured: "_Measured") -> AsyncGenerator[GenerateEvent]:
+    async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
 
@@ -198,7 +198,7 @@ class Generation:
 
         answer = begun()
         collected: list[Delta] = []  # of an answer that is given in one piece
-        allowance = await admitted(self._tenants, request.tenant, prompt_tokens, self._clock)
+        allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
         complete: Complete | None = None
         last: Delta | None = None
         arrived = self._arrived(request, card, tokens, sampling)
@@ -305,7 +305,7 @@ class Generation:
         return await self._threads.run(work, characters)
 
     def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
-        meant = meant_by(card, salt_for(self._tenant_secret, request.tenant))
+        meant = resolve_model(card, salt_for(self._tenant_secret, request.tenant))
         return Arrived(
             request_id=request.id,
             model=meant.model,
@@ -352,7 +352,7 @@ def _quoted(name: str) -> str:
     return repr(name if len(name) <= 100 else f"{name[:100]}…")
 
 
-class _Measured:
+class _RequestTimes:
     """Times of one request, told to the metrics once it is over."""
 
     def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:

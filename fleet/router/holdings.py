@@ -15,24 +15,24 @@ from collections.abc import Callable, Mapping
 from fleet.clock import Nanos
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.router.live import LiveRequest
-from fleet.router.messages import Booked
-from fleet.router.pool import KnownWorker
-from fleet.router.roster import Roster
+from fleet.router.messages import ReservationTotals
+from fleet.router.pool import RegisteredWorker
+from fleet.router.roster import WorkerRegistry
 from fleet.router.sessions import SessionKey
 from fleet.router.settings import RouterSettings
-from fleet.router.waiting import Search, WaitingRoom
-from fleet.router.wishes import Busy
+from fleet.router.waiting import AdmissionQueue, QueueSearch
+from fleet.router.wishes import BusyWorkers
 
-MOST_PASSED = 32  # requests that are tried in vain after an event: each is a placement, 35 us with 64 workers
+MAX_FAILED_TRIES = 32  # requests that are tried in vain after an event: each is a placement, 35 us with 64 workers
 
-Place = Callable[[RequestId], Busy | None]
+TryPlace = Callable[[RequestId], BusyWorkers | None]
 """Places a request that waits, or refuses it; else returns for whom it waits on, as far as that is known."""
 
 
-class Holdings:
+class ReservationLedger:
     """Of all requests of one router."""
 
-    def __init__(self, roster: Roster, room: WaitingRoom) -> None:
+    def __init__(self, roster: WorkerRegistry, room: AdmissionQueue) -> None:
         """Nothing is held.
 
         Args:
@@ -45,7 +45,7 @@ class Holdings:
         self.freed: dict[ModelName, bool] = {}
         """Models whose queue may move; True: since somebody is gone."""
 
-    def book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> KnownWorker:
+    def book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
         worker = self._workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens
@@ -54,7 +54,7 @@ class Holdings:
         worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
         if live.arrived.adapter is not None:
             worker.book_adapter(live.arrived.adapter.name)
-        live.booked_on.append(worker_id)
+        live.reserved_on.append(worker_id)
         return worker
 
     def release(self, live: LiveRequest, worker_id: WorkerId) -> None:
@@ -62,12 +62,12 @@ class Holdings:
         worker.bookings.release(live.id)
         if live.arrived.adapter is not None:
             worker.release_adapter(live.arrived.adapter.name)
-        live.booked_on.remove(worker_id)
+        live.reserved_on.remove(worker_id)
         self._room.changed(model, worker_id)
         self.freed.setdefault(model, False)
 
     def release_all(self, live: LiveRequest) -> None:
-        for worker_id in live.booked_on[:]:
+        for worker_id in live.reserved_on[:]:
             self.release(live, worker_id)
 
     def joined(self, model: ModelName) -> None:
@@ -76,14 +76,14 @@ class Holdings:
         self._room.all_changed(model)
         self.freed.setdefault(model, False)
 
-    def gone(self, worker: KnownWorker) -> None:
+    def gone(self, worker: RegisteredWorker) -> None:
         """A worker takes no more requests, or has left."""
         model = worker.description.model
         self._room.sized(model, self._roster.sizes(model))
         self._room.gone(model, worker.description.worker_id)
         self.freed[model] = True
 
-    def shared(self, replica: str, booked: Mapping[WorkerId, Booked]) -> None:
+    def shared(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         """Another router has booked this now, and nothing else."""
         for worker in self._roster.share(replica, booked):
             self._room.changed(worker.description.model, worker.description.worker_id)
@@ -101,14 +101,14 @@ class Holdings:
         for model in self._room.moved(session):
             self.freed.setdefault(model, False)
 
-    def move(self, place: Place) -> None:
+    def move(self, place: TryPlace) -> None:
         """Place what can be placed since something has changed."""
         while self.freed:
             model = next(iter(self.freed))
             gone = self.freed.pop(model)
             if self._room.first(model) is None:
                 continue
-            search = self._room.search(model, None if gone else MOST_PASSED, self._roster.has_room)
+            search = self._room.search(model, None if gone else MAX_FAILED_TRIES, self._roster.has_room)
             while (gone or self._roster.worth_trying(model)) and _move_next(search, place):
                 pass
 
@@ -122,14 +122,14 @@ class Holdings:
             for request_id in worker.bookings:
                 booked.setdefault(request_id, []).append(worker.description.worker_id)
         for live in requests.values():
-            assert sorted(live.booked_on) == sorted(booked.pop(live.id, [])), live
+            assert sorted(live.reserved_on) == sorted(booked.pop(live.id, [])), live
         assert not booked, booked
 
 
-def _move_next(search: Search, place: Place) -> bool:
+def _move_next(search: QueueSearch, place: TryPlace) -> bool:
     """Place or refuse the next one that does not have to wait on; whether there was one."""
     for request_id in search.candidates():
         if (busy := place(request_id)) is None:
             return True
-        search.in_vain(busy)
+        search.mark_rejected(busy)
     return False

@@ -31,7 +31,7 @@ from kvstore.messages import POOL_TIER
 Holder = NewType("Holder", str)
 
 
-class Namespace(NamedTuple):
+class StoreNamespace(NamedTuple):
     """Blocks of one layout in one store."""
 
     store_id: StoreId
@@ -42,11 +42,11 @@ WORTH_BISECTING = 64  # keys; fewer are looked up in the time of the bisection
 KEY_BYTES = 8  # of the hash; the rest is for the store, where a collision would hurt
 
 
-def engine_cache(worker_id: WorkerId) -> Holder:
+def engine_cache_holder(worker_id: WorkerId) -> Holder:
     return Holder(f"worker/{worker_id}")
 
 
-def store_namespace(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER) -> Holder:
+def store_tier_holder(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER) -> Holder:
     return Holder(f"store/{store_id}/{fingerprint}/{tier}")
 
 

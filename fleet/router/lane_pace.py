@@ -12,7 +12,7 @@ MEMORY_SECONDS = 20.0  # of computing; a prompt of 100,000 tokens takes about as
 EVIDENCE = 3  # prompts after which a pace is believed: the first may have compiled something
 
 
-class LanePace:
+class PrefillRate:
     """One worker."""
 
     def __init__(self) -> None:

@@ -16,10 +16,10 @@ Rules:
 from msgspec import Struct
 
 from fleet.ids import RequestId, WorkerId
-from fleet.router.ranked import Ranked
+from fleet.router.ranked import OrderedRequests
 
 
-class _Prompt(Struct):
+class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # to compute
     rank: int = 0  # this and the next two of those who have waited
@@ -28,7 +28,7 @@ class _Prompt(Struct):
     sent: bool = True
 
 
-class Lanes:
+class PrefillQueues:
     """Those of all workers of a router. Nothing is kept of a worker on which nothing waits or computes."""
 
     def __init__(self, window_tokens: int) -> None:
@@ -39,8 +39,8 @@ class Lanes:
         """
         self._window = window_tokens
         self._tokens: dict[WorkerId, int] = {}  # sent, and not computed
-        self._held: dict[WorkerId, Ranked] = {}  # of those for whom somebody waits
-        self._prompts: dict[RequestId, _Prompt] = {}
+        self._held: dict[WorkerId, OrderedRequests] = {}  # of those for whom somebody waits
+        self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self._opened: dict[WorkerId, None] = {}  # may have room since something left
         self._waiting = 0
 
@@ -60,16 +60,16 @@ class Lanes:
         if self.full(worker_id):
             return False
         self._tokens[worker_id] = self._tokens.get(worker_id, 0) + tokens
-        self._prompts[request_id] = _Prompt(worker_id, tokens)
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens)
         return True
 
     def wait(
         self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
     ) -> None:
         """It waits in the worker's lane; `next` will name it."""
-        self._prompts[request_id] = _Prompt(worker_id, tokens, rank, seq, priority, sent=False)
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
-            held = self._held[worker_id] = Ranked()
+            held = self._held[worker_id] = OrderedRequests()
         held.add(rank, seq, request_id)
         self._waiting += 1
 
@@ -141,7 +141,7 @@ class Lanes:
             return first
         return None
 
-    def _no_longer(self, prompt: _Prompt, request_id: RequestId) -> None:
+    def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
         """It does not wait any more."""
         held = self._held[prompt.worker_id]
         held.discard(prompt.rank, prompt.seq, request_id)

@@ -18,30 +18,30 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.roles import KvPath, Phase, Placement
-from fleet.router.candidates import Asked
+from fleet.router.candidates import PlacementRequest
 from fleet.router.index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement import Decision
 from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
-Hasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
+PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
 """Keys of the full blocks of a prompt, from its tokens, the tokens of a block, and the salt."""
 
 
 def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
-    """The `Hasher` of everybody who has the tokens; a recording, say, does not."""
+    """The `PromptHasher` of everybody who has the tokens; a recording, say, does not."""
     return keys_of(chain(tokens, block_tokens, salt=salt))
 
 
-class Stage(IntEnum):  # hashed by C: `advance` is on every path
+class RequestStage(IntEnum):  # hashed by C: `advance` is on every path
     QUEUED = auto()  # on no worker
     PREFILLING = auto()  # the prompt is computed, by a prefill worker or by the one that does it all
     HANDED_OVER = auto()  # a decode worker has been told to fetch the blocks
     DECODING = auto()  # tokens come
 
 
-class Turn(IntEnum):
+class RequestTransition(IntEnum):
     """What moves a request on."""
 
     DISPATCHED = auto()
@@ -50,34 +50,34 @@ class Turn(IntEnum):
     LOST = auto()  # its worker left, rejected it or could not be reached
 
 
-NEXT: dict[tuple[Stage, Turn], Stage] = {
-    (Stage.QUEUED, Turn.DISPATCHED): Stage.PREFILLING,
-    (Stage.PREFILLING, Turn.FIRST_TOKEN): Stage.DECODING,
-    (Stage.PREFILLING, Turn.HANDED_OVER): Stage.HANDED_OVER,
-    (Stage.HANDED_OVER, Turn.FIRST_TOKEN): Stage.DECODING,
-    (Stage.PREFILLING, Turn.LOST): Stage.QUEUED,
-    (Stage.HANDED_OVER, Turn.LOST): Stage.QUEUED,
-    (Stage.DECODING, Turn.LOST): Stage.QUEUED,
+NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {
+    (RequestStage.QUEUED, RequestTransition.DISPATCHED): RequestStage.PREFILLING,
+    (RequestStage.PREFILLING, RequestTransition.FIRST_TOKEN): RequestStage.DECODING,
+    (RequestStage.PREFILLING, RequestTransition.HANDED_OVER): RequestStage.HANDED_OVER,
+    (RequestStage.HANDED_OVER, RequestTransition.FIRST_TOKEN): RequestStage.DECODING,
+    (RequestStage.PREFILLING, RequestTransition.LOST): RequestStage.QUEUED,
+    (RequestStage.HANDED_OVER, RequestTransition.LOST): RequestStage.QUEUED,
+    (RequestStage.DECODING, RequestTransition.LOST): RequestStage.QUEUED,
 }
 
 
-class IllegalTurn(Exception):
+class IllegalRequestTransition(Exception):
     """A turn that the table does not have: a bug of the router."""
 
-    def __init__(self, stage: Stage, turn: Turn):
+    def __init__(self, stage: RequestStage, turn: RequestTransition):
         super().__init__(f"{turn.name} in {stage.name}")
 
 
-def advance(stage: Stage, turn: Turn) -> Stage:
+def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     if (following := NEXT.get((stage, turn))) is None:
-        raise IllegalTurn(stage, turn)
+        raise IllegalRequestTransition(stage, turn)
     return following
 
 
 _AUTO = Placement.AUTO  # looked up in its enum it takes ten times as long
 
 
-class Work(Struct, frozen=True, kw_only=True):
+class Attempt(Struct, frozen=True, kw_only=True):
     """One piece of work of a request, on one worker. Its id is used once, so that nothing late can be mistaken."""
 
     id: RequestId
@@ -92,14 +92,14 @@ class LiveRequest(Struct):
     arrived: Arrived
     seq: int  # order of arrival
     since: Nanos
-    hasher: Hasher = hash_prompt
+    hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
-    stage: Stage = Stage.QUEUED
+    stage: RequestStage = RequestStage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
     placed: Decision | None = None
-    work: Work | None = None
-    booked_on: list[WorkerId] = []
+    work: Attempt | None = None
+    reserved_on: list[WorkerId] = []
     sent: list[int] = []  # tokens that the client has, or would have if it got them as they come
     kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as workers have told
     cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
@@ -194,7 +194,7 @@ class LiveRequest(Struct):
     def forget_chains(self) -> None:
         self.chains = {}
 
-    def asked(self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False) -> Asked:
+    def asked(self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False) -> PlacementRequest:
         """For placement.
 
         Args:
@@ -203,7 +203,7 @@ class LiveRequest(Struct):
             must_keep: Whether it has to go there too.
         """
         arrived, sent = self.arrived, len(self.sent)
-        return Asked(
+        return PlacementRequest(
             prompt_tokens=self.own_tokens + sent,
             answer_tokens=arrived.sampling.max_tokens - sent,
             placement=arrived.placement,
@@ -237,7 +237,7 @@ class LiveRequest(Struct):
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
-    def heard(self, work: Work, report: KvReport) -> None:
+    def heard(self, work: Attempt, report: KvReport) -> None:
         """Note where the blocks of a piece of work came from; what is told later replaces what was told first.
 
         A prompt token is cached when no phase has computed it. A worker that was lost after its first tokens counts:

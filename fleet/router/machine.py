@@ -3,7 +3,7 @@
 Rules:
 
 1. A request that arrives is placed at once, waits (`fleet.router.admission`, in the order of `fleet.router.waiting`), or is
-   refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Refuse`, or silently when its client
+   refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Reject`, or silently when its client
    cancelled.
 2. What a placement takes is booked with the `Dispatch` (`fleet.router.holdings`), on both workers of a pair; a prefill worker's
    share is given back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
@@ -14,7 +14,7 @@ Rules:
    prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
    of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
 5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.works`).
-6. A deadline ends a request wherever it is; the server sends `Ticked` when `next_deadline()` has come.
+6. A deadline ends a request wherever it is; the server sends `RouterTicked` when `next_deadline()` has come.
 """
 
 from typing import assert_never
@@ -26,57 +26,57 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, ModelCard
 from fleet.roles import Phase
-from fleet.router.account import Account
-from fleet.router.admission import Admission
-from fleet.router.candidates import Chance
-from fleet.router.chooser import Chooser
-from fleet.router.foretold import PlacedPrompts
-from fleet.router.holdings import Holdings
-from fleet.router.impossible import Impossible, Wait
-from fleet.router.live import Hasher, LiveRequest, Stage, Turn, Work, advance, hash_prompt
+from fleet.router.account import RouterStatistics
+from fleet.router.admission import QueueAdmission
+from fleet.router.candidates import RandomSource
+from fleet.router.chooser import Placer
+from fleet.router.foretold import PromptAnnouncements
+from fleet.router.holdings import ReservationLedger
+from fleet.router.impossible import Rejection, WaitForRoom
+from fleet.router.live import Attempt, LiveRequest, PromptHasher, RequestStage, RequestTransition, advance, hash_prompt
 from fleet.router.messages import (
     Arrived,
-    Booked,
+    AttemptRejected,
     CacheAged,
     CacheAssumed,
     CacheReported,
-    Cancelled,
     Command,
     Complete,
     Emit,
     KvChanged,
     KvPathsChanged,
     LoadReported,
-    Refuse,
-    ReplicaBooked,
-    ReplicaLeft,
-    ReplicaPlaced,
+    PeerLeft,
+    PeerPlaced,
+    PeerReserved,
+    Reject,
+    RequestCancelled,
+    ReservationTotals,
     RouterEvent,
+    RouterTicked,
     SessionsBound,
     StartedOver,
-    Stepped,
     StoreChanged,
-    Ticked,
-    Tuned,
+    ThresholdsChanged,
     Undelivered,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
     WorkerResumed,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.placement import Decision
 from fleet.router.policies.built_in import parameters
 from fleet.router.policies.built_in import policy as built_in_policy
-from fleet.router.policies.ports import Policy
-from fleet.router.pool import KnownWorker
-from fleet.router.ranked import Ranked
-from fleet.router.roster import Roster
-from fleet.router.sessions import Sessions
+from fleet.router.policies.ports import PlacementPolicy
+from fleet.router.pool import RegisteredWorker
+from fleet.router.ranked import OrderedRequests
+from fleet.router.roster import WorkerRegistry
+from fleet.router.sessions import SessionTable
 from fleet.router.settings import RouterSettings, Thresholds
-from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
-from fleet.router.wishes import NOBODY_KNOWN, Busy
-from fleet.router.works import Works
+from fleet.router.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
+from fleet.router.wishes import UNKNOWN_WORKERS, BusyWorkers
+from fleet.router.works import Attempts
 from fleet.work import Handoff, Progress, Rejected
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
@@ -98,8 +98,8 @@ CLEARLY_SHORTER = (
 
 # Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
-_QUEUED, _HANDED_OVER, _DECODING = Stage.QUEUED, Stage.HANDED_OVER, Stage.DECODING
-_DISPATCHED, _FIRST_TOKEN = Turn.DISPATCHED, Turn.FIRST_TOKEN
+_QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
+_DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
 _GIVEN_UP = Finish.CANCELLED
 
 
@@ -109,9 +109,9 @@ class RouterMachine:
     def __init__(
         self,
         settings: RouterSettings,
-        chance: Chance,
-        policy: Policy | None = None,
-        hasher: Hasher = hash_prompt,
+        chance: RandomSource,
+        policy: PlacementPolicy | None = None,
+        hasher: PromptHasher = hash_prompt,
     ):
         """A router that knows nobody yet.
 
@@ -127,24 +127,24 @@ class RouterMachine:
         self._settings = settings
         self._policy = policy or built_in_policy(settings.policy, parameters(settings))
         self._hasher = hasher
-        self._chooser = Chooser(settings, self._policy, chance)
-        self._roster = Roster(settings)
+        self._chooser = Placer(settings, self._policy, chance)
+        self._roster = WorkerRegistry(settings)
         self._workers = self._roster.workers
         self._live: dict[RequestId, LiveRequest] = {}
-        self._works = Works(settings)
-        self._admission = Admission(settings)
+        self._works = Attempts(settings)
+        self._admission = QueueAdmission(settings)
         self._waiting = self._admission.room
-        self._holdings = Holdings(self._roster, self._waiting)
-        self._deadlines = Ranked()
+        self._holdings = ReservationLedger(self._roster, self._waiting)
+        self._deadlines = OrderedRequests()
         self._seq = 0
-        self._account = Account(settings.explained_requests)
+        self._account = RouterStatistics(settings.explained_requests)
         self._counters = self._account.counters
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Take in what happened; returns what to do about it, in order."""
         out: list[Command] = []
         # Most are one of these two, and a pattern of a class takes 70 ns, whether it fits or not.
-        if type(event) is Stepped:
+        if type(event) is WorkerStepped:
             self._stepped(event, now, out)
         elif type(event) is Arrived:
             self._arrived(event, now, out)
@@ -166,17 +166,17 @@ class RouterMachine:
                 case LoadReported():
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         worker.load = event.load
-                case Cancelled():
+                case RequestCancelled():
                     self._cancelled(event.request_id, out)
-                case Ticked():
+                case RouterTicked():
                     self._ticked(now, out)
-                case Tuned():
+                case ThresholdsChanged():
                     self._tuned(event.thresholds)
-                case ReplicaBooked():
+                case PeerReserved():
                     self._holdings.shared(event.replica, event.booked)
-                case ReplicaPlaced():
+                case PeerPlaced():
                     self._roster.foretell(event.replica, event.placed, event.over, now)
-                case ReplicaLeft():
+                case PeerLeft():
                     self._roster.forget_foretold(event.replica)
                     self._holdings.shared(event.replica, {})
                 case SessionsBound():
@@ -201,7 +201,7 @@ class RouterMachine:
                     if (worker := self._roster.get(event.worker_id)) is not None:
                         self._roster.resume(event.worker_id)
                         self._holdings.joined(worker.description.model)
-                case WorkRejected():
+                case AttemptRejected():
                     self._rejected(event, now, out)
                 case Undelivered():
                     self._undelivered(event, now, out)
@@ -217,7 +217,7 @@ class RouterMachine:
         return out
 
     def next_deadline(self) -> Nanos | None:
-        """When the next `Ticked` is due."""
+        """When the next `RouterTicked` is due."""
         lowest = self._deadlines.lowest
         return None if lowest is None else Nanos(lowest)
 
@@ -235,10 +235,10 @@ class RouterMachine:
                 self._refuse(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
         # Where somebody has room, those who wait do so for others.
-        busy = NOBODY_KNOWN
+        busy = UNKNOWN_WORKERS
         if self._waiting.first(event.model) is None or self._roster.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
-            if not isinstance(outcome, Wait):
+            if not isinstance(outcome, WaitForRoom):
                 return
             busy = outcome.busy
         admission = self._admission
@@ -254,9 +254,9 @@ class RouterMachine:
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
         """Place what can be placed since something has changed."""
 
-        def place(request_id: RequestId) -> Busy | None:
+        def place(request_id: RequestId) -> BusyWorkers | None:
             outcome = self._place(self._live[request_id], now, out)
-            return outcome.busy if isinstance(outcome, Wait) else None
+            return outcome.busy if isinstance(outcome, WaitForRoom) else None
 
         self._holdings.move(place)
 
@@ -264,8 +264,8 @@ class RouterMachine:
 
     def _place(
         self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
-    ) -> Decision | Wait | Impossible:
-        """Place a queued or new request; after anything but `Wait` it is in no queue. A new one may be refused for a long wait."""
+    ) -> Decision | WaitForRoom | Rejection:
+        """Place a queued or new request; after anything but `WaitForRoom` it is in no queue. A new one may be refused for a long wait."""
         outcome = self._chooser.choose(live, self._roster.standings(live), now)
         if (
             new
@@ -285,12 +285,12 @@ class RouterMachine:
                 if len(self._waiting):
                     self._waiting.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
-            case Impossible():
+            case Rejection():
                 self._account.impossible(outcome.cause)
                 if live.arrived.session:
                     self._holdings.session_moved(live.session_key)  # it may have been forgotten
                 self._refuse(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
-            case Wait():
+            case WaitForRoom():
                 pass
             case _:
                 assert_never(outcome)
@@ -343,7 +343,7 @@ class RouterMachine:
 
     # Progress.
 
-    def _stepped(self, event: Stepped, now: Nanos, out: list[Command]) -> None:
+    def _stepped(self, event: WorkerStepped, now: Nanos, out: list[Command]) -> None:
         for progress in event.progress:
             work = self._works.get(progress.request_id)
             if work is None or work.worker_id != event.worker_id:
@@ -369,14 +369,14 @@ class RouterMachine:
         share = event.cached_tokens / event.prompt_tokens  # its tokens need not be ours
         self._compare(live, work, round(share * live.prompt_tokens), out)
 
-    def _compare(self, live: LiveRequest, work: Work, reported_tokens: int, out: list[Command]) -> None:
+    def _compare(self, live: LiveRequest, work: Attempt, reported_tokens: int, out: list[Command]) -> None:
         if live.placed is None or live.arrived.second_hand:
             return
         drifts = self._account.compare(live.placed, self._roster[work.worker_id], reported_tokens)
         if drifts is not None:
             out.append(drifts)
 
-    def _answered(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
+    def _answered(self, live: LiveRequest, work: Attempt, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.token_ids:
             if live.stage is not _DECODING:
                 if live.stage is _HANDED_OVER:
@@ -390,7 +390,7 @@ class RouterMachine:
         if progress.finish is not None:
             self._complete(live, progress.finish, out)
 
-    def _prefilled(self, live: LiveRequest, work: Work, progress: Progress, now: Nanos, out: list[Command]) -> None:
+    def _prefilled(self, live: LiveRequest, work: Attempt, progress: Progress, now: Nanos, out: list[Command]) -> None:
         if progress.finish is None:
             return  # the token comes again with the finish
         self._roster[work.worker_id].bookings.computed(live.id, None if live.arrived.second_hand else now)
@@ -413,20 +413,22 @@ class RouterMachine:
         self._works.over(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
-        live.stage = advance(live.stage, Turn.HANDED_OVER)
+        live.stage = advance(live.stage, RequestTransition.HANDED_OVER)
         live.handed_over_at = now
         self._works.begin(live, decode_id, Phase.DECODE, now, out, handoff=progress.handoff)
 
-    def _decode_worker(self, live: LiveRequest, prefill: KnownWorker, handoff: Handoff, now: Nanos) -> WorkerId | None:
+    def _decode_worker(
+        self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
+    ) -> WorkerId | None:
         """The decode worker chosen with the prefill worker; another one when that is going or gone."""
-        for worker_id in live.booked_on:
+        for worker_id in live.reserved_on:
             worker = self._roster[worker_id]
             if worker is not prefill and not worker.draining:
                 return worker_id
         standings = self._roster.standings(live)
         chosen = self._chooser.choose_decode(live, standings, prefill.description, handoff.kv_path, now)
         if chosen is not None:
-            for worker_id in [other for other in live.booked_on if self._roster[other] is not prefill]:
+            for worker_id in [other for other in live.reserved_on if self._roster[other] is not prefill]:
                 self._holdings.release(live, worker_id)
             self._holdings.book(live, chosen, 0, now)
         return chosen
@@ -460,12 +462,12 @@ class RouterMachine:
         self._roster.leave(worker_id)
         self._holdings.gone(worker)
         for live in booked:
-            live.booked_on.remove(worker_id)
+            live.reserved_on.remove(worker_id)
         for live in booked:
             if live.work is not None and live.work.worker_id == worker_id:
                 self._failed(live, Reason.WORKER_LOST, f"worker {worker_id} was lost", now, out)
 
-    def _rejected(self, event: WorkRejected, now: Nanos, out: list[Command]) -> None:
+    def _rejected(self, event: AttemptRejected, now: Nanos, out: list[Command]) -> None:
         rejected = event.rejected
         work = self._works.get(rejected.request_id)
         if work is None or work.worker_id != event.worker_id:
@@ -478,7 +480,7 @@ class RouterMachine:
         else:
             self._refuse(live, rejected.reason, rejected.message, out, field=rejected.field)
 
-    def _to_blame(self, live: LiveRequest, work: Work, rejected: Rejected) -> WorkerId:
+    def _to_blame(self, live: LiveRequest, work: Attempt, rejected: Rejected) -> WorkerId:
         """A decode worker that cannot read a hand-off can still do the whole request by itself."""
         if rejected.reason is Reason.KV_MISMATCH and work.phase is Phase.DECODE:
             assert live.placed is not None
@@ -521,11 +523,11 @@ class RouterMachine:
             if not live.may_continue:
                 live.start_over()
                 out.append(StartedOver(request_id=live.id))
-            live.stage = advance(live.stage, Turn.LOST)
+            live.stage = advance(live.stage, RequestTransition.LOST)
             live.placed = None
             live.forget_chains()
             outcome = self._place(live, now, out)
-            if isinstance(outcome, Wait):
+            if isinstance(outcome, WaitForRoom):
                 self._admission.enqueue(live, now, outcome.busy)  # it was admitted, so whatever the bound
 
     # Ends.
@@ -567,7 +569,7 @@ class RouterMachine:
         if not retry_after_ms and reason in _WORTH_A_RETRY:
             retry_after_ms = self._settings.retry_after_ms
         out.append(
-            Refuse(
+            Reject(
                 request_id=live.id,
                 reason=reason,
                 message=message,
@@ -599,21 +601,21 @@ class RouterMachine:
         """Those in force."""
         return Thresholds(**{name: getattr(self._settings, name) for name in Thresholds.__struct_fields__})
 
-    def remote_prefill(self) -> RemotePrefill:
+    def remote_prefill(self) -> RemotePrefillSnapshot:
         """What was measured of when another worker computes a prompt, whether it counts or not."""
         return self._chooser.remote_prefill(self._roster.paces())
 
-    def booked(self) -> dict[WorkerId, Booked]:
+    def booked(self) -> dict[WorkerId, ReservationTotals]:
         """What this router has booked by itself, for the others."""
         return self._roster.booked()
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SessionTable:
         """Where those went that this router and the others have served."""
         return self._chooser.sessions
 
     @property
-    def prompts(self) -> PlacedPrompts:
+    def prompts(self) -> PromptAnnouncements:
         """What other routers are to be told of those that were placed."""
         return self._roster.prompts
 
@@ -661,9 +663,9 @@ class RouterMachine:
         self._holdings.check(self._live)
         queued = set(self._waiting.ids())
         for live in self._live.values():
-            assert (live.stage is Stage.QUEUED) == (live.id in queued) == (live.work is None), live
+            assert (live.stage is RequestStage.QUEUED) == (live.id in queued) == (live.work is None), live
             if live.work is not None:
-                assert live.work.worker_id in live.booked_on, live
+                assert live.work.worker_id in live.reserved_on, live
         due = sorted(live.id for live in self._live.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
 

@@ -13,7 +13,7 @@ from fleet.router.settings import RouterSettings
 from fleet.work import LoraAdapter, WorkerDescription
 
 
-class Partners(Struct, frozen=True):
+class PrefillPartners(Struct, frozen=True):
     """The prefill workers of one decode worker."""
 
     pool: Rows  # that would compute prompts for it, compatible or not
@@ -21,7 +21,7 @@ class Partners(Struct, frozen=True):
     paths: Mapping[int, KvPath]  # for the blocks, by row
 
 
-class Sizes(Struct, frozen=True):
+class WorkerSizes(Struct, frozen=True):
     """Of some workers, in tokens, each once and in order."""
 
     lengths: tuple[int, ...] = ()  # of their models
@@ -47,7 +47,7 @@ class Sizes(Struct, frozen=True):
 _PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
 
 
-class Members:
+class PoolTopology:
     """Workers in order of joining; a *row* is a worker's place in that order."""
 
     def __init__(self, descriptions: Sequence[WorkerDescription], settings: RouterSettings):
@@ -60,13 +60,13 @@ class Members:
         self.capacities: Floats = np.array([each.kv_blocks * each.block_tokens for each in descriptions], np.float64)
         self.shortest = min((each.max_model_len for each in descriptions), default=0)
         self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
-        self.sizes = Sizes(
+        self.sizes = WorkerSizes(
             tuple(sorted({each.max_model_len for each in descriptions})),
             tuple(sorted({each.kv_blocks * each.block_tokens for each in descriptions})),
         )
         self.keeping_forms: Flags = np.array([each.keeps_forms for each in descriptions], dtype=np.bool_)
         self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
-        self._partners: dict[tuple[int, bool, KvPath | None], Partners] = {}
+        self._partners: dict[tuple[int, bool, KvPath | None], PrefillPartners] = {}
         self._with_adapter: dict[LoraAdapter, Flags] = {}
 
     def __len__(self) -> int:
@@ -94,14 +94,14 @@ class Members:
         flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
         return flags
 
-    def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
+    def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> PrefillPartners:
         """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement`)."""
         key = (decode_row, placement is _PAIR, kv_path)
         if (known := self._partners.get(key)) is None:
             known = self._partners[key] = self._found(decode_row, placement, kv_path)
         return known
 
-    def _found(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> Partners:
+    def _found(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> PrefillPartners:
         decode = self.descriptions[decode_row]
         pool, rows, paths = [], [], {}
         for row, prefill in enumerate(self.descriptions):
@@ -111,7 +111,7 @@ class Members:
             if (path := common_path(prefill, decode, kv_path, self._settings)) is not None:
                 rows.append(row)
                 paths[row] = path
-        return Partners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), paths)
+        return PrefillPartners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), paths)
 
 
 def common_path(

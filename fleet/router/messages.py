@@ -1,8 +1,8 @@
 """Events that the router's machine hears, and commands that it gives.
 
 A request may take several pieces of work: a prefill and a decode, or another attempt after a failure. Each piece has an
-id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected`, `CancelWork` and `Undelivered` carry
-the id of the work; `Arrived`, `Cancelled`, `Emit`, `StartedOver`, `Complete` and `Refuse` that of the request.
+id of its own, made by the machine and used once. `Start`, `Progress`, `Rejected`, `CancelAttempt` and `Undelivered` carry
+the id of the work; `Arrived`, `RequestCancelled`, `Emit`, `StartedOver`, `Complete` and `Reject` that of the request.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -101,14 +101,14 @@ class StoreChanged(Struct, frozen=True, kw_only=True):
 
 
 @final
-class Stepped(Struct, frozen=True, kw_only=True):
+class WorkerStepped(Struct, frozen=True, kw_only=True):
     """One decode step of one worker."""
 
     worker_id: WorkerId
     progress: tuple[Progress, ...]
 
 
-class Booked(Struct, frozen=True):
+class ReservationTotals(Struct, frozen=True):
     """What is booked on one worker."""
 
     prefill_tokens: int
@@ -116,14 +116,14 @@ class Booked(Struct, frozen=True):
     requests: int
 
 
-class ReplicaBooked(Struct, frozen=True, kw_only=True):
+class PeerReserved(Struct, frozen=True, kw_only=True):
     """All that another router of the cluster has booked now, by worker; it voids what it told before."""
 
     replica: str
-    booked: Mapping[WorkerId, Booked]
+    booked: Mapping[WorkerId, ReservationTotals]
 
 
-class ReplicaPlaced(Struct, frozen=True, kw_only=True):
+class PeerPlaced(Struct, frozen=True, kw_only=True):
     """Another router has sent prompts to workers, or is done with some (`fleet.router.foretold`)."""
 
     replica: str
@@ -131,7 +131,7 @@ class ReplicaPlaced(Struct, frozen=True, kw_only=True):
     over: tuple[int, ...] = ()  # numbers
 
 
-class ReplicaLeft(Struct, frozen=True, kw_only=True):
+class PeerLeft(Struct, frozen=True, kw_only=True):
     """Another router is gone, and with it its bookings, and what it has placed and was not done with."""
 
     replica: str
@@ -144,10 +144,10 @@ class SessionsBound(Struct, frozen=True, kw_only=True):
     clock: int = 0  # Unix time in nanoseconds; 0: it has not
 
 
-ReplicaEvent = ReplicaBooked | ReplicaPlaced | ReplicaLeft | SessionsBound
+PeerEvent = PeerReserved | PeerPlaced | PeerLeft | SessionsBound
 
 
-class WorkRejected(Struct, frozen=True, kw_only=True):
+class AttemptRejected(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     rejected: Rejected
 
@@ -164,8 +164,8 @@ WorkerEvent = (
     | CacheAged
     | CacheReported
     | StoreChanged
-    | Stepped
-    | WorkRejected
+    | WorkerStepped
+    | AttemptRejected
 )
 
 
@@ -197,7 +197,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     whole: bool = False  # its client gets the answer in one piece, and so has seen nothing of it before its end
 
 
-class Cancelled(Struct, frozen=True, kw_only=True):
+class RequestCancelled(Struct, frozen=True, kw_only=True):
     """The client went away, or a stop string was reached."""
 
     request_id: RequestId
@@ -210,17 +210,17 @@ class Undelivered(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
 
 
-class Ticked(Struct, frozen=True, kw_only=True):
+class RouterTicked(Struct, frozen=True, kw_only=True):
     """Time passed: deadlines may have."""
 
 
-class Tuned(Struct, frozen=True, kw_only=True):
+class ThresholdsChanged(Struct, frozen=True, kw_only=True):
     """An operator has set thresholds anew."""
 
     thresholds: Thresholds
 
 
-RouterEvent = WorkerEvent | ReplicaEvent | Arrived | Cancelled | Undelivered | Ticked | Tuned
+RouterEvent = WorkerEvent | PeerEvent | Arrived | RequestCancelled | Undelivered | RouterTicked | ThresholdsChanged
 
 
 @final
@@ -229,7 +229,7 @@ class Dispatch(Struct, frozen=True, kw_only=True):
     start: Start
 
 
-class CancelWork(Struct, frozen=True, kw_only=True):
+class CancelAttempt(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     request_id: RequestId
 
@@ -260,7 +260,7 @@ class StartedOver(Struct, frozen=True, kw_only=True):
     request_id: RequestId
 
 
-class Refuse(Struct, frozen=True, kw_only=True):
+class Reject(Struct, frozen=True, kw_only=True):
     """The request is over without (the rest of) an answer; nothing follows."""
 
     request_id: RequestId
@@ -268,10 +268,10 @@ class Refuse(Struct, frozen=True, kw_only=True):
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `fleet.router.impossible.Cause`, where that is why
+    cause: str = ""  # a `fleet.router.impossible.RejectionCause`, where that is why
 
 
-class CacheDrifts(Struct, frozen=True, kw_only=True):
+class CacheDriftChanged(Struct, frozen=True, kw_only=True):
     """What a worker reports to have cached has parted from what is known of it, or agrees with it again."""
 
     worker_id: WorkerId
@@ -281,10 +281,10 @@ class CacheDrifts(Struct, frozen=True, kw_only=True):
     recall: float
 
 
-Command = Dispatch | CancelWork | Emit | StartedOver | Complete | Refuse | CacheDrifts
+Command = Dispatch | CancelAttempt | Emit | StartedOver | Complete | Reject | CacheDriftChanged
 
 
-def work_id(request_id: RequestId, number: int) -> RequestId:
+def attempt_id(request_id: RequestId, number: int) -> RequestId:
     """The id of a piece of work."""
     return RequestId(f"{request_id}#{number}")
 

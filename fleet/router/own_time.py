@@ -11,7 +11,7 @@ GRACE = (
 )  # between two ticks; on a busy machine a tick comes late, and what it is late is left out from there on
 
 
-class OwnTime:
+class RunningTime:
     """Told of the time regularly, by `tick`."""
 
     def __init__(self) -> None:

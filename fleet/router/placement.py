@@ -31,23 +31,23 @@ from fleet.router.candidates import (
     ENGINE_BLOCKS,
     LIMIT,
     REQUESTS,
-    Asked,
     Candidates,
-    Chance,
+    PlacementRequest,
+    RandomSource,
     Rows,
     token_seconds,
 )
-from fleet.router.crossover import Crossover
-from fleet.router.eligibility import Unfit, at_home, capable, eligible, paired, unfit
-from fleet.router.impossible import Impossible, Wait, no_pair, nobody
+from fleet.router.crossover import PrefillBreakEven
+from fleet.router.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
+from fleet.router.impossible import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
 from fleet.router.members import common_path
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
-from fleet.router.standings import Standings
+from fleet.router.standings import CandidateTable
 from fleet.work import WorkerDescription
 
 
-class Why(StrEnum):
+class PlacementReason(StrEnum):
     """Why a request went to one worker, or to a pair. Recorded with each decision, counted in metrics."""
 
     # One worker.
@@ -63,10 +63,10 @@ class Why(StrEnum):
 
 
 # Looked up in their enums these take ten times as long, and every decision needs them.
-_WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, Why.SHORT_UNCACHED_PROMPT
+_WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, PlacementReason.SHORT_UNCACHED_PROMPT
 
 
-class Terms(Struct, frozen=True, kw_only=True):
+class CostTerms(Struct, frozen=True, kw_only=True):
     """A candidate's cost, and the terms that add up to it."""
 
     worker_id: WorkerId
@@ -74,21 +74,21 @@ class Terms(Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
 
 
-class Placed(Struct, frozen=True, kw_only=True):
+class DecisionExplanation(Struct, frozen=True, kw_only=True):
     """A decision with its explanation. Without `prefill` the decode worker does it all."""
 
     decode: WorkerId
     prefill: WorkerId | None = None
     kv_path: KvPath | None = None
-    why: Why
+    why: PlacementReason
     policy: str  # that chose the decode worker
     prefill_policy: str = ""
     uncached_tokens: int  # that the decode worker would have to compute itself
     min_tokens: int  # of these, from which on another worker computes the prompt
     prefill_tokens: int  # that whoever computes the prompt has to compute
-    candidates: tuple[Terms, ...]
-    prefill_candidates: tuple[Terms, ...] = ()
-    unfit: tuple[tuple[WorkerId, Unfit], ...] = ()
+    candidates: tuple[CostTerms, ...]
+    prefill_candidates: tuple[CostTerms, ...] = ()
+    unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -97,25 +97,25 @@ class Decision(Struct, frozen=True, kw_only=True):
     decode: WorkerId
     prefill: WorkerId | None = None
     kv_path: KvPath | None = None
-    why: Why
+    why: PlacementReason
     uncached_tokens: int
     min_tokens: int
     prefill_tokens: int
-    asked: Asked
-    standings: Standings
+    asked: PlacementRequest
+    standings: CandidateTable
     rows: Rows  # of the candidates
-    policy: Policy
+    policy: PlacementPolicy
     prefill_rows: Rows | None = None
-    prefill_policy: Policy | None = None
+    prefill_policy: PlacementPolicy | None = None
 
-    def explained(self) -> Placed:
+    def explained(self) -> DecisionExplanation:
         """The decision with the terms of all candidates."""
         candidates = self.standings.candidates(self.rows)
-        partners: tuple[Terms, ...] = ()
+        partners: tuple[CostTerms, ...] = ()
         if self.prefill_rows is not None and self.prefill_policy is not None:
             able = self.standings.candidates(self.prefill_rows)
             partners = _terms(self.prefill_policy, self.asked, able, Phase.PREFILL)
-        return Placed(
+        return DecisionExplanation(
             decode=self.decode,
             prefill=self.prefill,
             kv_path=self.kv_path,
@@ -138,13 +138,13 @@ class Decision(Struct, frozen=True, kw_only=True):
 
 
 def decide(
-    asked: Asked,
-    standings: Standings,
-    policy: Policy,
+    asked: PlacementRequest,
+    standings: CandidateTable,
+    policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: Chance,
-    crossover: Crossover | None = None,
-) -> Decision | Wait | Impossible:
+    chance: RandomSource,
+    crossover: PrefillBreakEven | None = None,
+) -> Decision | WaitForRoom | Rejection:
     """Place one request on the workers of its model (all of them, in any state).
 
     Args:
@@ -158,7 +158,7 @@ def decide(
     members, columns = standings.members, standings.columns
     rows = eligible(asked, standings)
     if len(rows) == 0:
-        return nobody(asked, standings)
+        return explain_no_candidate(asked, standings)
     place, by = policy.choose(asked, standings.candidates(rows), _WHOLE, chance)
     row: int = rows.item(place)
     uncached, to_compute = _uncached(asked, standings, row)
@@ -169,7 +169,7 @@ def decide(
     if asked.placement is _AUTO and uncached < min_tokens:
         splitting, why = False, _SHORT
     elif asked.placement is Placement.AGGREGATED:
-        splitting, why = False, Why.ASKED_BY_CLIENT
+        splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
         partners = members.partners(row, asked.placement, asked.kv_path)
         pairing = paired(asked, standings, row) if len(partners.pool) else partners.rows
@@ -180,12 +180,12 @@ def decide(
             asked.placement,
             uncached,
             min_tokens,
-            pool=_pool(standings, partners.pool) if len(partners.pool) else Pool.EMPTY,
+            pool=_pool(standings, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
             paired=len(pairing) > 0,
             free=len(prefill_rows) > 0,
         )
-        if why is Why.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
-            return no_pair(asked)
+        if why is PlacementReason.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
+            return reject_without_pair(asked)
         if splitting:
             place, prefill_by = policy.choose(asked, standings.candidates(prefill_rows), Phase.PREFILL, chance)
             prefill_row = int(prefill_rows[place])
@@ -220,11 +220,11 @@ def decide(
 def decide_decode(
     prefill: WorkerDescription,
     kv_path: KvPath,
-    asked: Asked,
-    standings: Standings,
-    policy: Policy,
+    asked: PlacementRequest,
+    standings: CandidateTable,
+    policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: Chance,
+    chance: RandomSource,
 ) -> WorkerId | None:
     """Another worker to fetch what `prefill` has computed, when the chosen one went away; None when nobody can.
 
@@ -249,7 +249,7 @@ def decide_decode(
     return members.worker_ids[int(rows[place])]
 
 
-class Pool(StrEnum):
+class PrefillPoolState(StrEnum):
     """The prefill workers that could serve a decode worker, were they compatible and free."""
 
     ALIVE = "alive"
@@ -258,8 +258,8 @@ class Pool(StrEnum):
 
 
 def split(
-    placement: Placement, uncached: int, min_tokens: int, *, pool: Pool, paired: bool, free: bool
-) -> tuple[bool, Why]:
+    placement: Placement, uncached: int, min_tokens: int, *, pool: PrefillPoolState, paired: bool, free: bool
+) -> tuple[bool, PlacementReason]:
     """Whether another worker computes the prompt, and why: the first line that applies.
 
     Args:
@@ -271,30 +271,30 @@ def split(
         free: Whether one of those has room.
     """
     if placement is not Placement.AUTO:
-        return placement is Placement.DISAGGREGATED, Why.ASKED_BY_CLIENT
+        return placement is Placement.DISAGGREGATED, PlacementReason.ASKED_BY_CLIENT
     if uncached < min_tokens:
-        return False, Why.SHORT_UNCACHED_PROMPT
-    if pool is Pool.EMPTY:
-        return False, Why.NO_PREFILL_WORKER
-    if pool is Pool.ALL_FAILED:
-        return False, Why.PREFILL_LOST
+        return False, PlacementReason.SHORT_UNCACHED_PROMPT
+    if pool is PrefillPoolState.EMPTY:
+        return False, PlacementReason.NO_PREFILL_WORKER
+    if pool is PrefillPoolState.ALL_FAILED:
+        return False, PlacementReason.PREFILL_LOST
     if not paired:
-        return False, Why.NO_COMPATIBLE_PAIR
+        return False, PlacementReason.NO_COMPATIBLE_PAIR
     if not free:
-        return False, Why.PREFILL_WORKERS_BUSY
-    return True, Why.PROMPT_LONG_UNCACHED
+        return False, PlacementReason.PREFILL_WORKERS_BUSY
+    return True, PlacementReason.PROMPT_LONG_UNCACHED
 
 
-def _pool(standings: Standings, rows: Rows) -> Pool:
+def _pool(standings: CandidateTable, rows: Rows) -> PrefillPoolState:
     alive = rows[~standings.draining[rows]]
     if len(alive) == 0:
-        return Pool.EMPTY
+        return PrefillPoolState.EMPTY
     if standings.failed is not None and bool(standings.failed[alive].all()):
-        return Pool.ALL_FAILED
-    return Pool.ALIVE
+        return PrefillPoolState.ALL_FAILED
+    return PrefillPoolState.ALIVE
 
 
-def _uncached(asked: Asked, standings: Standings, row: int) -> tuple[int, int]:
+def _uncached(asked: PlacementRequest, standings: CandidateTable, row: int) -> tuple[int, int]:
     """Prompt tokens that are not on a worker, and those that it would have to compute.
 
     At least one of each, since the last one yields the first answer. Blocks that are coming count as cached where it is about
@@ -309,12 +309,14 @@ def _uncached(asked: Asked, standings: Standings, row: int) -> tuple[int, int]:
     return max(1, tokens - int(held * block_tokens)), max(1, tokens - int((held + coming) * block_tokens))
 
 
-def _terms(policy: Policy, asked: Asked, candidates: Candidates, phase: Phase) -> tuple[Terms, ...]:
+def _terms(
+    policy: PlacementPolicy, asked: PlacementRequest, candidates: Candidates, phase: Phase
+) -> tuple[CostTerms, ...]:
     parts: Mapping[str, list[float]] = {
         name: costs.tolist() for name, costs in policy.costs(asked, candidates, phase).items()
     }
     return tuple(
-        Terms(
+        CostTerms(
             worker_id=worker_id,
             cost=sum(costs[place] for costs in parts.values()),
             parts={name: costs[place] for name, costs in parts.items()},

@@ -13,7 +13,7 @@ from fleet.ids import WorkerId
 from fleet.roles import KvPath, Role
 from fleet.router.adapters import homes
 from fleet.router.assumed_cache import AssumedCache
-from fleet.router.bookings import ToldBookings, WorkerBookings
+from fleet.router.bookings import AnnouncedReservations, WorkerReservations
 from fleet.router.candidates import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
@@ -37,44 +37,44 @@ from fleet.router.candidates import (
     Rows,
     token_seconds,
 )
-from fleet.router.chains import Chains, Keys
-from fleet.router.foretold import ForetoldPrompts, PlacedPrompts, deeper
-from fleet.router.index import Namespace, PrefixIndex, engine_cache, store_namespace
+from fleet.router.chains import Keys, RadixTree
+from fleet.router.foretold import PeerPrompts, PromptAnnouncements, deeper
+from fleet.router.index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
 from fleet.router.live import LiveRequest
-from fleet.router.members import Members, limit
-from fleet.router.messages import Booked
+from fleet.router.members import PoolTopology, limit
+from fleet.router.messages import ReservationTotals
 from fleet.router.native.costs import spread, spread_live
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import WorkerSnapshot
-from fleet.router.standings import Serving, Standings
-from fleet.router.truth import CacheTruth, Knowledge
+from fleet.router.standings import CandidateTable, ServingWorkers
+from fleet.router.truth import CacheAccuracy, Knowledge
 from fleet.work import LoadReport, WorkerDescription
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
 
 
-class KnownWorker:
+class RegisteredWorker:
     """One incarnation of a worker."""
 
     def __init__(
         self,
         description: WorkerDescription,
         address: str,
-        pool: "WorkerPool",
+        pool: "WorkerTable",
         request_limit: int,
         knowledge: Knowledge = Knowledge.EXACT,
         believed_for: Nanos | None = None,
     ):
         self.description = description
-        self.truth = CacheTruth(knowledge)
+        self.truth = CacheAccuracy(knowledge)
         self.address = address
         self.request_limit = request_limit
-        self.draining = False  # changed by `WorkerPool` only
+        self.draining = False  # changed by `WorkerTable` only
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
         self.bookings = self._bookings(pool, believed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
-        self.foretold = ForetoldPrompts(pool.foretold, self.bit)
+        self.foretold = PeerPrompts(pool.foretold, self.bit)
         self._believed_for = believed_for
         self._prompts = pool.prompts
         self.adapters_booked: dict[str, int] = {}  # requests, by adapter
@@ -104,11 +104,11 @@ class KnownWorker:
         if self._believed_for is not None:
             self.assumed.sent(keys, Nanos(now + self._believed_for))
 
-    def _bookings(self, pool: "WorkerPool", believed_for: Nanos | None) -> WorkerBookings:
+    def _bookings(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
         if pool.prompts is None or believed_for is not None:  # of whom other routers believe what was sent there
-            return WorkerBookings(size, pool.chains, self.bit)
-        return ToldBookings(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
+            return WorkerReservations(size, pool.chains, self.bit)
+        return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
     def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
         return WorkerSnapshot(
@@ -128,19 +128,19 @@ class KnownWorker:
         )
 
 
-class BlockSize(Struct, frozen=True, kw_only=True):
+class BlockSizeGroup(Struct, frozen=True, kw_only=True):
     """The workers of one block size: prompts have other keys for each."""
 
     block_tokens: int
     rows: Rows | None  # None: all of the pool
     engines: Rows  # by the places of their bits in the index; -1: another's
-    live: Rows  # likewise in `WorkerPool.chains` and `WorkerPool.assumed`
+    live: Rows  # likewise in `WorkerTable.chains` and `WorkerTable.assumed`
 
 
-class WorkerPool:
+class WorkerTable:
     """All workers of one model, in order of joining."""
 
-    def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PlacedPrompts | None = None):
+    def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PromptAnnouncements | None = None):
         """Nobody has joined.
 
         Args:
@@ -151,12 +151,12 @@ class WorkerPool:
         self._settings = settings
         self._index = index
         self.prompts = prompts
-        self.workers: dict[WorkerId, KnownWorker] = {}
-        self.chains = Chains()  # of live requests
-        self.assumed = Chains()  # what is believed to be cached
-        self.foretold = Chains()  # marks of what other routers' requests are about to compute
+        self.workers: dict[WorkerId, RegisteredWorker] = {}
+        self.chains = RadixTree()  # of live requests
+        self.assumed = RadixTree()  # what is believed to be cached
+        self.foretold = RadixTree()  # marks of what other routers' requests are about to compute
         self._bits = 0  # in use
-        self._shared: Sequence[Mapping[WorkerId, Booked]] = ()  # by other routers
+        self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # by other routers
         self._arrange()
 
     def take_bit(self) -> int:
@@ -165,7 +165,7 @@ class WorkerPool:
         self._bits |= bit
         return bit
 
-    def join(self, worker: KnownWorker) -> None:
+    def join(self, worker: RegisteredWorker) -> None:
         self.workers[worker.description.worker_id] = worker
         self._arrange()
 
@@ -177,7 +177,7 @@ class WorkerPool:
         self._bits &= ~worker.bit
         self._arrange()
 
-    def share(self, booked: Sequence[Mapping[WorkerId, Booked]]) -> None:
+    def share(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
         """What other routers have booked here, in place of what they had before."""
         self._shared = booked
         self._booked_elsewhere = self._sum_of_shared()
@@ -224,15 +224,15 @@ class WorkerPool:
         self.workers[worker_id].draining = False
         self._serving = self._now_serving()
 
-    def _now_serving(self) -> Serving:
+    def _now_serving(self) -> ServingWorkers:
         draining = np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
-        return Serving.of(self.members, draining)
+        return ServingWorkers.of(self.members, draining)
 
     def _arrange(self) -> None:
         """Lay the table out anew: a worker joined or left, or describes itself otherwise."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
-        self.members = Members(descriptions, self._settings)
+        self.members = PoolTopology(descriptions, self._settings)
         self._serving = self._now_serving()
         columns: Floats = np.zeros((QUANTITIES, len(workers)))
         for row, worker in enumerate(workers):
@@ -250,14 +250,14 @@ class WorkerPool:
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
         self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
-        self._stores: list[tuple[Namespace, int, Rows]] = []  # namespace, block size, who loads from it
+        self._stores: list[tuple[StoreNamespace, int, Rows]] = []  # namespace, block size, who loads from it
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
         )
-        loading: dict[tuple[Namespace, int], list[int]] = {}
+        loading: dict[tuple[StoreNamespace, int], list[int]] = {}
         for row, each in enumerate(descriptions):
             if each.store_id is not None and KvPath.STORE in each.kv_paths:
-                name = Namespace(each.store_id, each.fingerprint)
+                name = StoreNamespace(each.store_id, each.fingerprint)
                 loading.setdefault((name, each.block_tokens), []).append(row)
         for (name, size), rows in loading.items():
             self._stores.append((name, size, np.array(rows, dtype=np.intp)))
@@ -274,7 +274,7 @@ class WorkerPool:
                     elsewhere[REQUESTS, row] += booked.requests
         return elsewhere
 
-    def standings(self, live: LiveRequest, tiers: Mapping[Namespace, Sequence[str]]) -> Standings:
+    def standings(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
         """All workers, as they stand for a request.
 
         Args:
@@ -318,19 +318,19 @@ class WorkerPool:
             )
         adapter = live.arrived.adapter
         if adapter is None:
-            return Standings(self.members, columns, self._serving, failed, warm)
+            return CandidateTable(self.members, columns, self._serving, failed, warm)
         found = homes(adapter, self.members, self.workers.values(), columns)
-        return Standings(self.members, columns, self._serving, failed, warm=warm, homes=found)
+        return CandidateTable(self.members, columns, self._serving, failed, warm=warm, homes=found)
 
     def _note_stores(
-        self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[Namespace, Sequence[str]]
+        self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[StoreNamespace, Sequence[str]]
     ) -> None:
         for name, block_tokens, rows in self._stores:
             if block_tokens != size:
                 continue
             memory = below = 0
             for tier in tiers.get(name, ()):
-                bit = self._index.bit(store_namespace(*name, tier))
+                bit = self._index.bit(store_tier_holder(*name, tier))
                 depth = next((depth for depth, mask in held if mask & bit), 0)
                 memory, below = (depth, below) if tier == POOL_TIER else (memory, max(below, depth))
             if not memory and not below:
@@ -342,10 +342,10 @@ class WorkerPool:
             columns[BELOW_BLOCKS, rows] = fetched
             columns[CONVERSION, rows] = self._settings.conversion_cost * self._converts[rows] * (loaded + fetched)
 
-    def _size(self, block_tokens: int, rows: list[int]) -> "BlockSize":
+    def _size(self, block_tokens: int, rows: list[int]) -> "BlockSizeGroup":
         workers = list(self.workers.values())
-        engines = {self._index.bit(engine_cache(workers[row].description.worker_id)): row for row in rows}
-        return BlockSize(
+        engines = {self._index.bit(engine_cache_holder(workers[row].description.worker_id)): row for row in rows}
+        return BlockSizeGroup(
             block_tokens=block_tokens,
             rows=None if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
             engines=_row_at(engines),

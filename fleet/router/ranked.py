@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from fleet.ids import RequestId
 
-Place = tuple[int, int, RequestId]
+QueuePosition = tuple[int, int, RequestId]
 """Rank, order of arrival, and whose place it is."""
 
 
-class Ranked:
+class OrderedRequests:
     """Request ids by rank, lowest first; equal ranks in order of `seq`.
 
     A sorted list, because a request may leave from anywhere (cancelled, expired) and must leave nothing behind; moving
@@ -17,7 +17,7 @@ class Ranked:
     """
 
     def __init__(self) -> None:
-        self._entries: list[Place] = []
+        self._entries: list[QueuePosition] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,7 +47,7 @@ class Ranked:
         return self._entries[0][2] if self._entries else None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> QueuePosition:
         """Of the first; there has to be one."""
         return self._entries[0]
 
@@ -60,8 +60,8 @@ class Ranked:
         """How many would go before a new one of this rank."""
         return bisect_left(self._entries, (rank + 1,))
 
-    def copy(self) -> "Ranked":
-        copy = Ranked()
+    def copy(self) -> "OrderedRequests":
+        copy = OrderedRequests()
         copy._entries = self._entries.copy()
         return copy
 

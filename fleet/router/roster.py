@@ -9,46 +9,46 @@ from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.requests import ModelCard
 from fleet.roles import KvPath, Role
 from fleet.router.adapters import listed
-from fleet.router.foretold import MOST_PLACED, PlacedPrompt, PlacedPrompts
-from fleet.router.index import Namespace, PrefixIndex, engine_cache, keys_of, store_namespace
+from fleet.router.foretold import MAX_ANNOUNCED_PROMPTS, PlacedPrompt, PromptAnnouncements
+from fleet.router.index import PrefixIndex, StoreNamespace, engine_cache_holder, keys_of, store_tier_holder
 from fleet.router.live import LiveRequest
-from fleet.router.members import Sizes, limit
-from fleet.router.messages import Booked, StoreChanged
-from fleet.router.pool import KnownWorker, WorkerPool
+from fleet.router.members import WorkerSizes, limit
+from fleet.router.messages import ReservationTotals, StoreChanged
+from fleet.router.pool import RegisteredWorker, WorkerTable
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
-from fleet.router.standings import Standings
-from fleet.router.truth import Compared, Knowledge
+from fleet.router.standings import CandidateTable
+from fleet.router.truth import CacheComparison, Knowledge
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
 
 
-class Roster:
+class WorkerRegistry:
     """All known workers and stores. Order is that of joining, everywhere, so that histories replay."""
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
-        self.workers: dict[WorkerId, KnownWorker] = {}  # others look up in it, and leave it as it is
-        self._pools: dict[ModelName, WorkerPool] = {}
-        self._stores: dict[Namespace, list[str]] = {}  # tiers that hold something
-        self._replicas: dict[str, Mapping[WorkerId, Booked]] = {}  # other routers' bookings
+        self.workers: dict[WorkerId, RegisteredWorker] = {}  # others look up in it, and leave it as it is
+        self._pools: dict[ModelName, WorkerTable] = {}
+        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold something
+        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # other routers' bookings
         self._cards: tuple[ModelCard, ...] | None = (
             None  # until somebody joins, drains or leaves: asked with each request
         )
         self.index = PrefixIndex()
-        self.prompts = PlacedPrompts()  # what other routers are told, where there are any
+        self.prompts = PromptAnnouncements()  # what other routers are told, where there are any
         self._told_prompts = self.prompts if settings.replicas_listen else None
         self._foretold: dict[str, dict[int, WorkerId]] = {}  # by other routers, by their numbers
-        self._nobody = WorkerPool(settings, self.index)
+        self._nobody = WorkerTable(settings, self.index)
         self.get = self.workers.get
         """The worker of this id, if it is known."""
 
-    def __iter__(self) -> Iterator[KnownWorker]:
+    def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self.workers.values())
 
-    def __getitem__(self, worker_id: WorkerId) -> KnownWorker:
+    def __getitem__(self, worker_id: WorkerId) -> RegisteredWorker:
         return self.workers[worker_id]
 
-    def serving(self, model: ModelName) -> list[KnownWorker]:
+    def serving(self, model: ModelName) -> list[RegisteredWorker]:
         return list(self._pools.get(model, self._nobody).workers.values())
 
     def join(
@@ -60,11 +60,13 @@ class Roster:
     ) -> None:
         worker_id = description.worker_id
         assert worker_id not in self.workers, worker_id
-        self.index.add(engine_cache(worker_id), capacity=description.kv_blocks)
+        self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
         if (pool := self._pools.get(description.model)) is None:
-            pool = self._pools[description.model] = WorkerPool(self._settings, self.index, self._told_prompts)
+            pool = self._pools[description.model] = WorkerTable(self._settings, self.index, self._told_prompts)
             pool.share(list(self._replicas.values()))
-        worker = KnownWorker(description, address, pool, limit(description, self._settings), knowledge, believed_for)
+        worker = RegisteredWorker(
+            description, address, pool, limit(description, self._settings), knowledge, believed_for
+        )
         self.workers[worker_id] = worker
         pool.join(worker)
         self._cards = None
@@ -77,7 +79,7 @@ class Roster:
         pool.leave(worker_id)
         if not pool.workers:
             del self._pools[model]
-        self.index.remove(engine_cache(worker_id))
+        self.index.remove(engine_cache_holder(worker_id))
 
     def tune(self, settings: RouterSettings) -> None:
         """Settings have changed."""
@@ -102,7 +104,7 @@ class Roster:
         self._pools[self.workers[worker_id].description.model].resume(worker_id)
 
     def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
-        holder = engine_cache(worker_id)
+        holder = engine_cache_holder(worker_id)
         for event in events:
             match event:
                 case KvStored():
@@ -113,26 +115,26 @@ class Roster:
                     self.index.cleared(holder)
 
     def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
-        holder = engine_cache(worker_id)
+        holder = engine_cache_holder(worker_id)
         if removed:  # first: it makes the room
             self.index.removed(holder, removed)
         self.index.stored(holder, stored)
 
     def store_changed(self, event: StoreChanged) -> None:
-        name = Namespace(event.store_id, event.fingerprint)
+        name = StoreNamespace(event.store_id, event.fingerprint)
         tiers = self._stores.setdefault(name, [])
         if event.reset:
             for tier in tiers:
-                self.index.cleared(store_namespace(*name, tier))
-        holder = store_namespace(*name, event.tier)
+                self.index.cleared(store_tier_holder(*name, tier))
+        holder = store_tier_holder(*name, event.tier)
         if event.stored and event.tier not in tiers:
             self.index.add(holder, capacity=self._settings.max_store_blocks)
             tiers.append(event.tier)
         if event.tier in tiers:
             self.index.stored(holder, keys_of(event.stored))
             self.index.removed(holder, keys_of(event.removed))
-        for tier in [tier for tier in tiers if not self.index.held_by(store_namespace(*name, tier))]:
-            self.index.remove(store_namespace(*name, tier))
+        for tier in [tier for tier in tiers if not self.index.held_by(store_tier_holder(*name, tier))]:
+            self.index.remove(store_tier_holder(*name, tier))
             tiers.remove(tier)
         if not tiers:
             del self._stores[name]
@@ -151,11 +153,11 @@ class Roster:
         worker = self.workers.get(worker_id)
         return worker is not None and self._pools[worker.description.model].has_room_on(worker_id)
 
-    def sizes(self, model: ModelName) -> Sizes:
+    def sizes(self, model: ModelName) -> WorkerSizes:
         """Of the workers of a model."""
         return self._pools.get(model, self._nobody).members.sizes
 
-    def share(self, replica: str, booked: Mapping[WorkerId, Booked]) -> list[KnownWorker]:
+    def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
         """What another router has booked, in place of what it had before; returns where that are fewer requests now."""
         before = self._replicas.get(replica, {})
         if booked:
@@ -181,7 +183,7 @@ class Roster:
                 continue
             if not each.number:
                 worker.assume_told(each.keys, now)
-            elif each.number not in told and len(told) < MOST_PLACED:
+            elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
                 worker.foretold.add(replica, each.number, each.keys)
 
@@ -191,15 +193,15 @@ class Roster:
             if (worker := self.get(worker_id)) is not None:
                 worker.foretold.remove(replica, number)
 
-    def booked(self) -> dict[WorkerId, Booked]:
+    def booked(self) -> dict[WorkerId, ReservationTotals]:
         """What this router has booked, on workers where that is anything."""
         return {
-            worker_id: Booked(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
+            worker_id: ReservationTotals(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
             for worker_id, worker in self.workers.items()
             if len(worker.bookings)
         }
 
-    def standings(self, live: LiveRequest) -> Standings:
+    def standings(self, live: LiveRequest) -> CandidateTable:
         """All workers of a request's model, as they stand for it."""
         return self._pools.get(live.arrived.model, self._nobody).standings(live, self._stores)
 
@@ -253,7 +255,7 @@ class Roster:
         pools: dict[tuple[ModelName, Role], list[WorkerSnapshot]] = {}
         for worker in self:
             worker_id, model = worker.description.worker_id, worker.description.model
-            cached = self.index.held_by(engine_cache(worker_id)) + len(worker.assumed)
+            cached = self.index.held_by(engine_cache_holder(worker_id)) + len(worker.assumed)
             elsewhere = self._pools[model].booked_elsewhere(worker_id)
             pools.setdefault((model, worker.description.role), []).append(worker.snapshot(cached, elsewhere))
         return tuple(
@@ -265,11 +267,11 @@ class Roster:
         for pool in self._pools.values():
             yield from pool.paces()
 
-    def recent(self, knowledge: Knowledge) -> tuple[int, int, Compared]:
+    def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
         """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
         truths = [worker.truth for worker in self if worker.truth.knowledge is knowledge]
         drifting = sum(truth.drifting for truth in truths)
-        return len(truths), drifting, sum((truth.recent for truth in truths), start=Compared())
+        return len(truths), drifting, sum((truth.recent for truth in truths), start=CacheComparison())
 
     def stores(self) -> tuple[StoreSnapshot, ...]:
         return tuple(
@@ -277,7 +279,7 @@ class Roster:
                 store_id=store_id,
                 fingerprint=name,
                 tier=tier,
-                blocks=self.index.held_by(store_namespace(store_id, name, tier)),
+                blocks=self.index.held_by(store_tier_holder(store_id, name, tier)),
             )
             for (store_id, name), tiers in self._stores.items()
             for tier in tiers

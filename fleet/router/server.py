@@ -18,38 +18,38 @@ from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import Reason, RequestRejected
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import KvPhase, ModelCard
-from fleet.router.foretold import PlacedPrompts
+from fleet.router.foretold import PromptAnnouncements
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
-    Booked,
-    CacheDrifts,
-    Cancelled,
-    CancelWork,
+    CacheDriftChanged,
+    CancelAttempt,
     Command,
     Complete,
     Dispatch,
     Emit,
-    Refuse,
-    ReplicaEvent,
+    PeerEvent,
+    Reject,
+    RequestCancelled,
+    ReservationTotals,
     RouterEvent,
+    RouterTicked,
     StartedOver,
-    Ticked,
-    Tuned,
+    ThresholdsChanged,
     Undelivered,
     WorkerEvent,
 )
 from fleet.router.placement import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
-from fleet.router.sessions import Sessions
+from fleet.router.sessions import SessionTable
 from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Explanation, RemotePrefill, RouterSnapshot
+from fleet.router.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 from fleet.work import Progress
 
 log = logging.getLogger(__name__)
 
 
-class Listener(Protocol):
+class RequestListener(Protocol):
     """Who hears how one request goes on; called between two turns of the event loop, and must not wait."""
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
@@ -133,7 +133,7 @@ class RouterServer:
         self._machine = machine
         self._workers = workers
         self._clock = clock
-        self._streams: dict[RequestId, Listener] = {}
+        self._streams: dict[RequestId, RequestListener] = {}
         self._unheard: deque[RouterEvent] = deque()
         self._absorbing = False
         self._broken: Exception | None = None  # a bug, met in the middle of a decision
@@ -149,7 +149,7 @@ class RouterServer:
         """A request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
         return RequestStream(arrived, self)
 
-    def hear(self, event: WorkerEvent | ReplicaEvent) -> None:
+    def hear(self, event: WorkerEvent | PeerEvent) -> None:
         """Take in at once what a worker or another router did."""
         self._absorb(event)
 
@@ -162,23 +162,23 @@ class RouterServer:
     def thresholds(self) -> Thresholds:
         return self._machine.thresholds()
 
-    def remote_prefill(self) -> RemotePrefill:
+    def remote_prefill(self) -> RemotePrefillSnapshot:
         return self._machine.remote_prefill()
 
     def tune(self, thresholds: Thresholds) -> None:
         """Set them from the next request on; those that wait are looked at again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
-        self._absorb(Tuned(thresholds=thresholds))
+        self._absorb(ThresholdsChanged(thresholds=thresholds))
 
-    def booked(self) -> dict[WorkerId, Booked]:
+    def booked(self) -> dict[WorkerId, ReservationTotals]:
         return self._machine.booked()
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SessionTable:
         return self._machine.sessions
 
     @property
-    def prompts(self) -> PlacedPrompts:
+    def prompts(self) -> PromptAnnouncements:
         return self._machine.prompts
 
     def decision(self, request_id: RequestId) -> Decision | None:
@@ -221,7 +221,7 @@ class RouterServer:
             log.warning("requests were not over in time", extra={"requests": len(self._streams)})
         return len(self._streams)
 
-    def open(self, arrived: Arrived, stream: Listener) -> None:
+    def open(self, arrived: Arrived, stream: RequestListener) -> None:
         """Take a request whose listener hears of it until it is over, or until `close`.
 
         Raises:
@@ -237,11 +237,11 @@ class RouterServer:
         self._idle.clear()
         self._absorb(arrived)
 
-    def close(self, request_id: RequestId, stream: Listener) -> None:
+    def close(self, request_id: RequestId, stream: RequestListener) -> None:
         """Nobody listens any more; a request that is not over is cancelled everywhere."""
         if self._streams.get(request_id) is stream:
             self._forget(request_id)
-            self._absorb(Cancelled(request_id=request_id))
+            self._absorb(RequestCancelled(request_id=request_id))
 
     async def _keep_time(self) -> Never:
         """Tell the machine when a deadline has come."""
@@ -252,7 +252,7 @@ class RouterServer:
                 async with asyncio.timeout(None if due is None else max(0, due - self._clock.now()) / SECOND):
                     await self._sooner.wait()
             except TimeoutError:
-                self._absorb(Ticked())
+                self._absorb(RouterTicked())
 
     def _absorb(self, event: RouterEvent) -> None:
         """Let the machine decide and do what it says; what cannot be delivered is another event.
@@ -298,16 +298,16 @@ class RouterServer:
                 stream.put(command)
             return None
         match command:
-            case CancelWork():
+            case CancelAttempt():
                 self._workers.cancel(command.worker_id, command.request_id)
             case StartedOver():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     stream.put(command)
-            case Refuse():
+            case Reject():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)
                     stream.put(_refused(command))
-            case CacheDrifts():
+            case CacheDriftChanged():
                 _warn_of_drift(command)
             case _:
                 assert_never(command)
@@ -327,7 +327,7 @@ class RouterServer:
             self._idle.set()
 
 
-def _warn_of_drift(command: CacheDrifts) -> None:
+def _warn_of_drift(command: CacheDriftChanged) -> None:
     told = {
         "worker": command.worker_id,
         "knowledge": command.knowledge,
@@ -346,7 +346,7 @@ def _going_away() -> RequestRejected:
     )
 
 
-def _refused(command: Refuse) -> RequestRejected:
+def _refused(command: Reject) -> RequestRejected:
     return RequestRejected(
         command.reason,
         command.message,

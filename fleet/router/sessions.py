@@ -6,7 +6,7 @@ Rules:
 2. At most so many sessions are remembered; the one that has been idle longest goes first.
 3. What a binding means is not decided here: a wish ("soft") or a condition ("hard"), see `RouterSettings.session_affinity`.
 4. A session's requests may come by any router of the cluster. So what is bound or forgotten here is told to the others, as the news
-   since the last time, and what they tell counts as if it had happened here; it is not told on. Of either there are `MOST_TOLD` at
+   since the last time, and what they tell counts as if it had happened here; it is not told on. Of either there are `MAX_SESSION_NEWS` at
    most: of the news the first, to a router that is reached later the latest bindings.
 5. Of what several routers say of one session the latest counts, by the *stamp* that the router gave it which placed the request. It
    never changes on its way, so all come to the same, in whatever order they hear it, and at once when a link that was cut is whole
@@ -26,7 +26,7 @@ from fleet.ids import WorkerId
 SessionKey = tuple[str, str]
 """Tenant and session: what one tenant calls its sessions is nothing to another."""
 
-MOST_TOLD = 10_000  # at once: some 1 MB
+MAX_SESSION_NEWS = 10_000  # at once: some 1 MB
 
 
 class SessionBinding(Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class SessionBinding(Struct, frozen=True, kw_only=True):
     stamp: int = 0  # when, by the common clock (rule 5), in nanoseconds; 0: of an older version, which does not say
 
 
-class Sessions:
+class SessionTable:
     """Bindings of one router, those used last at the end."""
 
     def __init__(self, ttl_seconds: float, capacity: int, *, telling: bool = False):
@@ -112,7 +112,7 @@ class Sessions:
 
     def latest(self) -> list[SessionBinding]:
         """What was bound last, the latest at the end."""
-        latest = list(islice(reversed(self._bindings.items()), MOST_TOLD))
+        latest = list(islice(reversed(self._bindings.items()), MAX_SESSION_NEWS))
         return [
             SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, _, stamp) in reversed(latest)
         ]
@@ -120,7 +120,7 @@ class Sessions:
     def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
         """Have it told; returns its stamp."""
         stamp = self._next_stamp(now)
-        if key in self._news or len(self._news) < MOST_TOLD:
+        if key in self._news or len(self._news) < MAX_SESSION_NEWS:
             self._news[key] = worker_id, stamp
         return stamp
 

@@ -2,12 +2,12 @@
 
 from fleet.clock import Clock
 from fleet.requests import RateLimitStatus
-from fleet.router.tenants import Settle, Tenants
+from fleet.router.tenants import SettleWithPeers, Tenants
 
 ROUNDS = 100  # each admits an equal share of what is left, at least
 
 
-async def admitted(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
+async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
     """Let a request in, as `Tenants.admit` does; waits for other routers only near a limit.
 
     Raises:
@@ -22,6 +22,6 @@ async def admitted(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clo
     return tenants.admit(tenant, prompt_tokens, clock.now())
 
 
-async def settled(settle: Settle) -> bool:
+async def await_settle(settle: SettleWithPeers) -> bool:
     """Wait as `settle` does: a coroutine, for a task."""
     return await settle()

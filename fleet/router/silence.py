@@ -7,9 +7,9 @@ Silence may also be a long prompt, a long answer that comes in one piece, a queu
    and from the same times for each KiB of prompt, so that a long prompt has long. A server with too short a past is judged by its
    siblings', the other servers of its model. Where nobody has answered yet, nothing is concluded.
 2. A request that waits twice as long as expected, on a server that gives no byte to anybody, makes the server suspect. So does a
-   client that leaves after so long: who ends a request changes nothing. A suspect is asked for a completion of one token (`Ask`), on a
+   client that leaves after so long: who ends a request changes nothing. A suspect is asked for a completion of one token (`SendTrial`), on a
    connection of its own, so that no client has to be the one who finds out.
-3. A server is out of rotation (`TakeOut`) when its silence has lasted `silence_factor` times what was expected, and the trial request
+3. A server is out of rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times what was expected, and the trial request
    has had no answer either. Before that some sibling must be sound: it has answered since, or has nothing to do. Where all are slow
    alike, the cause is none of theirs.
 4. A server that answers some requests and never others is not silent. Requests that wait for much longer than expected while later
@@ -17,7 +17,7 @@ Silence may also be a long prompt, a long answer that comes in one piece, a queu
    them are enough.
 5. What waits on a server that is out, and of which the client has seen nothing, is given up, which means that it is started elsewhere.
    An answer that has begun is given up after `silence_cut_seconds` without content, since nobody else can go on with it.
-6. A server comes back (`TakeBack`) when it answers the trial request, or gives any byte of an answer, and not before a pause that
+6. A server comes back (`ReturnToRotation`) when it answers the trial request, or gives any byte of an answer, and not before a pause that
    doubles as often as it is out again soon. Where trial requests tell nothing it comes back after the pause, and one more silent
    request is enough then.
 7. A byte is one of content. Comments in a stream of events, and a first event without content, are passed on, but a front sends them
@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId
-from fleet.router.first_bytes import FirstBytes
+from fleet.router.first_bytes import FirstByteHistory
 from fleet.router.settings import OpenAiWorkerSettings
 
 SUSPECT_FACTOR = 2.0  # over what is expected; a trial request costs little, so it may be sent in vain
@@ -55,7 +55,7 @@ CALM = 60 * SECOND  # after which pauses begin anew
 _UNSEEN = Nanos(-1)
 
 
-class Outstanding(Struct, frozen=True, kw_only=True):
+class OutstandingRequest(Struct, frozen=True, kw_only=True):
     """One request on a server, as it stands now."""
 
     work_id: RequestId
@@ -72,7 +72,7 @@ class Outstanding(Struct, frozen=True, kw_only=True):
     passed_on: bool = False  # a part of its answer was passed on, so that no other server can give one
 
 
-class Trial(Enum):
+class TrialOutcome(Enum):
     """The outcome of a trial request."""
 
     ANSWERED = auto()
@@ -80,42 +80,42 @@ class Trial(Enum):
     FAILED = auto()  # or not answered at all
 
 
-class Ask(Struct, frozen=True):
-    """Send a trial request; `ServerSilence.told` takes what comes of it."""
+class SendTrial(Struct, frozen=True):
+    """Send a trial request; `SilenceDetector.told` takes what comes of it."""
 
 
-class StopAsking(Struct, frozen=True):
+class ForgetTrial(Struct, frozen=True):
     """Forget the trial request: nothing is to be told of it any more."""
 
 
-class TakeOut(Struct, frozen=True):
+class TakeOutOfRotation(Struct, frozen=True):
     """Send it no more requests."""
 
     why: str
 
 
-class TakeBack(Struct, frozen=True):
+class ReturnToRotation(Struct, frozen=True):
     """It takes requests again."""
 
 
-class GiveUp(Struct, frozen=True):
+class AbandonRequest(Struct, frozen=True):
     """End a request here, which has it started elsewhere if its client has seen nothing."""
 
     work_id: RequestId
     why: str
 
 
-Command = Ask | StopAsking | TakeOut | TakeBack | GiveUp
+SilenceCommand = SendTrial | ForgetTrial | TakeOutOfRotation | ReturnToRotation | AbandonRequest
 
 
-class _Left(Struct, frozen=True):
+class _AbandonedRequest(Struct, frozen=True):
     """A request whose client left before a byte came, from a server that was silent all the time."""
 
     sent_at: Nanos
     waited: Nanos
 
 
-class ServerSilence:
+class SilenceDetector:
     """One server. `note` the servers of a model, then let each `decide`."""
 
     def __init__(self, settings: OpenAiWorkerSettings) -> None:
@@ -129,17 +129,17 @@ class ServerSilence:
         self._ceiling = settings.silence_timeout_seconds * SECOND
         self._cut = settings.silence_cut_seconds * SECOND
         self._asks = settings.trial_requests
-        self.past = (FirstBytes(), FirstBytes())  # of answers in one piece, and of streams
+        self.past = (FirstByteHistory(), FirstByteHistory())  # of answers in one piece, and of streams
         self.answers = 0
         self._heard_at = Nanos(0)
         self._latest_sent = _UNSEEN  # among the requests that were answered, the one sent last
         self._silent = 0.0  # requests, less what answers made up for
         self._overtakes = 0
-        self._siblings: Sequence[ServerSilence] = ()
+        self._siblings: Sequence[SilenceDetector] = ()
         self._known: dict[tuple[bool, int], float | None] = {}  # what `_limit` says, until the next look
-        self._outstanding: Sequence[Outstanding] = ()
+        self._outstanding: Sequence[OutstandingRequest] = ()
         self._counted: set[RequestId] = set()  # outstanding requests that are in `_silent`
-        self._left: _Left | None = None
+        self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._left_kib = [
             0,
@@ -193,14 +193,14 @@ class ServerSilence:
         self._heard_at = max(self._heard_at, heard_at)
         self._latest_sent = max(self._latest_sent, sent_at)
 
-    def abandoned(self, request: Outstanding, now: Nanos) -> None:
+    def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
         """Take in that a client left before a byte of its answer came."""
         waited, kib = Nanos(now - request.sent_at), _kib(request.size)
         self._left_at = now
         self._left_kib[request.streams] = max(self._left_kib[request.streams], kib)
         silent = self._heard_at <= request.sent_at
         if silent and (self._left is None or waited > self._left.waited):
-            self._left = _Left(request.sent_at, waited)
+            self._left = _AbandonedRequest(request.sent_at, waited)
         if request.work_id in self._counted:
             return
         limits, limit = self._limits(), self._limit(request)
@@ -211,7 +211,7 @@ class ServerSilence:
 
     # Looks
 
-    def note(self, now: Nanos, outstanding: Sequence[Outstanding]) -> None:
+    def note(self, now: Nanos, outstanding: Sequence[OutstandingRequest]) -> None:
         """Take in how its requests stand."""
         self._outstanding = outstanding
         self._known.clear()
@@ -229,7 +229,7 @@ class ServerSilence:
         if self._asked_at is not None and self._asked_at < self._heard_at:
             self._unresponsive = False
 
-    def decide(self, now: Nanos, siblings: "Sequence[ServerSilence]", *, spare: bool) -> list[Command]:
+    def decide(self, now: Nanos, siblings: "Sequence[SilenceDetector]", *, spare: bool) -> list[SilenceCommand]:
         """Say what to do about it.
 
         Args:
@@ -238,7 +238,7 @@ class ServerSilence:
             spare: Whether enough of them are left for one that fails requests to be taken out.
         """
         self._siblings = siblings
-        commands: list[Command] = []
+        commands: list[SilenceCommand] = []
         limits = self._limits()
         since = self._silent_since(limits)
         silence = Nanos(0) if since is None else Nanos(now - since)
@@ -253,7 +253,7 @@ class ServerSilence:
         elif self._asked_at is not None:
             if self._heard_at > self._asked_at:
                 self._asked_at = None
-                commands.append(StopAsking())
+                commands.append(ForgetTrial())
         elif self._suspect and self._trials_tell(now):
             self._ask(now, commands)
         if not self._out:
@@ -261,7 +261,7 @@ class ServerSilence:
         self._give_up(now, commands, too_long=too_long)
         return commands
 
-    def told(self, now: Nanos, waited: Nanos, trial: Trial) -> None:
+    def told(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
         """Take in what came of the trial request.
 
         Args:
@@ -270,10 +270,10 @@ class ServerSilence:
             trial: What came of it.
         """
         self._asked_at = None
-        if trial is Trial.REFUSED:
+        if trial is TrialOutcome.REFUSED:
             self._mute_until = Nanos(now + CALM)
             self._unresponsive = False
-        if trial is not Trial.ANSWERED:
+        if trial is not TrialOutcome.ANSWERED:
             return
         if not self._unresponsive or self.past[True].count < ENOUGH:  # what a hang took is not how fast it is
             self.past[True].add(waited, 1)
@@ -295,7 +295,7 @@ class ServerSilence:
     def _trials_tell(self, now: Nanos) -> bool:
         return self._asks and now >= self._mute_until
 
-    def _ask(self, now: Nanos, commands: list[Command]) -> None:
+    def _ask(self, now: Nanos, commands: list[SilenceCommand]) -> None:
         if now < self._ask_from:
             return
         if now - self._ask_from > CALM:
@@ -303,9 +303,9 @@ class ServerSilence:
         self._asked_at = now
         self._ask_from = Nanos(now + self._ask_pause)
         self._ask_pause = min(2 * self._ask_pause, LONGEST_ASK_PAUSE)
-        commands.append(Ask())
+        commands.append(SendTrial())
 
-    def _judge(self, now: Nanos, silence: Nanos, commands: list[Command], *, spare: bool) -> None:
+    def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
         """Take it out, if there is evidence and somebody else to serve."""
         failing = self._silent >= MOST_SILENT and spare
         if not (self._unresponsive or failing):
@@ -323,7 +323,7 @@ class ServerSilence:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
         else:
             why = "requests had no byte for much longer than others"
-        commands.append(TakeOut(why))
+        commands.append(TakeOutOfRotation(why))
 
     def sound(self, since: Nanos) -> bool:
         """True if it takes requests and has answered since then, or has nothing to answer."""
@@ -331,7 +331,7 @@ class ServerSilence:
             return False
         return not self._outstanding or self._heard_at >= since
 
-    def _return(self, now: Nanos, commands: list[Command]) -> None:
+    def _return(self, now: Nanos, commands: list[SilenceCommand]) -> None:
         """Have it back, or find out whether that is possible (rule 6)."""
         if now < self._back_from:
             return
@@ -339,7 +339,7 @@ class ServerSilence:
         if answers or not self._trials_tell(now):
             self.reset()
             self._silent = BACK_WITH
-            commands += [StopAsking(), TakeBack()]
+            commands += [ForgetTrial(), ReturnToRotation()]
         elif self._asked_at is None:
             self._ask(now, commands)
 
@@ -355,14 +355,14 @@ class ServerSilence:
                 self._counted.add(each.work_id)
                 self._silent += 1
 
-    def _overtaken(self, each: Outstanding) -> bool:
+    def _overtaken(self, each: OutstandingRequest) -> bool:
         """Say whether later requests were answered. It tells nothing of an answer in one piece, which may be a long one."""
         return each.streams and each.overtaken >= OVERTAKEN
 
-    def _stuck(self, each: Outstanding, now: Nanos, limit: float) -> bool:
+    def _stuck(self, each: OutstandingRequest, now: Nanos, limit: float) -> bool:
         return self._overtaken(each) and now - each.sent_at >= 2 * limit
 
-    def _give_up(self, now: Nanos, commands: list[Command], *, too_long: bool) -> None:
+    def _give_up(self, now: Nanos, commands: list[SilenceCommand], *, too_long: bool) -> None:
         for each in self._outstanding:
             quiet = Nanos(max(0, now - each.sent_at)) if not each.begun else each.quiet_for
             limit = self._limit(each)
@@ -381,7 +381,7 @@ class ServerSilence:
             else:
                 over = self._stuck(each, now, limit) and not each.moved
             if over:
-                commands.append(GiveUp(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
+                commands.append(AbandonRequest(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when it owes somebody a byte and has given none; None if it owes nothing.
@@ -426,7 +426,7 @@ class ServerSilence:
             every += [each.past[streams].expected(kib, total) for each in self._siblings if each.past[streams].count]
         return max(every, default=None)
 
-    def _limit(self, each: Outstanding) -> float | None:
+    def _limit(self, each: OutstandingRequest) -> float | None:
         kind = (True, 1) if each.begun else (each.streams, _kib(each.size))
         if kind not in self._known:
             streams, kib = kind

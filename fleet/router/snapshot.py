@@ -5,13 +5,13 @@ from msgspec import Struct, structs
 from fleet.errors import Reason
 from fleet.ids import ModelName, StoreId, WorkerId
 from fleet.roles import Role
-from fleet.router.impossible import Cause
-from fleet.router.placement import Decision, Placed, Why
-from fleet.router.policies.ports import Policy
-from fleet.router.truth import Compared, Knowledge
+from fleet.router.impossible import RejectionCause
+from fleet.router.placement import Decision, DecisionExplanation, PlacementReason
+from fleet.router.policies.ports import PlacementPolicy
+from fleet.router.truth import CacheComparison, Knowledge
 
 
-class Counters(Struct, kw_only=True):
+class RouterCounters(Struct, kw_only=True):
     """Since start. Every request that ended is in exactly one of completed, cancelled and refused."""
 
     completed: int = 0
@@ -19,8 +19,8 @@ class Counters(Struct, kw_only=True):
     refused: dict[Reason, int] = {}
     aggregated: int = 0  # placements on one worker
     disaggregated: int = 0  # placements on a pair
-    placements: dict[Why, int] = {}
-    impossible: dict[Cause, int] = {}  # requests that nobody could serve, finer than `refused`
+    placements: dict[PlacementReason, int] = {}
+    impossible: dict[RejectionCause, int] = {}  # requests that nobody could serve, finer than `refused`
     policy_fallbacks: int = 0  # decisions that the default policy made because the chosen one did not
     retried: int = 0  # attempts that failed and were followed by another
     fallbacks: int = 0  # prompts computed by the decode worker because a prefill worker had failed
@@ -29,7 +29,7 @@ class Counters(Struct, kw_only=True):
     late_messages: int = 0  # of work that was given up before
     kv_mismatches: int = 0  # pieces of work that workers refused with KV_MISMATCH, before a byte moved
 
-    def placed(self, decision: Decision, policy: Policy) -> None:
+    def placed(self, decision: Decision, policy: PlacementPolicy) -> None:
         """A request was.
 
         Args:
@@ -44,10 +44,10 @@ class Counters(Struct, kw_only=True):
         else:
             self.disaggregated += 1
             self.policy_fallbacks += decision.prefill_policy is not policy
-        if why is Why.PREFILL_LOST:
+        if why is PlacementReason.PREFILL_LOST:
             self.fallbacks += 1
 
-    def copy(self) -> "Counters":
+    def copy(self) -> "RouterCounters":
         """As they are now."""
         return structs.replace(
             self, refused=dict(self.refused), placements=dict(self.placements), impossible=dict(self.impossible)
@@ -94,8 +94,8 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     workers: int
     drifting: int  # of them
     prompts: int  # compared since start
-    total: Compared  # since start
-    recent: Compared  # of the latest of each worker that is here
+    total: CacheComparison  # since start
+    recent: CacheComparison  # of the latest of each worker that is here
 
 
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
@@ -105,11 +105,11 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     queued: int  # for a worker with room, or in the lane of one
     index_blocks: int  # distinct
     index_overflowed: int  # blocks that were not noted because their holder was full
-    counters: Counters
+    counters: RouterCounters
     knowledge: tuple[KnowledgeSnapshot, ...] = ()
 
 
-class BreakEven(Struct, frozen=True, kw_only=True):
+class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
     """For one worker that answers: from how many tokens on another one had better compute a prompt."""
 
     worker_id: WorkerId
@@ -118,16 +118,16 @@ class BreakEven(Struct, frozen=True, kw_only=True):
     min_tokens: int | None  # None: too little was measured
 
 
-class RemotePrefill(Struct, frozen=True, kw_only=True):
+class RemotePrefillSnapshot(Struct, frozen=True, kw_only=True):
     """What was measured of `remote_prefill_min_tokens`; see `fleet.router.crossover`."""
 
     learned: bool  # whether that counts, and not the setting
     handoffs: int
     handoff_seconds: float
-    workers: tuple[BreakEven, ...]
+    workers: tuple[BreakEvenSnapshot, ...]
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
     """All placements of one request, first to last."""
 
-    placements: tuple[Placed, ...]
+    placements: tuple[DecisionExplanation, ...]

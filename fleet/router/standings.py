@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from fleet.router.candidates import Candidates, Flags, Floats, Rows
-from fleet.router.members import Members
+from fleet.router.members import PoolTopology
 
 
-class Serving(Struct, frozen=True):
+class ServingWorkers(Struct, frozen=True):
     """Who takes requests, until the next one drains."""
 
     draining: Flags
@@ -17,17 +17,17 @@ class Serving(Struct, frozen=True):
     rows: Rows  # of these
 
     @classmethod
-    def of(cls, members: Members, draining: Flags) -> "Serving":
+    def of(cls, members: PoolTopology, draining: Flags) -> "ServingWorkers":
         answering = ~draining & members.decodes
         return cls(draining, ~draining, answering, answering.nonzero()[0])
 
 
-class Standings(Struct, frozen=True, eq=False):
+class CandidateTable(Struct, frozen=True, eq=False):
     """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
 
-    members: Members
+    members: PoolTopology
     columns: Floats  # see `fleet.router.candidates`
-    serving: Serving
+    serving: ServingWorkers
     failed: Flags | None = None  # on this request, in this incarnation; None: nobody
     warm: bool = True  # somebody may hold something of the prompt
     homes: Sequence[Flags] = ()  # of the request's adapter, the best first: see `fleet.router.adapters`

@@ -57,7 +57,7 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"{field}_per_minute: {limit:g} would never let anything in; 0 means no limit")
 
 
-class Bucket:
+class TokenBucket:
     """What may be taken, filled evenly to a minute's worth."""
 
     def __init__(self, per_minute: float, now: Nanos) -> None:
@@ -80,14 +80,14 @@ class Bucket:
         return max(0.0, level - self.level(now)) * MINUTE_SECONDS / self.per_minute
 
 
-class Taken(Struct, frozen=True, kw_only=True):
+class TenantUsageDelta(Struct, frozen=True, kw_only=True):
     """What a tenant took here since this was asked last."""
 
     requests: float
     tokens: float
 
 
-class Usage(Struct, kw_only=True):
+class TenantUsage(Struct, kw_only=True):
     """What a tenant has had here since the router began, for who keeps books."""
 
     requests: int = 0  # that were let in
@@ -95,24 +95,26 @@ class Usage(Struct, kw_only=True):
     answer_tokens: int = 0
 
 
-class Left(Struct, frozen=True, kw_only=True):
+class BucketLevels(Struct, frozen=True, kw_only=True):
     """The content of a tenant's buckets; 0 where there is none of this kind."""
 
     requests: float
     tokens: float
 
 
-Settle = Callable[[], Awaitable[bool]]
+SettleWithPeers = Callable[[], Awaitable[bool]]
 """Waits until the other routers have heard what was taken here; False where one of them did not answer in time."""
 
 
-class _Tenant:
+class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
-        self.requests = Bucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
-        self.tokens = Bucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
+        self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
+        self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
-        self.told = Taken(requests=0.0, tokens=0.0)  # all that was taken here for others to hear of; it only grows
+        self.told = TenantUsageDelta(
+            requests=0.0, tokens=0.0
+        )  # all that was taken here for others to hear of; it only grows
         self.heard = self.told  # as much of it as all other routers have confirmed that they heard of
 
     @property
@@ -138,7 +140,7 @@ class Tenants:
             for key in tenant.api_key_sha256:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
-        self.settle_with_others: Settle | None = None
+        self.settle_with_others: SettleWithPeers | None = None
         """Set by whoever tells other routers directly what is taken here (rule 4)."""
 
         self.on_taken: Callable[[], None] | None = None
@@ -147,8 +149,8 @@ class Tenants:
         self.others = 0
         """Routers that are told directly."""
 
-        self._usage = {name: Usage() for name in settings}
-        self._limited = {name: _Tenant(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
+        self._usage = {name: TenantUsage() for name in settings}
+        self._limited = {name: _TenantLimits(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
 
     @property
     def by_key(self) -> bool:
@@ -206,16 +208,16 @@ class Tenants:
         if (limited := self._limited.get(tenant)) is not None:
             self._take(limited, 0, answer_tokens, now)
 
-    def usage(self) -> Mapping[str, Usage]:
+    def usage(self) -> Mapping[str, TenantUsage]:
         """Of each tenant that the settings name; it goes on counting."""
         return self._usage
 
-    def taken(self) -> dict[str, Taken]:
+    def taken(self) -> dict[str, TenantUsageDelta]:
         """What was taken here since the last call, of tenants with limits that took anything."""
         taken = {}
         for name, limited in self._limited.items():
             if limited.taken_requests or limited.taken_tokens:
-                taken[name] = Taken(requests=limited.taken_requests, tokens=limited.taken_tokens)
+                taken[name] = TenantUsageDelta(requests=limited.taken_requests, tokens=limited.taken_tokens)
                 limited.taken_requests = limited.taken_tokens = 0.0
         return taken
 
@@ -245,19 +247,19 @@ class Tenants:
             limited.tokens, limited.unheard_tokens, prompt_tokens, routers, now
         )
 
-    def told(self) -> dict[str, Taken]:
+    def told(self) -> dict[str, TenantUsageDelta]:
         """Return all that was taken here so far, for `confirm`; ask when others have been told of it (`taken`)."""
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
-    def confirm(self, told: Mapping[str, Taken]) -> None:
+    def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
         """Note that all other routers have heard of so much (`told`); in whatever order, and however often, that is said."""
         for name, taken in told.items():
             limited = self._limited[name]
-            limited.heard = Taken(
+            limited.heard = TenantUsageDelta(
                 requests=max(limited.heard.requests, taken.requests), tokens=max(limited.heard.tokens, taken.tokens)
             )
 
-    def took_elsewhere(self, tenant: str, taken: Taken, now: Nanos) -> None:
+    def took_elsewhere(self, tenant: str, taken: TenantUsageDelta, now: Nanos) -> None:
         """Take what a tenant had from another router off its buckets here."""
         if (limited := self._limited.get(tenant)) is not None:
             if limited.requests is not None:
@@ -265,15 +267,15 @@ class Tenants:
             if limited.tokens is not None:
                 limited.tokens.take(taken.tokens, now)
 
-    def left(self, now: Nanos) -> dict[str, Left]:
+    def left(self, now: Nanos) -> dict[str, BucketLevels]:
         """Return what is left in the buckets of tenants that took anything lately."""
         return {
-            name: Left(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
+            name: BucketLevels(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
             for name, limited in self._limited.items()
             if _is_used(limited.requests, now) or _is_used(limited.tokens, now)
         }
 
-    def lower(self, tenant: str, left: Left, now: Nanos) -> None:
+    def lower(self, tenant: str, left: BucketLevels, now: Nanos) -> None:
         """Believe another router that less is left than this one knows of."""
         if (limited := self._limited.get(tenant)) is not None:
             for bucket, level in ((limited.requests, left.requests), (limited.tokens, left.tokens)):
@@ -290,7 +292,7 @@ class Tenants:
             for name, limited in self._limited.items()
         }
 
-    def _take(self, limited: _Tenant, requests: int, tokens: int, now: Nanos) -> None:
+    def _take(self, limited: _TenantLimits, requests: int, tokens: int, now: Nanos) -> None:
         if limited.requests is not None:
             limited.requests.take(requests, now)
         if limited.tokens is not None:
@@ -298,33 +300,35 @@ class Tenants:
         limited.taken_requests += requests
         limited.taken_tokens += tokens
         if self.on_taken is not None:
-            limited.told = Taken(requests=limited.told.requests + requests, tokens=limited.told.tokens + tokens)
+            limited.told = TenantUsageDelta(
+                requests=limited.told.requests + requests, tokens=limited.told.tokens + tokens
+            )
             self.on_taken()
 
 
-def _exceeds_share(bucket: Bucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
+def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
     """Return whether a router should ask the others first, of `routers` that share what is left."""
     if bucket is None or not unheard or (level := bucket.level(now)) < 1:
         return False  # below one the request is refused, whatever the others took
     return unheard + more > max(1.0, (level + unheard) / routers)
 
 
-def _level(bucket: Bucket | None, now: Nanos) -> float:
+def _level(bucket: TokenBucket | None, now: Nanos) -> float:
     return 0.0 if bucket is None else bucket.level(now)
 
 
-def _is_used(bucket: Bucket | None, now: Nanos) -> bool:
+def _is_used(bucket: TokenBucket | None, now: Nanos) -> bool:
     return bucket is not None and bucket.level(now) < bucket.per_minute
 
 
-def _check(bucket: Bucket | None, what: str, now: Nanos) -> None:
+def _check(bucket: TokenBucket | None, what: str, now: Nanos) -> None:
     if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
         return
     message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
     raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))
 
 
-def _remaining(bucket: Bucket | None, now: Nanos) -> RemainingLimit | None:
+def _remaining(bucket: TokenBucket | None, now: Nanos) -> RemainingLimit | None:
     if bucket is None:
         return None
     return RemainingLimit(

@@ -29,7 +29,7 @@ TRIM_SECONDS = 1.0  # after a very long text: until then its thread and its requ
 Result = TypeVar("Result")
 
 
-class TokenisingThreads:
+class TokenizerThreads:
     """One router process has these, whatever its fronts and models."""
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
@@ -42,8 +42,8 @@ class TokenisingThreads:
         self._trim = trim
         self._trim_due: asyncio.TimerHandle | None = None
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
-        self._very_long = _Lane(THREADS - 1, MOST_VERY_LONG)
-        self._others = _Lane(THREADS, MOST)
+        self._very_long = _ThreadShare(THREADS - 1, MOST_VERY_LONG)
+        self._others = _ThreadShare(THREADS, MOST)
         self._lanes = (self._very_long, self._others)  # who gets fewer threads begins first
 
     def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
@@ -93,7 +93,7 @@ class TokenisingThreads:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenise-very-long") as thread:
             return thread.submit(work).result()
 
-    def _done(self, lane: "_Lane", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
+    def _done(self, lane: "_ThreadShare", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
         lane.running -= 1
         if begun.cancelled():
             return  # the threads were given up
@@ -112,7 +112,7 @@ class TokenisingThreads:
         self._executor.submit(trim)
 
 
-class _Lane:
+class _ThreadShare:
     """Work of one kind, in the order in which it came."""
 
     def __init__(self, threads: int, most: int) -> None:

@@ -29,7 +29,7 @@ class Knowledge(StrEnum):
     APPROXIMATE = "approximate"  # it is believed to hold what was sent there
 
 
-class Compared(Struct, frozen=True):
+class CacheComparison(Struct, frozen=True):
     """One prompt, or several together, in tokens."""
 
     prompt: int = 0
@@ -37,8 +37,8 @@ class Compared(Struct, frozen=True):
     reported: int = 0
     agreed: int = 0
 
-    def __add__(self, other: "Compared") -> "Compared":
-        return Compared(
+    def __add__(self, other: "CacheComparison") -> "CacheComparison":
+        return CacheComparison(
             self.prompt + other.prompt,
             self.predicted + other.predicted,
             self.reported + other.reported,
@@ -58,36 +58,36 @@ class Compared(Struct, frozen=True):
         return (self.predicted - self.reported) / self.prompt if self.prompt else 0.0
 
 
-_NOTHING = Compared()
+_NOTHING = CacheComparison()
 
 
-def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> Compared:
+def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> CacheComparison:
     """One prompt, by rule 1."""
     most = max(0, prompt_tokens - 1) // block_tokens * block_tokens
     predicted, reported = max(0, min(predicted_tokens, most)), min(reported_tokens, most)
-    return Compared(prompt_tokens, predicted, reported, min(predicted, reported))
+    return CacheComparison(prompt_tokens, predicted, reported, min(predicted, reported))
 
 
-class CacheTruth:
+class CacheAccuracy:
     """Of one worker."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
         self.drifting = False
-        self.recent = Compared()
-        self._window: deque[Compared] = deque()
+        self.recent = CacheComparison()
+        self._window: deque[CacheComparison] = deque()
 
     def __len__(self) -> int:
         return len(self._window)
 
-    def note(self, compared: Compared) -> bool:
+    def note(self, compared: CacheComparison) -> bool:
         """Take a comparison in; whether `drifting` has changed by it."""
         if not compared.predicted and not compared.reported:
             return False
         window, recent = self._window, self.recent
         gone = window.popleft() if len(window) == WINDOW else _NOTHING
         window.append(compared)
-        self.recent = recent = Compared(
+        self.recent = recent = CacheComparison(
             recent.prompt + compared.prompt - gone.prompt,
             recent.predicted + compared.predicted - gone.predicted,
             recent.reported + compared.reported - gone.reported,
@@ -101,5 +101,5 @@ class CacheTruth:
 
     def check(self) -> None:
         """Assert that the sum is that of the window."""
-        assert sum(self._window, start=Compared()) == self.recent
+        assert sum(self._window, start=CacheComparison()) == self.recent
         assert len(self._window) <= WINDOW

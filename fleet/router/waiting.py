@@ -5,7 +5,7 @@ Rules:
 1. Requests wait by model: busy workers of one model hold nobody up who wants another. Nor does who asks for particular workers, by
    its *wish*, hold up those who ask for others: all with its wish are passed over until something has changed for them
    (`fleet.router.wishes`). Where that is so for more wishes than can be tried at once, those further back have their turns one after
-   the other (`Search`).
+   the other (`QueueSearch`).
 2. Between tenants: who was served least is next, in prompt tokens computed over the tenant's weight (start-time fair
    queueing, Goyal, Vin and Cheng, SIGCOMM 1996). A tenant that begins to wait starts where the one served last stands:
    idleness earns nothing. When nobody waits all debts are forgotten.
@@ -26,22 +26,22 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.router.members import Sizes
-from fleet.router.ranked import Place, Ranked
+from fleet.router.members import WorkerSizes
+from fleet.router.ranked import OrderedRequests, QueuePosition
 from fleet.router.sessions import SessionKey
-from fleet.router.wishes import NOBODY_KNOWN, Busy, HasRoom, Wish, Wishes
+from fleet.router.wishes import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 
-PACE_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
+RATE_MEMORY_SECONDS = 10.0  # memory of the pace; a burst is over in less, a change of load is noticed in a few of them
 EVIDENCE = 8  # departures before a pace is believed
-LONGEST_SECONDS = 1e9  # thirty years; more is the same, and infinitely much is no number to reckon with
-MOST_FIRST = 1024  # some 35 ms, after as many others have come
-LAGGARDS = 64  # tenants not waiting whose clocks are kept without looking
+MAX_SECONDS = 1e9  # thirty years; more is the same, and infinitely much is no number to reckon with
+MAX_FIRST_TRIES = 1024  # some 35 ms, after as many others have come
+MAX_IDLE_CLOCKS = 64  # tenants not waiting whose clocks are kept without looking
 
-Head = tuple[int, int, RequestId, Wish]
+GroupHead = tuple[int, int, RequestId, WaitGroup]
 """Rank, order of arrival, and whose place it is; and its wish."""
 
 
-class Waiting(Struct, frozen=True, kw_only=True):
+class QueuedRequest(Struct, frozen=True, kw_only=True):
     """One request in the room."""
 
     request_id: RequestId
@@ -67,11 +67,11 @@ def rank(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float,
         size_seconds: By how much a thousand tokens put a request back. Zero: size does not count; much: the shortest
             first, which has the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
     """
-    step, thousand = min(priority_seconds, LONGEST_SECONDS), min(size_seconds, LONGEST_SECONDS)
+    step, thousand = min(priority_seconds, MAX_SECONDS), min(size_seconds, MAX_SECONDS)
     return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
 
 
-class Pace:
+class DepartureRate:
     """Prompt tokens a second that leave while somebody waits, recent ones counting more."""
 
     def __init__(self) -> None:
@@ -106,21 +106,23 @@ class Pace:
         if self._since is None:
             return self._tokens, self._seconds
         seconds = max(0, now - self._since) / SECOND
-        keep = exp(-seconds / PACE_SECONDS)
+        keep = exp(-seconds / RATE_MEMORY_SECONDS)
         return self._tokens * keep, self._seconds * keep + seconds
 
 
-class _Tenant:
+class _TenantQueue:
     """One tenant's requests for one model; there is no such object for a tenant of whom none waits."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq  # of the request with which it began to wait: among equal clocks the earlier is first
         self.tokens = 0
-        self.ranked = Ranked()
-        self._queues: dict[Wish, Ranked] = {}  # where there has been one wish only, its queue is `ranked` itself
-        self._heads: list[Head] = []  # else: the first of each, in order
+        self.ranked = OrderedRequests()
+        self._queues: dict[
+            WaitGroup, OrderedRequests
+        ] = {}  # where there has been one wish only, its queue is `ranked` itself
+        self._heads: list[GroupHead] = []  # else: the first of each, in order
 
-    def add(self, waiting: Waiting, wish: Wish) -> None:
+    def add(self, waiting: QueuedRequest, wish: WaitGroup) -> None:
         if (queue := self._queues.get(wish)) is None:
             queue = self._queues[wish] = self._another_queue()
         if queue is not self.ranked:
@@ -130,7 +132,7 @@ class _Tenant:
         self.ranked.add(waiting.rank, waiting.seq, waiting.request_id)
         self.tokens += waiting.tokens
 
-    def remove(self, waiting: Waiting, wish: Wish) -> None:
+    def remove(self, waiting: QueuedRequest, wish: WaitGroup) -> None:
         queue = self._queues[wish]
         if queue is not self.ranked:
             first = queue.place
@@ -141,20 +143,20 @@ class _Tenant:
             del self._queues[wish]
         self.tokens -= waiting.tokens
 
-    def heads(self) -> Sequence[Head]:
+    def heads(self) -> Sequence[GroupHead]:
         """The first of each wish, in order."""
         return self._heads or [(*self.ranked.place, wish) for wish in self._queues]
 
-    def _another_queue(self) -> Ranked:
+    def _another_queue(self) -> OrderedRequests:
         if not self._queues:
             return self.ranked
         for wish, queue in self._queues.items():
             if queue is self.ranked:
                 self._queues[wish] = queue.copy()
                 self._heads = [(*queue.place, wish)]
-        return Ranked()
+        return OrderedRequests()
 
-    def _note_head(self, wish: Wish, queue: Ranked, was: Place | None) -> None:
+    def _note_head(self, wish: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
         """Another may be the first of a wish now."""
         if queue and queue.place == was:
             return
@@ -163,7 +165,7 @@ class _Tenant:
         if queue:
             insort(self._heads, (*queue.place, wish))
 
-    def check(self, wish_of: Mapping[RequestId, Wish]) -> None:
+    def check(self, wish_of: Mapping[RequestId, WaitGroup]) -> None:
         assert self.heads() == sorted((*queue.place, wish) for wish, queue in self._queues.items())
         assert sorted(self.ranked) == sorted(each for queue in self._queues.values() for each in queue)
         assert all(wish_of[each] is wish for wish, queue in self._queues.items() for each in queue)
@@ -172,27 +174,27 @@ class _Tenant:
 class FairQueue:
     """Rules 2 to 5 for one model."""
 
-    def __init__(self, weights: Mapping[str, float], sizes: Sizes) -> None:
+    def __init__(self, weights: Mapping[str, float], sizes: WorkerSizes) -> None:
         self._weights = weights
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
         self._order: list[tuple[float, int, str]] = []  # of the tenants that wait: clock, seq, name
         self._clocks: dict[str, float] = {}  # missing: not ahead of `_clock`
         self._clock = 0.0  # of the tenant served last
         self._tokens = 0
-        self._pace = Pace()
+        self._pace = DepartureRate()
         self._sizes = sizes
-        self._wish_of: dict[RequestId, Wish] = {}
-        self.wishes = Wishes()
+        self._wish_of: dict[RequestId, WaitGroup] = {}
+        self.wishes = WaitGroups()
 
     def __len__(self) -> int:
         return len(self._wish_of)
 
-    def add(self, waiting: Waiting, now: Nanos) -> Wish:
+    def add(self, waiting: QueuedRequest, now: Nanos) -> WaitGroup:
         """It waits from now on, with others of its wish."""
         name = waiting.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(waiting.seq)
+            tenant = self._tenants[name] = _TenantQueue(waiting.seq)
             clock = max(self._clock, self._clocks.get(name, -inf))
             self._clocks[name] = clock
             insort(self._order, (clock, tenant.seq, name))
@@ -202,7 +204,7 @@ class FairQueue:
         self._pace.busy(now)
         return wish
 
-    def _wish(self, waiting: Waiting) -> Wish:
+    def _wish(self, waiting: QueuedRequest) -> WaitGroup:
         """It has one more."""
         reach = self._sizes.reach(waiting.tokens, waiting.whole_tokens)
         return self.wishes.wished((waiting.wish, waiting.session, reach), waiting.session)
@@ -211,7 +213,7 @@ class FairQueue:
     def first(self) -> RequestId | None:
         return self._tenants[self._order[0][2]].ranked.first if self._order else None
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         """It waits no more, for whatever reason."""
         name = waiting.tenant
         tenant = self._tenants[name]
@@ -229,7 +231,7 @@ class FairQueue:
                 self._clock = 0.0
                 self._pace.idle()
 
-    def sized(self, sizes: Sizes, waiting: Mapping[RequestId, Waiting]) -> None:
+    def sized(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
         """Lengths are told apart by these from now on.
 
         Args:
@@ -239,14 +241,14 @@ class FairQueue:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        self.wishes = Wishes()
-        self._tenants = {name: _Tenant(tenant.seq) for name, tenant in self._tenants.items()}
+        self.wishes = WaitGroups()
+        self._tenants = {name: _TenantQueue(tenant.seq) for name, tenant in self._tenants.items()}
         for request_id in self._wish_of:
             each = waiting[request_id]
             wish = self._wish_of[request_id] = self._wish(each)
             self._tenants[each.tenant].add(each, wish)
 
-    def heads(self) -> Iterator[tuple[RequestId, Wish]]:
+    def heads(self) -> Iterator[tuple[RequestId, WaitGroup]]:
         """Of each tenant and each wish that is before no gate the first, the next one first; until somebody comes or leaves."""
         for _, _, name in self._order:
             for _, _, request_id, wish in self._tenants[name].heads():
@@ -266,7 +268,7 @@ class FairQueue:
             self._order.remove((self._clocks[name], tenant.seq, name))
             insort(self._order, (after, tenant.seq, name))
         self._clocks[name] = after
-        if len(self._clocks) > len(self._tenants) + LAGGARDS:
+        if len(self._clocks) > len(self._tenants) + MAX_IDLE_CLOCKS:
             self._clocks = {
                 other: clock for other, clock in self._clocks.items() if other in self._tenants or clock > self._clock
             }
@@ -315,12 +317,12 @@ class FairQueue:
             tenant.check(self._wish_of)
 
 
-class Search:
+class QueueSearch:
     """For those of one model who need not wait on, after something has changed; the next one first.
 
     Each try takes time, so only `most` are made in vain after a change. Half of these are of the foremost wishes. The others are of those
     that were not tried since all had their turn last: however many ask in vain before it, a wish is not passed over for ever. Of wishes
-    that are untried (`fleet.router.wishes`, rule 3) `MOST_FIRST` are tried beside these: the worker that has room now may be theirs alone.
+    that are untried (`fleet.router.wishes`, rule 3) `MAX_FIRST_TRIES` are tried beside these: the worker that has room now may be theirs alone.
     """
 
     def __init__(self, queue: FairQueue, most: int | None, has_room: HasRoom) -> None:
@@ -338,12 +340,12 @@ class Search:
         self._has_room = has_room
         self._most = inf if most is None else most
         self._tries = 0  # in vain
-        self._first = MOST_FIRST if most is not None else 0  # tries that are left for those who are untried
+        self._first = MAX_FIRST_TRIES if most is not None else 0  # tries that are left for those who are untried
         self._open = 0  # of these wishes, those that stand before no gate
-        self._tried: Wish | None = None
+        self._tried: WaitGroup | None = None
 
     def candidates(self) -> Iterator[RequestId]:
-        """Whom to try, until somebody leaves; then ask anew. Who was tried and stays is told to `in_vain` before the next is asked for."""
+        """Whom to try, until somebody leaves; then ask anew. Who was tried and stays is told to `mark_rejected` before the next is asked for."""
         wishes = self._wishes
         while wishes.open > self._open:
             for request_id, wish in self._queue.heads():
@@ -368,25 +370,25 @@ class Search:
                 return
             wishes.next_turn()  # all had theirs
 
-    def in_vain(self, busy: Busy) -> None:
+    def mark_rejected(self, busy: BusyWorkers) -> None:
         """The latest candidate waits on, for one of these to change."""
         assert self._tried is not None
         if not self._tried.vain_in and self._first:
             self._first -= 1
         else:
             self._tries += 1
-        self._wishes.in_vain(self._tried, busy)
+        self._wishes.mark_rejected(self._tried, busy)
         self._open += not self._tried.gate.shut
 
 
-class WaitingRoom:
+class AdmissionQueue:
     """All that wait at one router. Weights may be changed in place; who is not named weighs 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._queues: dict[ModelName, FairQueue] = {}  # one a model that ever had to wait
-        self._waiting: dict[RequestId, Waiting] = {}
-        self._sizes: dict[ModelName, Sizes] = {}
+        self._waiting: dict[RequestId, QueuedRequest] = {}
+        self._sizes: dict[ModelName, WorkerSizes] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -396,7 +398,7 @@ class WaitingRoom:
         queue = self._queues.get(model)
         return None if queue is None else queue.first
 
-    def add(self, waiting: Waiting, now: Nanos, busy: Busy = NOBODY_KNOWN) -> None:
+    def add(self, waiting: QueuedRequest, now: Nanos, busy: BusyWorkers = UNKNOWN_WORKERS) -> None:
         """It waits from now on.
 
         Args:
@@ -409,11 +411,11 @@ class WaitingRoom:
         queue = self._queue(waiting.model)
         wish = queue.add(waiting, now)
         if busy:
-            queue.wishes.in_vain(wish, busy)
+            queue.wishes.mark_rejected(wish, busy)
 
     def _queue(self, model: ModelName) -> FairQueue:
         if (queue := self._queues.get(model)) is None:
-            queue = self._queues[model] = FairQueue(self._weights, self._sizes.get(model, Sizes()))
+            queue = self._queues[model] = FairQueue(self._weights, self._sizes.get(model, WorkerSizes()))
         return queue
 
     def changed(self, model: ModelName, worker_id: WorkerId) -> None:
@@ -436,13 +438,13 @@ class WaitingRoom:
             if (queue := self._queues.get(model)) is not None:
                 queue.wishes.all_changed()
 
-    def sized(self, model: ModelName, sizes: Sizes) -> None:
+    def sized(self, model: ModelName, sizes: WorkerSizes) -> None:
         """Requests that the workers of a model can serve are told apart by these lengths, from now on."""
         self._sizes[model] = sizes
         if (queue := self._queues.get(model)) is not None:
             queue.sized(sizes, self._waiting)
 
-    def discard(self, request_id: RequestId) -> Waiting | None:
+    def discard(self, request_id: RequestId) -> QueuedRequest | None:
         """It waits no more, and was not served; None when it did not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
@@ -474,7 +476,7 @@ class WaitingRoom:
         queue = self._queues.get(model)
         return None if queue is None else queue.seconds_to_wait(tenant, now, place)
 
-    def search(self, model: ModelName, most: int | None, has_room: HasRoom) -> Search:
+    def search(self, model: ModelName, most: int | None, has_room: HasRoom) -> QueueSearch:
         """For those who need not wait on, now that something has changed.
 
         Args:
@@ -482,7 +484,7 @@ class WaitingRoom:
             most: Tries in vain; None: any number.
             has_room: Whether a worker has.
         """
-        return Search(self._queues[model], most, has_room)
+        return QueueSearch(self._queues[model], most, has_room)
 
     def models(self) -> list[ModelName]:
         """That somebody waits for."""

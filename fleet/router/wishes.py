@@ -17,20 +17,20 @@ from collections.abc import Callable, Hashable, Iterator
 from fleet.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
-Busy = frozenset[WorkerId]
+BusyWorkers = frozenset[WorkerId]
 """Workers, none of which has room. None at all: nobody can say which these are."""
-NOBODY_KNOWN: Busy = frozenset()
+UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
 """Whether a worker has room."""
 
 
-class Gate:
+class BlockedOn:
     """Before certain workers."""
 
     __slots__ = ("busy", "changed", "lost", "shut", "wishes")
 
-    def __init__(self, busy: Busy) -> None:
+    def __init__(self, busy: BusyWorkers) -> None:
         self.busy = busy
         self.shut = False
         self.changed: set[WorkerId] = set()  # since it was shut
@@ -38,35 +38,35 @@ class Gate:
         self.wishes = 0  # that stand here
 
 
-class Wish:
+class WaitGroup:
     """Those who want the same."""
 
     __slots__ = ("gate", "session", "turn", "vain_in", "value", "waiting")
 
-    def __init__(self, value: Hashable, session: SessionKey | None, gate: Gate) -> None:
+    def __init__(self, value: Hashable, session: SessionKey | None, gate: BlockedOn) -> None:
         self.value = value
         self.session = session
         self.gate = gate
         self.waiting = 0
-        self.turn = 0  # of `Wishes.turn`, the latest that it had
+        self.turn = 0  # of `WaitGroups.turn`, the latest that it had
         self.vain_in = 0  # the latest search in which it was tried in vain; 0: it is untried
 
 
-class Wishes:
+class WaitGroups:
     """All of one model."""
 
     def __init__(self) -> None:
-        self._by_value: dict[Hashable, Wish] = {}
-        self.gates: dict[Busy, Gate] = {}
-        self._nowhere = Gate(NOBODY_KNOWN)  # never shut
-        self._by_session: dict[SessionKey, set[Wish]] = {}
+        self._by_value: dict[Hashable, WaitGroup] = {}
+        self.gates: dict[BusyWorkers, BlockedOn] = {}
+        self._nowhere = BlockedOn(UNKNOWN_WORKERS)  # never shut
+        self._by_session: dict[SessionKey, set[WaitGroup]] = {}
         self.open = 0  # wishes before no gate that is shut
-        self.turn = 1  # see `fleet.router.waiting.Search`
+        self.turn = 1  # see `fleet.router.waiting.QueueSearch`
         self.had_turn = 0  # wishes that had theirs in this one
         self.searches = 1
         self.untried = 0  # wishes
 
-    def wished(self, value: Hashable, session: SessionKey | None = None) -> Wish:
+    def wished(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
         """One more waits, with the wish of this value.
 
         Args:
@@ -74,7 +74,7 @@ class Wishes:
             session: What has to stay where it is, which is a part of the value.
         """
         if (wish := self._by_value.get(value)) is None:
-            wish = self._by_value[value] = Wish(value, session, self._nowhere)
+            wish = self._by_value[value] = WaitGroup(value, session, self._nowhere)
             self._nowhere.wishes += 1
             self.open += 1
             self.untried += 1
@@ -83,7 +83,7 @@ class Wishes:
         wish.waiting += 1
         return wish
 
-    def over(self, wish: Wish) -> None:
+    def over(self, wish: WaitGroup) -> None:
         """Nobody waits with it any more."""
         del self._by_value[wish.value]
         self.untried -= not wish.vain_in
@@ -93,12 +93,12 @@ class Wishes:
             if not self._by_session[wish.session]:
                 del self._by_session[wish.session]
 
-    def in_vain(self, wish: Wish, busy: Busy) -> None:
+    def mark_rejected(self, wish: WaitGroup, busy: BusyWorkers) -> None:
         """One who waits with it was tried, and waits on for these."""
         self.untried -= not wish.vain_in
         wish.vain_in = self.searches
         if wish.gate.busy != busy:
-            self._move(wish, self.gates.setdefault(busy, Gate(busy)) if busy else self._nowhere)
+            self._move(wish, self.gates.setdefault(busy, BlockedOn(busy)) if busy else self._nowhere)
         if busy:
             self._shut(wish.gate)
 
@@ -111,27 +111,27 @@ class Wishes:
             wish.vain_in = 0
         return bool(wishes)
 
-    def still_busy(self, wish: Wish, has_room: HasRoom) -> bool:
+    def still_busy(self, wish: WaitGroup, has_room: HasRoom) -> bool:
         """Whether of those for whom it waits none has room, though something has changed at some; then its gate is shut again."""
         gate = wish.gate
         if not gate.shut and gate.changed and not gate.lost and not any(map(has_room, gate.changed)):
             self._shut(gate)
         return gate.shut
 
-    def _shut(self, gate: Gate) -> None:
+    def _shut(self, gate: BlockedOn) -> None:
         if not gate.shut:
             gate.shut = True
             gate.changed.clear()
             gate.lost = False
             self.open -= gate.wishes
 
-    def _move(self, wish: Wish, gate: Gate) -> None:
+    def _move(self, wish: WaitGroup, gate: BlockedOn) -> None:
         gate.wishes += 1
         self.open += not gate.shut
         self._leave(wish.gate)
         wish.gate = gate
 
-    def _leave(self, gate: Gate) -> None:
+    def _leave(self, gate: BlockedOn) -> None:
         gate.wishes -= 1
         self.open -= not gate.shut
         if not gate.wishes and gate is not self._nowhere:
@@ -159,7 +159,7 @@ class Wishes:
         self.turn += 1
         self.had_turn = 0
 
-    def __iter__(self) -> Iterator[Wish]:
+    def __iter__(self) -> Iterator[WaitGroup]:
         return iter(self._by_value.values())
 
     def check(self) -> None:

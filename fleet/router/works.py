@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from fleet.clock import MILLISECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.roles import Phase
-from fleet.router.lane_pace import LanePace
-from fleet.router.lanes import Lanes
-from fleet.router.live import LiveRequest, Work
-from fleet.router.messages import CancelWork, Command, Dispatch, work_id
+from fleet.router.lane_pace import PrefillRate
+from fleet.router.lanes import PrefillQueues
+from fleet.router.live import Attempt, LiveRequest
+from fleet.router.messages import CancelAttempt, Command, Dispatch, attempt_id
 from fleet.router.placement import Decision
 from fleet.router.settings import RouterSettings
 from fleet.router.waiting import rank
@@ -24,7 +24,7 @@ from fleet.work import Handoff, Start
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # looked up in the enum they take ten times as long
 
 
-class Works:
+class Attempts:
     """Those of one router."""
 
     def __init__(self, settings: RouterSettings):
@@ -34,9 +34,9 @@ class Works:
             settings: The router's.
         """
         self.settings = settings
-        self._lanes = Lanes(settings.prefill_window_tokens)
-        self._works: dict[RequestId, Work] = {}
-        self._paces: dict[WorkerId, LanePace] = {}  # of workers that were sent something to compute
+        self._lanes = PrefillQueues(settings.prefill_window_tokens)
+        self._works: dict[RequestId, Attempt] = {}
+        self._paces: dict[WorkerId, PrefillRate] = {}  # of workers that were sent something to compute
         self._begun = 0
         self.get = self._works.get
         """The piece of work of this id, if it is under way."""
@@ -58,7 +58,7 @@ class Works:
     ) -> None:
         """A worker works for a request from now on, or as soon as its lane allows."""
         self._begun += 1
-        work = Work(id=work_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
+        work = Attempt(id=attempt_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.work = work
         self._works[work.id] = work
         if phase is _DECODE or self._goes_at_once(live, worker_id, now):
@@ -93,7 +93,7 @@ class Works:
     def stop(self, live: LiveRequest, out: list[Command]) -> None:
         """Tell the worker, if it has heard of the work, that nobody wants it any more."""
         if live.work is not None and not self._lanes.holds(live.id):
-            out.append(CancelWork(worker_id=live.work.worker_id, request_id=live.work.id))
+            out.append(CancelAttempt(worker_id=live.work.worker_id, request_id=live.work.id))
 
     def over(self, live: LiveRequest) -> None:
         """The work of a request is done or lost; nothing happens if it has none."""
@@ -132,7 +132,7 @@ class Works:
         if self._lanes.enter(live.id, worker_id, tokens):
             if tokens and settings.prefill_window_tokens:
                 if (pace := self._paces.get(worker_id)) is None:
-                    pace = self._paces[worker_id] = LanePace()
+                    pace = self._paces[worker_id] = PrefillRate()
                 pace.busy(now)
             return True
         place = rank(
@@ -146,7 +146,7 @@ class Works:
         return False
 
     def _send(
-        self, live: LiveRequest, work: Work, now: Nanos, out: list[Command], handoff: Handoff | None = None
+        self, live: LiveRequest, work: Attempt, now: Nanos, out: list[Command], handoff: Handoff | None = None
     ) -> None:
         arrived, phase, placed = live.arrived, work.phase, live.placed
         assert placed is not None

@@ -30,19 +30,19 @@ from fleet.roles import Phase
 from fleet.router.candidates import Rows
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
-    Booked,
-    CacheDrifts,
-    CancelWork,
+    CacheDriftChanged,
+    CancelAttempt,
     Command,
     Complete,
     Dispatch,
     Emit,
-    Refuse,
+    Reject,
+    ReservationTotals,
     RouterEvent,
     StartedOver,
     request_of,
 )
-from fleet.router.placement import Decision, Terms
+from fleet.router.placement import CostTerms, Decision
 from fleet.work import Start
 
 
@@ -52,7 +52,7 @@ class DecisionLog:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.machine: RouterMachine | None = None  # that it is of; what it says before that is known is not noted
-        self._booked: dict[WorkerId, Booked] = {}
+        self._booked: dict[WorkerId, ReservationTotals] = {}
         self._placed: dict[str, Decision] = {}  # decisions of live requests that are in the log
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
@@ -73,7 +73,7 @@ class DecisionLog:
                 self.lines.append(
                     f"{now} send {command.start.request_id} to {command.worker_id}: {_sent(command.start)}"
                 )
-            case CancelWork():
+            case CancelAttempt():
                 self.lines.append(f"{now} cancel {command.request_id} on {command.worker_id}")
             case StartedOver():
                 self.lines.append(f"{now} start over {command.request_id}")
@@ -82,10 +82,10 @@ class DecisionLog:
                 self.lines.append(
                     f"{now} complete {command.request_id}: {command.finish}, {command.cached_tokens} cached"
                 )
-            case Refuse():
+            case Reject():
                 self._placed.pop(command.request_id, None)
                 self.lines.append(f"{now} refuse {command.request_id}: {command.reason}")
-            case CacheDrifts():
+            case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
             case Emit():
                 pass  # what workers said, passed on: nothing was decided
@@ -117,7 +117,7 @@ def _placed(decision: Decision) -> str:
     return line
 
 
-def _candidates(terms: Sequence[Terms], decision: Decision, rows: Rows) -> str:
+def _candidates(terms: Sequence[CostTerms], decision: Decision, rows: Rows) -> str:
     hits = decision.standings.candidates(rows).held_blocks().tolist()
     return " ".join(f"{each.worker_id}={each.cost:.9g}/{blocks:.0f}" for each, blocks in zip(terms, hits, strict=True))
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
-from fleet.router.messages import CacheAssumed, CancelWork, Dispatch, Stepped
+from fleet.router.messages import CacheAssumed, CancelAttempt, Dispatch, WorkerStepped
 from fleet.sim.prompts import hashes_of
 from fleet.work import KvEvent, KvRemoved, KvStored, LoadReport, Progress, Start, WorkerDescription
 from workers.ports import EngineFacts, EngineOutput, Pulse
@@ -23,7 +23,7 @@ class HostedEngine:
     def __init__(
         self,
         description: WorkerDescription,
-        obey: Callable[[Dispatch | CancelWork], None],
+        obey: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
         """An engine that is ready.
@@ -61,7 +61,7 @@ class HostedEngine:
     def cancel(self, request_id: RequestId) -> None:
         if request_id in self._held:
             self._held.remove(request_id)
-            self._obey(CancelWork(worker_id=self._id, request_id=request_id))
+            self._obey(CancelAttempt(worker_id=self._id, request_id=request_id))
             self._outputs.put([Progress(request_id=request_id, finish=Finish.CANCELLED)])
 
     def outputs(self) -> AsyncIterator[EngineOutput]:
@@ -87,7 +87,7 @@ class HostedEngine:
 
     # What the world's worker does.
 
-    def stepped(self, event: Stepped) -> None:
+    def stepped(self, event: WorkerStepped) -> None:
         self._held.difference_update([each.request_id for each in event.progress if each.finish is not None])
         self._outputs.put([_unsigned(each) for each in event.progress])
 

@@ -26,10 +26,10 @@ from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
 from fleet.requests import TokenBytes
-from fleet.router.expectations import Expectations, Expected, Kind, Profile
+from fleet.router.expectations import LatencyPredictions, PredictionAccuracy, PredictionKind, WorkerProfile
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Arrived, Command
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 from fleet.sim.decisions import DecisionLog
 from fleet.work import WorkerDescription
@@ -55,7 +55,7 @@ class Drift(Struct, frozen=True, kw_only=True):
 
     seconds: float  # since the beginning of the recording
     worker_id: WorkerId
-    kind: Kind  # of prediction that began to miss
+    kind: PredictionKind  # of prediction that began to miss
 
 
 class Replayed(Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Replayed(Struct, frozen=True, kw_only=True):
     began_unix: int
     notes: list[str]
     difference: Difference | None = None
-    expected: list[Expected] = []  # how well profiles predict what workers did, where any were given
+    expected: list[PredictionAccuracy] = []  # how well profiles predict what workers did, where any were given
     drifts: list[Drift] = []
 
 
@@ -96,7 +96,7 @@ class _Answers:
 class Replay:
     """One recording and the machine that hears it; `run` it once."""
 
-    def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], Profile | None] | None = None):
+    def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
         """Reads the head.
 
         Args:
@@ -113,7 +113,7 @@ class Replay:
         self._machine = self._log.machine = RouterMachine(
             settings, Random(self._recording.head.seed), _policy(path, settings), self._answers.hash
         )
-        self._expectations = Expectations(profile_of or (lambda _: None))
+        self._expectations = LatencyPredictions(profile_of or (lambda _: None))
         self._expectations.machine = self._machine
 
     def run(self, decided: Callable[[Sequence[str]], None] | None = None) -> Replayed:
@@ -175,7 +175,7 @@ class Replay:
             return None, f"{type(error).__name__}: {error}"
 
 
-def _policy(path: Path, settings: RouterSettings) -> Policy:
+def _policy(path: Path, settings: RouterSettings) -> PlacementPolicy:
     try:
         return open_policy(settings)
     except ConfigurationRefused as error:

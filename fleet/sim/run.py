@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 from fleet.sim.clients import ClientSection, Open, Traffic, begin
 from fleet.sim.engine import SimulatedEngine
@@ -35,7 +35,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     message_delay: Nanos
     seed: int
     faults: tuple[Fault, ...] = ()
-    policy: Policy | None = None
+    policy: PlacementPolicy | None = None
     clients: ClientSection = Open()
     store: StoreProfile | None = None
     verbatim_answers: bool = False

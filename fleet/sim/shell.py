@@ -34,15 +34,15 @@ from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
     CacheAssumed,
-    Cancelled,
     Complete,
     Emit,
+    RequestCancelled,
     RouterEvent,
     StartedOver,
-    Stepped,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
+    WorkerStepped,
 )
 from fleet.router.server import RouterServer
 from fleet.sim.hosted import HostedEngine
@@ -113,9 +113,9 @@ class ShellWorld(World):
         match event:
             case Arrived():
                 self._asking[event.request_id] = self._loop.begin(self._ask(_written_out(event)))
-            case Cancelled():
+            case RequestCancelled():
                 self._asking.pop(event.request_id).cancel()
-            case Stepped():
+            case WorkerStepped():
                 self._processes[event.worker_id].engine.stepped(event)
             case CacheAssumed():
                 self._processes[event.worker_id].engine.cache_changed(event)

@@ -21,13 +21,13 @@ from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, KvReport
 from fleet.roles import KvPath, Phase, Role
 from fleet.router.messages import (
+    AttemptRejected,
     CacheAssumed,
-    CancelWork,
+    CancelAttempt,
     Dispatch,
     RouterEvent,
-    Stepped,
     WorkerJoined,
-    WorkRejected,
+    WorkerStepped,
     request_of,
 )
 from fleet.sim.engine import SimulatedEngine
@@ -133,7 +133,7 @@ class Worker:
             supply=supply,
         )
         self.says: Way[RouterEvent] = Way(around.kernel, around.message_delay, around.hear)
-        self.hears: Way[Dispatch | CancelWork] = Way(around.kernel, around.message_delay, self.obey)
+        self.hears: Way[Dispatch | CancelAttempt] = Way(around.kernel, around.message_delay, self.obey)
 
     # What it says.
 
@@ -170,7 +170,7 @@ class Worker:
             told = [each for each in told if not self._told_when_saved(each)]
         if told:
             progress = tuple([self._progress(each) for each in told])
-            self.says.say(Stepped(worker_id=self.id, progress=progress))
+            self.says.say(WorkerStepped(worker_id=self.id, progress=progress))
         if self.flips_to is not None:
             self._ended(self.id)
 
@@ -179,11 +179,11 @@ class Worker:
         prefill, store = self._prefilled.get(told.work_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
             return False
-        event = Stepped(worker_id=self.id, progress=(self._progress(told),))
+        event = WorkerStepped(worker_id=self.id, progress=(self._progress(told),))
         store.when_saved(prefill.chain, partial(self._say_if_there, event))
         return True
 
-    def _say_if_there(self, event: Stepped) -> None:
+    def _say_if_there(self, event: WorkerStepped) -> None:
         if self.until is None:
             self.says.say(event)
 
@@ -214,7 +214,7 @@ class Worker:
 
     # What it does.
 
-    def obey(self, command: Dispatch | CancelWork) -> None:
+    def obey(self, command: Dispatch | CancelAttempt) -> None:
         """What the router said has come."""
         if self.until is not None or self.away:
             return  # routers hear of that by themselves
@@ -255,7 +255,7 @@ class Worker:
 
     def _reject(self, start: Start) -> None:
         rejected = Rejected(request_id=start.request_id, reason=Reason.DRAINING, message="this worker drains")
-        self.says.say(WorkRejected(worker_id=self.id, rejected=rejected))
+        self.says.say(AttemptRejected(worker_id=self.id, rejected=rejected))
 
     def give_up_all(self) -> None:
         """Do nothing more of what the router said."""

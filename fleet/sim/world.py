@@ -27,19 +27,19 @@ from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
-    CacheDrifts,
-    Cancelled,
-    CancelWork,
+    CacheDriftChanged,
+    CancelAttempt,
     Complete,
     Dispatch,
     Emit,
-    Refuse,
+    Reject,
+    RequestCancelled,
     RouterEvent,
+    RouterTicked,
     StartedOver,
-    Ticked,
 )
 from fleet.router.observed import Observer
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 from fleet.sim.answers import Answers
 from fleet.sim.cluster import Cluster
@@ -81,7 +81,7 @@ class World:
         block_tokens: int,
         message_delay: Nanos,
         ended: Callable[[Ended], None],
-        policy: Policy | None = None,
+        policy: PlacementPolicy | None = None,
         record: Observer | None = None,
         store: StoreProfile | None = None,
         verbatim_answers: bool = False,
@@ -171,7 +171,7 @@ class World:
     def cancel(self, request_id: RequestId) -> None:
         """Its client goes away now; nothing happens if it is over."""
         if self._clients.pop(request_id, None) is not None:
-            self._hear(Cancelled(request_id=request_id))
+            self._hear(RequestCancelled(request_id=request_id))
 
     @property
     def live(self) -> int:
@@ -203,16 +203,16 @@ class World:
             match command:
                 case Emit():
                     self._emitted(command, now)
-                case Dispatch() | CancelWork():
+                case Dispatch() | CancelAttempt():
                     if (worker := self._cluster.get(command.worker_id)) is not None:
                         worker.hears.say(command)  # else it has died, and the router hears of that by itself
                 case StartedOver():
                     self._started_over(command.request_id)
                 case Complete():
                     self._over(command.request_id, now, command.cached_tokens, "")
-                case Refuse():
+                case Reject():
                     self._over(command.request_id, now, 0, command.reason.value)
-                case CacheDrifts():
+                case CacheDriftChanged():
                     pass  # for metrics
                 case _:
                     assert_never(command)
@@ -227,7 +227,7 @@ class World:
 
     def _ticked(self) -> None:
         self._ticks_at = self._tick = None
-        self._hear(Ticked())
+        self._hear(RouterTicked())
 
     # What clients see.
 

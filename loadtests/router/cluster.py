@@ -18,7 +18,7 @@ from msgspec import Struct
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.hardware.latency import EngineLatency
 from fleet.roles import Role
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
 from fleet.sim.clients import Sessions
 from fleet.sim.pools import PoolProfile
@@ -109,7 +109,7 @@ def goals_of(device: Device) -> Goals:
     )
 
 
-def run(workload: Workload, workers: int, device: Device, policy: Policy, seed: int) -> Outcome:
+def run(workload: Workload, workers: int, device: Device, policy: PlacementPolicy, seed: int) -> Outcome:
     """One policy on one workload, judged by the goals of the device."""
     ended: list[Ended] = []
     ran = simulate(
@@ -118,7 +118,7 @@ def run(workload: Workload, workers: int, device: Device, policy: Policy, seed: 
     return outcome(ended, goals_of(device), imbalance=ran.outcome.imbalance, busy=ran.outcome.utilisation)
 
 
-def plan_of(workload: Workload, workers: int, device: Device, policy: Policy, seed: int) -> Plan:
+def plan_of(workload: Workload, workers: int, device: Device, policy: PlacementPolicy, seed: int) -> Plan:
     limits = EngineLimits(
         kv_blocks=device.kv_tokens // workload.block_tokens,
         block_tokens=workload.block_tokens,

@@ -10,7 +10,7 @@ from fleet.adapters.clock import SystemClock
 from fleet.errors import Reason, RequestRejected
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
-from fleet.router.generation import Router
+from fleet.router.generation import RouterApi
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Complete
 from fleet.router.server import RouterServer
@@ -26,7 +26,7 @@ SAMPLING = Sampling(max_tokens=3, temperature=0.0)
 Cancellations = Callable[[], Awaitable[int]]
 """How many requests were cancelled at the engine so far."""
 
-Opens = Callable[[], AbstractAsyncContextManager[tuple[Router, Cancellations]]]
+Opens = Callable[[], AbstractAsyncContextManager[tuple[RouterApi, Cancellations]]]
 
 
 class FirstOfAll:
@@ -35,7 +35,7 @@ class FirstOfAll:
 
 
 @asynccontextmanager
-async def a_fake() -> AsyncIterator[tuple[Router, Cancellations]]:
+async def a_fake() -> AsyncIterator[tuple[RouterApi, Cancellations]]:
     router = FakeRouter(ANSWER)
 
     async def cancelled() -> int:
@@ -45,7 +45,7 @@ async def a_fake() -> AsyncIterator[tuple[Router, Cancellations]]:
 
 
 @asynccontextmanager
-async def a_real_one() -> AsyncIterator[tuple[Router, Cancellations]]:
+async def a_real_one() -> AsyncIterator[tuple[RouterApi, Cancellations]]:
     workers = FakeWorkers()
     server = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), workers, SystemClock())
     workers.hear = server.hear

@@ -11,14 +11,14 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import KvPath, Phase
 from fleet.router.messages import (
+    AttemptRejected,
     KvChanged,
     LoadReported,
-    Stepped,
     WorkerDraining,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.work import (
@@ -133,9 +133,9 @@ async def test_what_a_worker_says_arrives_in_order(a_world):
 
         assert [await world.take() for _ in range(6)] == [
             KvChanged(worker_id=worker_id, events=changes),
-            Stepped(worker_id=worker_id, progress=progress),
+            WorkerStepped(worker_id=worker_id, progress=progress),
             LoadReported(worker_id=worker_id, load=load),
-            WorkRejected(worker_id=worker_id, rejected=rejected),
+            AttemptRejected(worker_id=worker_id, rejected=rejected),
             WorkerDraining(worker_id=worker_id),
             KvChanged(worker_id=worker_id, events=changes[:1]),
         ]
@@ -148,7 +148,7 @@ async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
         await world.take()
 
         await peer.say(Step(progress=(some_progress(1),)))
-        assert isinstance(await world.take(), Stepped)
+        assert isinstance(await world.take(), WorkerStepped)
         await peer.leave()
 
         assert await world.take() == WorkerLeft(worker_id=WorkerId("w1"))

@@ -27,7 +27,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.tenants import Tenants
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from tests.kv_builders import a_node, a_short_folder
 from tests.waiting import until
@@ -100,7 +100,7 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
         router = RouterServer(RouterMachine(settings, random.Random(0)), streams, clock)
         codec = load_codec(model_dir)
         registry = CollectorRegistry()
-        threads = TokenisingThreads()
+        threads = TokenizerThreads()
         stack.callback(threads.close)
         generation = Generation(
             router,

@@ -12,7 +12,7 @@ from fleet.adapters.worker_streams import WorkerStreams
 from fleet.ids import WorkerId
 from fleet.requests import Sampling
 from fleet.roles import Role
-from fleet.router.index import engine_cache
+from fleet.router.index import engine_cache_holder
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Complete
 from fleet.router.server import RouterServer
@@ -55,7 +55,11 @@ class Router:
     def view(self) -> dict[str, set[int]]:
         """Keys by worker."""
         index = self.machine._roster.index
-        return {each: set(index._held[engine_cache(WorkerId(each))]) for each in IDS if engine_cache(each) in index}
+        return {
+            each: set(index._held[engine_cache_holder(WorkerId(each))])
+            for each in IDS
+            if engine_cache_holder(each) in index
+        }
 
 
 @asynccontextmanager
@@ -104,7 +108,7 @@ async def test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die(
                     await until(lambda: "w3" not in second.view())
                 await second.ask(fresh_prompt(300))  # neither keeps it from serving
                 assert second.view().keys() == {"w1"}
-                assert first.machine._roster.index.blocks.keys() == {engine_cache(WorkerId("w1"))}
+                assert first.machine._roster.index.blocks.keys() == {engine_cache_holder(WorkerId("w1"))}
             finally:
                 processes["w3"].thaw()
             await until(lambda: "w3" in second.view() and second.view()["w3"])

@@ -9,9 +9,9 @@ from fleet.adapters.replica_messages import LATEST, encode_sessions
 from fleet.adapters.replicas import PeerRouters
 from fleet.clock import Nanos
 from fleet.ids import WorkerId
-from fleet.router.foretold import MOST_KEYS, PlacedPrompts
-from fleet.router.messages import ReplicaPlaced
-from fleet.router.sessions import SessionBinding, Sessions
+from fleet.router.foretold import MAX_ANNOUNCED_KEYS, PromptAnnouncements
+from fleet.router.messages import PeerPlaced
+from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.frames import connect
@@ -28,15 +28,15 @@ class Heard:
         self.on_change = None
         self.events = []
         self.placed = []
-        self.sessions = Sessions(ttl_seconds=1, capacity=1)
-        self.prompts = PlacedPrompts()
+        self.sessions = SessionTable(ttl_seconds=1, capacity=1)
+        self.prompts = PromptAnnouncements()
 
     def booked(self):
         return {}
 
     def hear(self, event):
         self.events.append(type(event).__name__)
-        if isinstance(event, ReplicaPlaced):
+        if isinstance(event, PeerPlaced):
             self.placed += event.placed
 
     def register(self, event):
@@ -100,7 +100,7 @@ def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
 
 
 def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
-    sessions = Sessions(ttl_seconds=1, capacity=10, telling=True)
+    sessions = SessionTable(ttl_seconds=1, capacity=10, telling=True)
     sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
     (told,) = encode_sessions(sessions.news())
@@ -114,7 +114,7 @@ def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
     assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
 
 
-@pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MOST_KEYS + 1)])
+@pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
 def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
     said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))

@@ -20,11 +20,11 @@ from fleet.errors import Reason, RequestRejected
 from fleet.ids import Incarnation, WorkerId
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import ReplicaBooked
+from fleet.router.messages import PeerReserved
 from fleet.router.selection_settings import SelectionSettings
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
-from fleet.router.shared_limits import admitted
+from fleet.router.shared_limits import admit_with_peers
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
@@ -51,7 +51,7 @@ class Told(RouterServer):
     times = 0
 
     def hear(self, event):
-        self.times += isinstance(event, ReplicaBooked)
+        self.times += isinstance(event, PeerReserved)
         super().hear(event)
 
 
@@ -320,7 +320,7 @@ async def let_in(tenants, clock, count):
     number = 0
     for _ in range(count):
         with suppress(RequestRejected):
-            await admitted(tenants, "acme", 1, clock)
+            await admit_with_peers(tenants, "acme", 1, clock)
             number += 1
     return number
 

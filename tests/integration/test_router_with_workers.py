@@ -19,7 +19,7 @@ from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Arrived, Complete, StartedOver
-from fleet.router.placement import Why
+from fleet.router.placement import PlacementReason
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.router.snapshot import RouterSnapshot, WorkerSnapshot
@@ -72,7 +72,7 @@ class Cluster:
     async def until(self, condition) -> None:
         await until(lambda: condition(self.server.status()))
 
-    def why(self, complete: Complete) -> Why:
+    def why(self, complete: Complete) -> PlacementReason:
         return self.server.explain(complete.request_id).placements[-1].why
 
 
@@ -136,7 +136,7 @@ async def test_a_pair_says_what_one_worker_says_and_the_blocks_have_moved(kv_pat
 
         assert pair == alone
         assert len(pair) == ANSWER
-        assert cluster.why(complete) is Why.PROMPT_LONG_UNCACHED
+        assert cluster.why(complete) is PlacementReason.PROMPT_LONG_UNCACHED
         blocks, moved = sources(complete, Phase.DECODE)[source]
         assert blocks >= LONG // 32
         assert moved > 0
@@ -154,7 +154,7 @@ async def test_a_prompt_seen_before_by_anybody_is_short_for_everybody():
         again, repeated = await cluster.ask(prompt)
 
         assert again == first
-        assert cluster.why(repeated) is Why.SHORT_UNCACHED_PROMPT
+        assert cluster.why(repeated) is PlacementReason.SHORT_UNCACHED_PROMPT
         assert repeated.cached_tokens >= LONG // 32 * 32
 
 
@@ -267,7 +267,7 @@ async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again
             _, complete = await cluster.ask(fresh_prompt(LONG))
             whys.append(cluster.why(complete))
 
-        alone, pair = Why.NO_PREFILL_WORKER, Why.PROMPT_LONG_UNCACHED
+        alone, pair = PlacementReason.NO_PREFILL_WORKER, PlacementReason.PROMPT_LONG_UNCACHED
         assert whys == [pair, alone, alone, pair]
         assert [phase.phase for phase in complete.kv] == [Phase.PREFILL, Phase.DECODE]
         assert cluster.server.status().counters.refused == {}

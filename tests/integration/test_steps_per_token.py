@@ -19,14 +19,14 @@ import fleet
 from fleet.ids import WorkerId
 from fleet.requests import Sampling
 from fleet.roles import Role
-from fleet.router.messages import Stepped
+from fleet.router.messages import WorkerStepped
 from fleet.work import Progress
 from tests.builders import MODEL as OWN_MODEL
 from tests.builders import a_prompt, an_arrival
 from tests.fronts import open_fronts
 from tests.http_peers import Peer, post
 from tests.openai_servers import MODEL, Answering, OpenAiServer, a_relay, token
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 pytestmark = pytest.mark.integration
 
@@ -123,13 +123,13 @@ async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir)
 
 
 def test_a_token_of_an_own_worker_takes_few_calls_of_the_machine():
-    router = Driver(("d1", Role.BOTH))
+    router = RouterMachineDriver(("d1", Role.BOTH))
     work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(100), sampling=Sampling(max_tokens=2 * MANY))))
     assert work.worker_id == WorkerId("d1")
     router.step(work, 5)
     progress = Progress(request_id=work.start.request_id, token_ids=(7,))
     with counting() as counted:
         for _ in range(MANY):
-            router.machine.handle(Stepped(worker_id=WorkerId("d1"), progress=(progress,)), router.now)
+            router.machine.handle(WorkerStepped(worker_id=WorkerId("d1"), progress=(progress,)), router.now)
 
     assert counted.calls / MANY <= DECIDED

@@ -8,7 +8,7 @@ Where nobody is below that bound, the worker with the fewest requests. Its docum
 
 from msgspec import Struct
 
-from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.policies.pickers import lowest
 from fleet.router.policies.pipeline import Pipeline
 
@@ -19,7 +19,7 @@ class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     imbalance: int = 8
     deviations: float = 1.0
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         requests = candidates.requests
         if float(requests.max() - requests.min()) <= self.imbalance:
             bound = float(requests.mean()) + self.deviations * float(requests.std())

@@ -8,17 +8,17 @@ import xxhash
 from msgspec import Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Flags, Floats
+from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest, RandomSource
 from fleet.router.policies.pickers import InTurn, TwoChoices
 from fleet.router.policies.pipeline import Pipeline
 
 RING_POINTS = 64  # a worker; the shares of the key space are then within about an eighth of each other
 
 
-class Requests(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests that the worker has."""
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
 
 
@@ -40,14 +40,14 @@ class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The one with fewer requests of two drawn at random."""
 
     def policy(self) -> Pipeline:
-        return Pipeline("p2c", scorers=[("requests", 1.0, Requests())], picker=TwoChoices())
+        return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
 
 
 class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
-        return Pipeline("least_loaded", scorers=[("requests", 1.0, Requests())])
+        return Pipeline("least_loaded", scorers=[("requests", 1.0, RequestsScorer())])
 
 
 class BoundedRing:
@@ -62,7 +62,7 @@ class BoundedRing:
         self._points: list[int] = []
         self._owners: list[int] = []  # rows in `_members`
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         members = tuple(candidates.everybody)
         if members != self._members:
             self._members = members
@@ -102,10 +102,10 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return Pipeline("consistent_hash", picker=BoundedRing(self.load_factor))
 
 
-class Session(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keeps the worker that had this session's last request."""
 
-    def keep(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if asked.bound is None:
             return None
         return np.array([worker_id == asked.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
@@ -115,4 +115,4 @@ class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A session stays where it is while that worker has room; new ones go to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
-        return Pipeline("sticky", filters=[Session()], scorers=[("requests", 1.0, Requests())])
+        return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

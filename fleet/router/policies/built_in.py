@@ -11,29 +11,29 @@ from fleet.router.policies.baselines import (
     ConsistentHash,
     LeastLoaded,
     PowerOfTwo,
-    Requests,
+    RequestsScorer,
     RoundRobin,
-    Session,
+    SessionFilter,
     Sticky,
     Uniform,
 )
-from fleet.router.policies.composed import Catalogue, Composed
+from fleet.router.policies.composed import Composed, PolicyCatalog
 from fleet.router.policies.dynamo import Dynamo, DynamoCost
-from fleet.router.policies.fleet import Fleet, FleetCost, Headroom
+from fleet.router.policies.fleet import Fleet, FleetCost, HeadroomFilter
 from fleet.router.policies.infera import Infera
-from fleet.router.policies.llm_d import KvUse, LlmD, Prefix, Queue
+from fleet.router.policies.llm_d import LlmD, LlmDKvUse, LlmDPrefix, LlmDQueue
 from fleet.router.policies.mooncake import Mooncake, MooncakeTime
 from fleet.router.policies.pickers import Lowest, Softmax, TwoChoices
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.policies.preble import Preble
-from fleet.router.policies.price import Price
+from fleet.router.policies.price import PriceScorer
 from fleet.router.policies.smg import Smg
 from fleet.router.settings import RouterSettings
 
 DEFAULT = "fleet"
 LARGEST = 1e24  # of a parameter: products of some of them, and of the tokens of a prompt, are finite
 
-BUILT_IN = Catalogue(
+BUILT_IN = PolicyCatalog(
     policies={
         DEFAULT: Fleet,
         "round_robin": RoundRobin,
@@ -51,16 +51,16 @@ BUILT_IN = Catalogue(
         "preble": Preble,
         "composed": Composed,
     },
-    filters={"session": Session, "headroom": Headroom},
+    filters={"session": SessionFilter, "headroom": HeadroomFilter},
     scorers={
         "fleet": FleetCost,
         "dynamo": DynamoCost,
         "mooncake": MooncakeTime,
-        "queue": Queue,
-        "kv": KvUse,
-        "prefix": Prefix,
-        "requests": Requests,
-        "price": Price,
+        "queue": LlmDQueue,
+        "kv": LlmDKvUse,
+        "prefix": LlmDPrefix,
+        "requests": RequestsScorer,
+        "price": PriceScorer,
     },
     pickers={"lowest": Lowest, "softmax": Softmax, "two_choices": TwoChoices},
 )
@@ -75,7 +75,7 @@ def parameters(settings: RouterSettings) -> dict[str, Any]:
     return shared | table
 
 
-def check_sizes(value: Any, name: str = "") -> None:
+def check_numbers(value: Any, name: str = "") -> None:
     """Assert that no number in parameters is so large, infinite or none that costs could be, which no router survives.
 
     Args:
@@ -96,10 +96,10 @@ def check_sizes(value: Any, name: str = "") -> None:
         case _:
             pass
     for key, each in inner:
-        check_sizes(each, f"{name}.{key}" if name else str(key))
+        check_numbers(each, f"{name}.{key}" if name else str(key))
 
 
-def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUILT_IN) -> Policy:
+def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = BUILT_IN) -> PlacementPolicy:
     """A new policy of that name.
 
     Args:
@@ -113,7 +113,7 @@ def policy(name: str, parameters: Mapping[str, Any], catalogue: Catalogue = BUIL
     if (kind := catalogue.policies.get(name)) is None:
         raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")
     try:
-        check_sizes(parameters)
+        check_numbers(parameters)
         plugin = msgspec.convert(dict(parameters), kind)
         return plugin.of(catalogue) if isinstance(plugin, Composed) else plugin.policy()
     except (msgspec.ValidationError, ValueError) as error:

@@ -13,7 +13,7 @@ from fleet.router.policies.ports import Filter, Picker, PolicyPlugin, Scorer
 Kind = TypeVar("Kind")
 
 
-class Catalogue(Struct, frozen=True, kw_only=True):
+class PolicyCatalog(Struct, frozen=True, kw_only=True):
     """Plug-ins by name: Structs whose fields are their parameters."""
 
     policies: Mapping[str, type[PolicyPlugin]] = {}
@@ -22,7 +22,7 @@ class Catalogue(Struct, frozen=True, kw_only=True):
     pickers: Mapping[str, type[Picker]] = {}
 
 
-class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One filter, scorer or picker."""
 
     name: str
@@ -36,14 +36,14 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Filters, weighted scorers and a picker of your choice."""
 
-    filters: tuple[Part, ...] = ()
-    scorers: tuple[Part, ...] = ()
-    picker: Part = Part(name="lowest")
+    filters: tuple[PolicyPart, ...] = ()
+    scorers: tuple[PolicyPart, ...] = ()
+    picker: PolicyPart = PolicyPart(name="lowest")
 
     def policy(self) -> Pipeline:
-        return self.of(Catalogue())
+        return self.of(PolicyCatalog())
 
-    def of(self, catalogue: Catalogue) -> Pipeline:
+    def of(self, catalogue: PolicyCatalog) -> Pipeline:
         """The policy, of parts in a catalogue.
 
         Raises:
@@ -57,7 +57,7 @@ class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def _made(where: str, part: Part, known: Mapping[str, type[Kind]]) -> Kind:
+def _made(where: str, part: PolicyPart, known: Mapping[str, type[Kind]]) -> Kind:
     path = f"router.policies.composed.{where}"
     if (kind := known.get(part.name)) is None:
         raise ConfigurationRefused(f"{path}: {part.name!r} is not one of {', '.join(known)}")

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.policies.pickers import Softmax
 from fleet.router.policies.pipeline import Pipeline
 
@@ -37,11 +37,11 @@ class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         parts = self.parts(asked, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         block = candidates.block_tokens
         prefill = (candidates.backlog_tokens + asked.prompt_tokens) / block
         excess = (candidates.backlog_tokens - candidates.backlog_tokens.min()) / block

@@ -45,10 +45,10 @@ from fleet.router.candidates import (
     NEW_BLOCKS,
     PREFILL_SPEED,
     REQUESTS,
-    Asked,
     Candidates,
     Flags,
     Floats,
+    PlacementRequest,
 )
 from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
 from fleet.router.native.twin import credit_of, price_of
@@ -71,7 +71,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stall_weight: float = 0.1
     session_blocks: float = 1.0
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
         costs = np.empty(columns.shape[1])
         fleet_costs(columns, costs, *self._weights(asked, candidates, phase))
@@ -79,13 +79,13 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             costs -= self._session(asked, candidates)
         return costs
 
-    def lowest(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> list[int]:
+    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
         if asked.bound is not None:
             return lowest(self.costs(asked, candidates, phase))
         return fleet_lowest(candidates.columns, *self._weights(asked, candidates, phase))
 
     def _weights(
-        self, asked: Asked, candidates: Candidates, phase: Phase
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase
     ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
         """What the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
         return (
@@ -103,7 +103,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             phase is _PREFILL,
         )
 
-    def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         columns = candidates.columns
         credit, shared = credit_of(
             columns,
@@ -127,19 +127,19 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             parts["session"] = -self._session(asked, candidates)
         return parts
 
-    def _session(self, asked: Asked, candidates: Candidates) -> Floats:
+    def _session(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
         preferred = np.zeros(len(candidates))
         if asked.bound in candidates.worker_ids:
             preferred[candidates.worker_ids.index(asked.bound)] = self.session_blocks
         return preferred
 
 
-class Headroom(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keeps those whose first token should come in time; where nothing is known yet, it should."""
 
     ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
 
-    def keep(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
             return None
         goals = [self.ttft_goal_seconds] if self.ttft_goal_seconds else []
@@ -204,7 +204,7 @@ class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         return Pipeline(
             "fleet",
-            filters=[Headroom(ttft_goal_seconds=self.ttft_goal_seconds)],
+            filters=[HeadroomFilter(ttft_goal_seconds=self.ttft_goal_seconds)],
             scorers=[("fleet", 1.0, cost)],
             picker=Softmax(temperature=self.temperature) if self.temperature else Lowest(),
         )

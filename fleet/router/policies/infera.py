@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.policies.pickers import lowest
-from fleet.router.policies.ports import Policy
+from fleet.router.policies.ports import PlacementPolicy
 
 FADES = 0.97  # a pick; half is left after 23
 PREFILL_WEIGHT = 20.0
@@ -30,7 +30,9 @@ class RecentMisses:
         self._weight = weight
         self._recent: dict[str, float] = {}
 
-    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
         parts = self.costs(asked, candidates, phase)
         place = lowest(sum(parts.values(), start=np.zeros(len(candidates))), chance)
         faded = {worker_id: left * FADES for worker_id, left in self._recent.items() if left * FADES > NOTHING}
@@ -40,7 +42,7 @@ class RecentMisses:
         self._recent = faded
         return place, self
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         weight = PREFILL_WEIGHT if phase is Phase.PREFILL else self._weight
         return {
             "missed": weight * self._missed(asked, candidates),
@@ -48,7 +50,7 @@ class RecentMisses:
             "recent": np.array([self._recent.get(worker_id, 0.0) for worker_id in candidates.worker_ids]),
         }
 
-    def _missed(self, asked: Asked, candidates: Candidates) -> Floats:
+    def _missed(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
         blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
         missed: Floats = np.maximum(0.0, blocks - candidates.engine_blocks)
         return missed

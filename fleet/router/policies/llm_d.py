@@ -14,32 +14,32 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.policies.pipeline import Pipeline
 from fleet.router.policies.ports import Scorer
 
 
-class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LlmDQueue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's queue scorer: the shortest queue 0, the longest 1."""
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         waiting = np.maximum(0.0, candidates.requests - candidates.max_running)
         low, high = waiting.min(), waiting.max()
         return np.zeros(len(candidates)) if low == high else (waiting - low) / (high - low)
 
 
-class KvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LlmDKvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's KV utilisation scorer: the share in use."""
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         used: Floats = np.minimum(1.0, candidates.active_blocks / candidates.kv_blocks)
         return used
 
 
-class Prefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LlmDPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's prefix scorer: the share of the prompt that the engine does not hold."""
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
         missing: Floats = 1 - np.minimum(1.0, candidates.engine_blocks / blocks)
         return missing
@@ -54,8 +54,8 @@ class LlmD(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def policy(self) -> Pipeline:
         scorers: list[tuple[str, float, Scorer]] = [
-            ("queue", self.queue, Queue()),
-            ("kv", self.kv, KvUse()),
-            ("prefix", self.prefix, Prefix()),
+            ("queue", self.queue, LlmDQueue()),
+            ("kv", self.kv, LlmDKvUse()),
+            ("prefix", self.prefix, LlmDPrefix()),
         ]
         return Pipeline("llm_d", scorers=scorers)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.policies.pipeline import Pipeline
 
 
@@ -28,11 +28,11 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     quadratic_seconds: float = 1e-9
     transfer_seconds_per_token: float = 1.3e-5
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         parts = self.parts(asked, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
         own = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
         longest = own.max()
         fetching = (longest > own) & (longest >= self.balancing_threshold * own)

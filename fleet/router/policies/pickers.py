@@ -5,18 +5,18 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.native import costs as native
 
 _STEPS = 1 << 53  # as many as a float between 0 and 1 has
 
 
-def lowest(costs: Floats, chance: Chance) -> int:
+def lowest(costs: Floats, chance: RandomSource) -> int:
     """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
     return drawn(native.lowest(costs), chance)
 
 
-def drawn(places: list[int], chance: Chance) -> int:
+def drawn(places: list[int], chance: RandomSource) -> int:
     """One of them."""
     return places[0] if len(places) == 1 else places[chance.randrange(len(places))]
 
@@ -24,7 +24,7 @@ def drawn(places: list[int], chance: Chance) -> int:
 class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The lowest cost; ties are drawn."""
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         return lowest(costs, chance)
 
 
@@ -40,7 +40,7 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError("temperature: must be 0 or more")
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         if self.temperature == 0:
             return lowest(costs, chance)
         values = costs.tolist()
@@ -64,7 +64,7 @@ class InTurn:
         self._turns: dict[str, int] = {}  # when each was last chosen
         self._turn = 0
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         turns = self._turns
         if len(turns) > 2 * len(candidates) + 64:  # of workers that have left
             known = set(candidates.worker_ids)
@@ -79,7 +79,7 @@ class InTurn:
 class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cheaper of two drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         count = len(costs)
         if count == 1:
             return 0

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Floats, Rows
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.policies.pickers import Lowest, drawn
-from fleet.router.policies.ports import Filter, Itemised, Picker, Policy, Ranking, Scorer
+from fleet.router.policies.ports import Filter, ItemizedScorer, Picker, PlacementPolicy, RankingScorer, Scorer
 
 
 class Pipeline:
@@ -34,14 +34,16 @@ class Pipeline:
         self._scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        self._ranking: Ranking | None = None  # where all is said by who has the lowest cost
+        self._ranking: RankingScorer | None = None  # where all is said by who has the lowest cost
         if len(self._scorers) == 1 and self._scorers[0][1] == 1:
             scorer = self._scorers[0][2]
             self._total = scorer.costs
-            if isinstance(self._picker, Lowest) and isinstance(scorer, Ranking):
+            if isinstance(self._picker, Lowest) and isinstance(scorer, RankingScorer):
                 self._ranking = scorer
 
-    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
         rows: Rows | None = None
         for each in self._filters:
             if (flags := each.keep(asked, candidates, phase)) is None:
@@ -55,16 +57,16 @@ class Pipeline:
             picked = drawn(self._ranking.lowest(asked, candidates, phase), chance)
         return picked if rows is None else int(rows[picked]), self
 
-    def _sum(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def _sum(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         total = np.zeros(len(candidates))
         for _, weight, scorer in self._scorers:
             total += weight * scorer.costs(asked, candidates, phase)
         return total
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         parts: dict[str, Floats] = {}
         for name, weight, scorer in self._scorers:
-            if isinstance(scorer, Itemised):
+            if isinstance(scorer, ItemizedScorer):
                 found = scorer.parts(asked, candidates, phase)
             else:
                 found = {name: scorer.costs(asked, candidates, phase)}

@@ -7,24 +7,24 @@ Rules:
 2. Costs add up: a candidate's cost is the sum over the scorers of weight × cost, and lower is better.
 3. A filter says whom it would keep; one that would keep nobody is passed over. Who *cannot* serve a request is not a
    policy's business and has gone before (`fleet.router.eligibility`).
-4. Same history, same choices: no clock, no luck but the `Chance` that is passed in.
+4. Same history, same choices: no clock, no luck but the `RandomSource` that is passed in.
 """
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Flags, Floats
+from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
 
 class Filter(Protocol):
-    def keep(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Flags | None:
+    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
         """Whom to keep, a flag for each candidate; None keeps all."""
         ...
 
 
 class Scorer(Protocol):
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         """A cost for each candidate, finite, in an array of its own; lower is better.
 
         Args:
@@ -36,19 +36,19 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class Itemised(Protocol):
+class ItemizedScorer(Protocol):
     """A scorer that can say what its costs are made of."""
 
-    def parts(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         """Arrays by name that add up to `costs`."""
         ...
 
 
 @runtime_checkable
-class Ranking(Protocol):
+class RankingScorer(Protocol):
     """A scorer that can say whose cost is the lowest in less time than all costs take."""
 
-    def lowest(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> list[int]:
+    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
         """Places of the lowest of `costs`, in order.
 
         Raises:
@@ -58,22 +58,24 @@ class Ranking(Protocol):
 
 
 class Picker(Protocol):
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:
         """The place of the chosen one."""
         ...
 
 
-class Policy(Protocol):
+class PlacementPolicy(Protocol):
     """One router's way of choosing; it may remember what it chose."""
 
     @property
     def name(self) -> str: ...
 
-    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> "tuple[int, Policy]":
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> "tuple[int, PlacementPolicy]":
         """The place of the chosen one, and the policy that chose: another than this one, where this one failed."""
         ...
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         """What each candidate's cost is made of, by name: for explanations, worked out when somebody asks."""
         ...
 
@@ -81,4 +83,4 @@ class Policy(Protocol):
 class PolicyPlugin(Protocol):
     """What an entry point of `fleet.policies` names: a Struct that makes a policy with its parameters."""
 
-    def policy(self) -> Policy: ...
+    def policy(self) -> PlacementPolicy: ...

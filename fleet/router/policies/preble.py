@@ -43,10 +43,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Chance, Floats, Rows
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.policies.pickers import lowest
-from fleet.router.policies.ports import Policy
-from fleet.router.policies.preble_window import Window
+from fleet.router.policies.ports import PlacementPolicy
+from fleet.router.policies.preble_window import RequestWindow
 
 BALANCED_AFTER = 50  # requests a worker
 
@@ -69,9 +69,11 @@ class ExploitExplore:
 
     def __init__(self, times: PrebleTimes):
         self._times = times
-        self._window = Window(times.window_seconds)
+        self._window = RequestWindow(times.window_seconds)
 
-    def choose(self, asked: Asked, candidates: Candidates, phase: Phase, chance: Chance, /) -> tuple[int, Policy]:
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
         self._window.fade(asked.now)
         matched = _matched(asked, candidates)
         if _exploits(asked, matched):
@@ -83,14 +85,14 @@ class ExploitExplore:
         self._note(asked, candidates, place, float(matched[place]), phase)
         return place, self
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
         """Of exploring; the other rules are by cases, and their terms do not add up to anything."""
         matched = _matched(asked, candidates)
         if _exploits(asked, matched) or self._decoding(candidates) is not None:
             return {}
         return self._parts(asked, candidates, matched, range(len(candidates)))
 
-    def _exploited(self, asked: Asked, candidates: Candidates, matched: Floats, chance: Chance) -> int:
+    def _exploited(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, chance: RandomSource) -> int:
         key, names = asked.first_key, candidates.worker_ids
         owners = self._owners(key, candidates, matched)
         place = int(owners[lowest(self._cost(asked, candidates, matched, owners.tolist()), chance)])
@@ -132,12 +134,12 @@ class ExploitExplore:
         most = max(shares)
         return shares.index(most) if most > self._times.decode_share else None
 
-    def _cost(self, asked: Asked, candidates: Candidates, matched: Floats, places: Sequence[int]) -> Floats:
+    def _cost(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]) -> Floats:
         parts = self._parts(asked, candidates, matched, places)
         return sum(parts.values(), start=np.zeros(len(places)))
 
     def _parts(
-        self, asked: Asked, candidates: Candidates, matched: Floats, places: Sequence[int]
+        self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
     ) -> Mapping[str, Floats]:
         """Algorithm 2, for some of the candidates."""
         names = candidates.worker_ids
@@ -161,7 +163,7 @@ class ExploitExplore:
         times = self._times
         return times.prefill_seconds_per_token * missed + times.quadratic_seconds * (prompt**2 - (prompt - missed) ** 2)
 
-    def _note(self, asked: Asked, candidates: Candidates, place: int, matched: float, phase: Phase) -> None:
+    def _note(self, asked: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase) -> None:
         missed = asked.prompt_tokens - matched
         decoding = phase is not Phase.PREFILL
         self._window.note(
@@ -176,13 +178,13 @@ class ExploitExplore:
         )
 
 
-def _matched(asked: Asked, candidates: Candidates) -> Floats:
+def _matched(asked: PlacementRequest, candidates: Candidates) -> Floats:
     """Leading tokens of the prompt that each has."""
     matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
     return matched
 
 
-def _exploits(asked: Asked, matched: Floats) -> bool:
+def _exploits(asked: PlacementRequest, matched: Floats) -> bool:
     return bool(2 * matched.max() > asked.prompt_tokens)
 
 

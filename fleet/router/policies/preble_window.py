@@ -20,7 +20,7 @@ MAX_REQUESTS = 100_000  # about 400 bytes each
 MAX_EVICTED = 64  # nodes, in one estimate
 
 
-class Tokens:
+class WindowTokens:
     """Of prompts that had to be computed before first answers: those ahead, and the own ones. Whole numbers, so that sums are exact."""
 
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
@@ -36,7 +36,7 @@ class Tokens:
         return self.later * self.earlier_requests >= 2 * self.earlier * self.later_requests
 
 
-class Prefix:
+class CachedPrefix:
     """One of a worker's prefixes, as long as requests of the window have it."""
 
     __slots__ = ("is_copy", "requests", "tokens")
@@ -44,10 +44,10 @@ class Prefix:
     def __init__(self) -> None:
         self.requests = 0
         self.is_copy = False  # made on purpose
-        self.tokens = Tokens()
+        self.tokens = WindowTokens()
 
 
-class Given(Struct, frozen=True, kw_only=True):
+class WindowRequest(Struct, frozen=True, kw_only=True):
     """One request of the window."""
 
     at: Nanos
@@ -56,10 +56,10 @@ class Given(Struct, frozen=True, kw_only=True):
     prefill: float  # seconds
     decode: float  # seconds
     waited: float  # tokens
-    tokens: Tokens  # that these are counted in
+    tokens: WindowTokens  # that these are counted in
 
 
-class Recent:
+class WorkerWindow:
     """What one worker got in the window, and what of it should be in its cache."""
 
     __slots__ = ("decode", "held", "nodes", "prefill", "prefixes", "requests")
@@ -68,7 +68,7 @@ class Recent:
         self.requests = 0
         self.prefill = 0.0  # seconds
         self.decode = 0.0  # seconds
-        self.prefixes: dict[int, Prefix] = {}  # by key
+        self.prefixes: dict[int, CachedPrefix] = {}  # by key
         self.nodes: dict[int, float] = {}  # tokens: by key where others may share them, below 0 where nobody does
         self.held = 0.0  # tokens of all nodes
 
@@ -92,24 +92,24 @@ class Recent:
             self.held -= self.nodes.pop(next(iter(self.nodes)))
 
 
-class Window:
+class RequestWindow:
     """All requests of so many seconds, an earlier and a later half of them."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
-        self._earlier: deque[Given] = deque()
-        self._later: deque[Given] = deque()
-        self.recent: dict[WorkerId, Recent] = {}
+        self._earlier: deque[WindowRequest] = deque()
+        self._later: deque[WindowRequest] = deque()
+        self.recent: dict[WorkerId, WorkerWindow] = {}
         self.given = 0  # requests since start
 
-    def prefix(self, worker_id: WorkerId, key: int) -> Prefix | None:
+    def prefix(self, worker_id: WorkerId, key: int) -> CachedPrefix | None:
         recent = self.recent.get(worker_id)
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
         """The source's queue is looked at afresh from now on; the request that makes the copy is noted next."""
-        self.recent[source].prefixes[key].tokens = Tokens()
-        self.recent.setdefault(copy, Recent()).prefixes.setdefault(key, Prefix()).is_copy = True
+        self.recent[source].prefixes[key].tokens = WindowTokens()
+        self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 
     def note(
         self,
@@ -135,11 +135,11 @@ class Window:
             decode: Seconds of the worker.
             capacity: Tokens that the worker's cache holds.
         """
-        recent = self.recent.setdefault(worker_id, Recent())
-        prefix = recent.prefixes.setdefault(key, Prefix()) if key else Prefix()
+        recent = self.recent.setdefault(worker_id, WorkerWindow())
+        prefix = recent.prefixes.setdefault(key, CachedPrefix()) if key else CachedPrefix()
         waited = ahead + max(1.0, missed)  # the last token is computed anyway: it yields the first answer
         tokens = prefix.tokens
-        given = Given(
+        given = WindowRequest(
             at=now, worker_id=worker_id, key=key, prefill=prefill, decode=decode, waited=waited, tokens=tokens
         )
         self._later.append(given)

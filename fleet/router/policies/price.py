@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from fleet.ids import WorkerId, longest_prefix
 from fleet.roles import Phase
-from fleet.router.candidates import Asked, Candidates, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest
 
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
 
@@ -29,7 +29,7 @@ REMEMBERED = 10_000
 """Workers whose prices are found by name at once."""
 
 
-class Price(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The formula above."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
@@ -41,7 +41,7 @@ class Price(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
     """As long as answers usually are."""
 
-    def costs(self, asked: Asked, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         worker_ids = candidates.worker_ids
         spent = candidates.uncached_tokens(asked.prompt_tokens) * _of_each(self.prompt, worker_ids)
         if phase is not Phase.PREFILL:

@@ -13,7 +13,7 @@ from math import isfinite
 import numpy as np
 from msgspec import Struct
 
-from fleet.router.candidates import Asked, Candidates, Chance, Floats
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.policies.pickers import lowest
 from fleet.router.policies.pipeline import Pipeline
 
@@ -29,7 +29,7 @@ class CacheAware:
         self._balance_rel = balance_rel
         self._trees: dict[str, float] = {}
 
-    def pick(self, costs: Floats, asked: Asked, candidates: Candidates, chance: Chance, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
         place = self._choice(asked, candidates, chance)
         prompt = float(np.ceil(asked.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
@@ -40,7 +40,7 @@ class CacheAware:
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))
         return place
 
-    def _choice(self, asked: Asked, candidates: Candidates, chance: Chance) -> int:
+    def _choice(self, asked: PlacementRequest, candidates: Candidates, chance: RandomSource) -> int:
         requests = candidates.requests
         most, least = float(requests.max()), float(requests.min())
         if most - least > self._balance_abs and most > self._balance_rel * least:

@@ -11,8 +11,8 @@ from fleet.adapters.expected_workers import PredictionMetrics, open_prediction_m
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
-from fleet.router.expectations import Profile
-from fleet.router.messages import Stepped, WorkerJoined
+from fleet.router.expectations import WorkerProfile
+from fleet.router.messages import WorkerJoined, WorkerStepped
 from fleet.router.observed import ObservedMachine
 from fleet.router.profile_settings import ProfileSettings
 from fleet.sim.agreement import serve
@@ -25,7 +25,7 @@ from tests.unit.sim.test_agreement import requests, three
 
 def test_what_production_does_is_told_beside_what_was_expected_of_it():
     plan, seen = three(), []
-    expectations = PredictionMetrics(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+    expectations = PredictionMetrics(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
 
     def observed(now, event, commands):
         expectations(now, event, commands)
@@ -80,6 +80,6 @@ def test_what_breaks_ends_the_predictions_and_nothing_else(caplog):
     expectations = PredictionMetrics(breaking)
     joined = WorkerJoined(description=a_description(), address="")
     expectations(Nanos(1), joined, [])
-    expectations(Nanos(2), Stepped(worker_id=WorkerId("w"), progress=()), [])
+    expectations(Nanos(2), WorkerStepped(worker_id=WorkerId("w"), progress=()), [])
     assert [record.message for record in caplog.records] == ["predictions stopped"]
     assert all(not metric.samples for metric in expectations.collect())

@@ -15,7 +15,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused, Reason
 from fleet.requests import JsonSchema, Logprobs, Sampling
 from fleet.roles import Role
-from fleet.router.messages import CacheAssumed, Dispatch, Stepped, Ticked, WorkerJoined, WorkRejected
+from fleet.router.messages import AttemptRejected, CacheAssumed, Dispatch, RouterTicked, WorkerJoined, WorkerStepped
 from fleet.router.observed import ObservedMachine
 from fleet.router.policies.built_in import policy
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
@@ -50,7 +50,9 @@ def test_a_flight_is_recorded_whole_and_replays(tmp_path):
     with recorder:
         machine.handle(joined(), START)
         work = work_of(machine.handle(an_arrival(tokens=100), Nanos(START + 1)))
-        machine.handle(Stepped(worker_id="w0", progress=(Progress(request_id=work, token_ids=(5,)),)), Nanos(START + 2))
+        machine.handle(
+            WorkerStepped(worker_id="w0", progress=(Progress(request_id=work, token_ids=(5,)),)), Nanos(START + 2)
+        )
 
     recording = Recording(path)
     entries = list(recording.entries())
@@ -84,9 +86,9 @@ def test_no_content_and_no_secret_is_in_a_recording(tmp_path):
         answer = Progress(
             request_id=work, token_ids=(987_654_321,), logprobs=(Logprobs(-0.1, (987_654_321,), (-0.1,)),)
         )
-        machine.handle(Stepped(worker_id="w0", progress=(answer,)), Nanos(START + 2))
+        machine.handle(WorkerStepped(worker_id="w0", progress=(answer,)), Nanos(START + 2))
         said = Rejected(request_id=work, reason=Reason.INVALID_ARGUMENT, message=secret)
-        machine.handle(WorkRejected(worker_id="w0", rejected=said), Nanos(START + 3))
+        machine.handle(AttemptRejected(worker_id="w0", rejected=said), Nanos(START + 3))
 
     content = path.read_text()
 
@@ -137,7 +139,7 @@ def test_earlier_recordings_are_kept_and_a_router_that_heard_nothing_moves_none(
     for flight in range(KEPT_RECORDINGS + 2):
         recorder, machine = a_flight(path)
         with recorder:
-            machine.handle(Ticked(), Nanos(START + flight))
+            machine.handle(RouterTicked(), Nanos(START + flight))
     recorder, _ = a_flight(path)
     with recorder:
         pass

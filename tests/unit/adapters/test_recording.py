@@ -22,36 +22,36 @@ from fleet.roles import KvPath, Phase
 from fleet.router.foretold import PlacedPrompt
 from fleet.router.messages import (
     Arrived,
-    Booked,
+    AttemptRejected,
     CacheAged,
     CacheAssumed,
-    CacheDrifts,
+    CacheDriftChanged,
     CacheReported,
-    Cancelled,
-    CancelWork,
+    CancelAttempt,
     Complete,
     Dispatch,
     Emit,
     KvChanged,
     KvPathsChanged,
     LoadReported,
-    Refuse,
-    ReplicaBooked,
-    ReplicaLeft,
-    ReplicaPlaced,
+    PeerLeft,
+    PeerPlaced,
+    PeerReserved,
+    Reject,
+    RequestCancelled,
+    ReservationTotals,
     RouterEvent,
+    RouterTicked,
     SessionsBound,
     StartedOver,
-    Stepped,
     StoreChanged,
-    Ticked,
-    Tuned,
+    ThresholdsChanged,
     Undelivered,
     WorkerDraining,
     WorkerJoined,
     WorkerLeft,
     WorkerResumed,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings import RouterSettings, Thresholds
@@ -75,17 +75,19 @@ EVENTS = (
     CacheAged(worker_id="w"),
     CacheReported(worker_id="w", request_id="r#1", prompt_tokens=9, cached_tokens=8),
     StoreChanged(store_id="s", fingerprint="f", stored=(HASH,), removed=(HASH,), reset=True),
-    Stepped(
+    WorkerStepped(
         worker_id="w",
         progress=(
             Progress(request_id="r#1", token_ids=(0, 0), kv=REPORT),
             Progress(request_id="r#2", finish=Finish.STOP, handoff=HANDOFF),
         ),
     ),
-    WorkRejected(worker_id="w", rejected=Rejected(request_id="r#1", reason=Reason.KV_MISMATCH, message="", field="x")),
-    ReplicaBooked(replica="o", booked={"w": Booked(5, 2.5, 1)}),
-    ReplicaPlaced(replica="o", placed=(PlacedPrompt(worker_id="w", number=3, keys=(1, (1 << 64) - 1)),), over=(1, 2)),
-    ReplicaLeft(replica="o"),
+    AttemptRejected(
+        worker_id="w", rejected=Rejected(request_id="r#1", reason=Reason.KV_MISMATCH, message="", field="x")
+    ),
+    PeerReserved(replica="o", booked={"w": ReservationTotals(5, 2.5, 1)}),
+    PeerPlaced(replica="o", placed=(PlacedPrompt(worker_id="w", number=3, keys=(1, (1 << 64) - 1)),), over=(1, 2)),
+    PeerLeft(replica="o"),
     SessionsBound(
         bindings=(
             SessionBinding(key=("t", "s"), worker_id="w", stamp=7),
@@ -105,14 +107,14 @@ EVENTS = (
         pin="w",
         among=("w", "v"),
     ),
-    Cancelled(request_id="r"),
+    RequestCancelled(request_id="r"),
     Undelivered(request_id="r#1", worker_id="w"),
-    Ticked(),
-    Tuned(thresholds=Thresholds(max_queued=3)),
+    RouterTicked(),
+    ThresholdsChanged(thresholds=Thresholds(max_queued=3)),
 )
 COMMANDS = (
     Dispatch(worker_id="w", start=a_start(phase=Phase.DECODE, handoff=HANDOFF)),
-    CancelWork(worker_id="w", request_id="r#1"),
+    CancelAttempt(worker_id="w", request_id="r#1"),
     Emit(request_id="r", progress=Progress(request_id="r", token_ids=(5, 6)), cached_tokens=3),
     Complete(
         request_id="r",
@@ -121,8 +123,8 @@ COMMANDS = (
         cached_tokens=32,
     ),
     StartedOver(request_id="r"),
-    Refuse(request_id="r", reason=Reason.QUEUE_FULL, message="text", field="f", retry_after_ms=7),
-    CacheDrifts(worker_id="w", knowledge=Knowledge.EXACT, drifting=True, precision=0.1, recall=1 / 3),
+    Reject(request_id="r", reason=Reason.QUEUE_FULL, message="text", field="f", retry_after_ms=7),
+    CacheDriftChanged(worker_id="w", knowledge=Knowledge.EXACT, drifting=True, precision=0.1, recall=1 / 3),
 )
 
 

@@ -5,9 +5,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fleet.adapters.router_metrics import COUNTERS, WORKER_GAUGES, RouterMetrics
 from fleet.requests import Finish
 from fleet.roles import Role
-from fleet.router.snapshot import Counters, WorkerSnapshot
+from fleet.router.snapshot import RouterCounters, WorkerSnapshot
 from tests.builders import an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 
 def told(router):
@@ -17,7 +17,7 @@ def told(router):
 
 
 def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_for():
-    router = Driver(("d1", Role.DECODE), oversubscribe=0.01)
+    router = RouterMachineDriver(("d1", Role.DECODE), oversubscribe=0.01)
     first = the(Dispatch, router.send(an_arrival(tokens=100)))
     router.send(an_arrival(request_id="waits"))
 
@@ -34,7 +34,7 @@ def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_
 
 
 def test_refusals_are_told_by_reason_and_cause():
-    router = Driver()
+    router = RouterMachineDriver()
     router.send(an_arrival())
     lines = told(router)
     assert 'fleet_refused_requests_total{reason="no_worker"} 1.0' in lines
@@ -42,12 +42,12 @@ def test_refusals_are_told_by_reason_and_cause():
 
 
 def test_every_number_is_one_that_the_router_has():
-    assert COUNTERS.keys() <= set(Counters.__struct_fields__)
+    assert COUNTERS.keys() <= set(RouterCounters.__struct_fields__)
     assert WORKER_GAUGES.keys() <= set(WorkerSnapshot.__struct_fields__)
 
 
 def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_not():
-    router, said = Driver(), []
+    router, said = RouterMachineDriver(), []
     for answer in (True, False, None):
         registry = CollectorRegistry()
         registry.register(RouterMetrics(router.machine.snapshot, directory=lambda found=answer: found))
@@ -58,7 +58,7 @@ def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_n
 
 
 def test_tasks_of_the_event_loop_are_told_where_somebody_counts_them():
-    router, registry = Driver(), CollectorRegistry()
+    router, registry = RouterMachineDriver(), CollectorRegistry()
     registry.register(RouterMetrics(router.machine.snapshot, tasks=lambda: 4))
 
     assert "fleet_tasks 4.0" in generate_latest(registry).decode().splitlines()

@@ -14,16 +14,16 @@ from fleet.adapters.router_policies import GuardedPolicy, open_policy, policy_ca
 from fleet.errors import ConfigurationRefused
 from fleet.ids import RequestId
 from fleet.roles import Phase, Role
-from fleet.router.candidates import Asked
+from fleet.router.candidates import PlacementRequest
 from fleet.router.machine import RouterMachine
 from fleet.router.policies.built_in import BUILT_IN, policy
 from fleet.router.policies.pipeline import Pipeline
 from fleet.router.settings import RouterSettings
 from tests.builders import a_joined_worker, an_arrival
 from tests.unit.router.driver import START, Dispatch, the
-from tests.unit.router.rows import a_standing, candidates_of
+from tests.unit.router.rows import a_candidate, candidates_of
 
-ASKED = Asked(prompt_tokens=100)
+ASKED = PlacementRequest(prompt_tokens=100)
 
 
 class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ def greedy(candidates):
     return 1
 
 
-STANDINGS = [a_standing("d1"), a_standing("d2", requests=3)]
+STANDINGS = [a_candidate("d1"), a_candidate("d2", requests=3)]
 
 
 def guarded(act, budget_seconds: float = 1.0, itemise=None) -> GuardedPolicy:

@@ -11,18 +11,18 @@ from fleet.requests import Finish, KvReport
 from fleet.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
-    Cancelled,
-    CancelWork,
+    AttemptRejected,
+    CancelAttempt,
     Command,
     Complete,
     Dispatch,
     Emit,
-    Refuse,
+    Reject,
+    RequestCancelled,
     RouterEvent,
-    Stepped,
     Undelivered,
     WorkerLeft,
-    WorkRejected,
+    WorkerStepped,
 )
 from fleet.router.settings import RouterSettings
 from fleet.work import Handoff, Rejected, Start
@@ -32,7 +32,7 @@ AnyCommand = TypeVar("AnyCommand", bound=Command)
 START = Nanos(1_000_000_000)
 
 
-class Driver:
+class RouterMachineDriver:
     def __init__(self, *workers: tuple[str, Role], seed: int = 0, **settings):
         self.machine = RouterMachine(RouterSettings(**settings), random.Random(seed))
         self.now = START
@@ -59,17 +59,17 @@ class Driver:
         handoff: Handoff | None = None,
     ) -> list[Command]:
         progress = some_progress(*tokens, request_id=work.start.request_id, finish=finish, kv=kv, handoff=handoff)
-        return self.send(Stepped(worker_id=work.worker_id, progress=(progress,)))
+        return self.send(WorkerStepped(worker_id=work.worker_id, progress=(progress,)))
 
     def reject(self, work: Dispatch, reason: Reason, field: str = "") -> list[Command]:
         rejected = Rejected(request_id=work.start.request_id, reason=reason, message="no", field=field)
-        return self.send(WorkRejected(worker_id=work.worker_id, rejected=rejected))
+        return self.send(AttemptRejected(worker_id=work.worker_id, rejected=rejected))
 
     def fail_to_deliver(self, work: Dispatch) -> list[Command]:
         return self.send(Undelivered(request_id=work.start.request_id, worker_id=work.worker_id))
 
     def cancel(self, request_id: str = "r1") -> list[Command]:
-        return self.send(Cancelled(request_id=RequestId(request_id)))
+        return self.send(RequestCancelled(request_id=RequestId(request_id)))
 
     def booked(self, worker_id: str) -> tuple[int, int, int]:
         """Requests, unique blocks, prefill tokens."""
@@ -91,4 +91,14 @@ def dispatched(commands: Sequence[Command]) -> Start:
     return the(Dispatch, commands).start
 
 
-__all__ = ["START", "CancelWork", "Complete", "Dispatch", "Driver", "Emit", "Refuse", "dispatched", "the"]
+__all__ = [
+    "START",
+    "CancelAttempt",
+    "Complete",
+    "Dispatch",
+    "RouterMachineDriver",
+    "Emit",
+    "Reject",
+    "dispatched",
+    "the",
+]

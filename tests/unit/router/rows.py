@@ -7,20 +7,20 @@ from msgspec import Struct, structs
 
 from fleet.roles import Phase, Role
 from fleet.router import candidates as quantity
-from fleet.router.candidates import Asked, Candidates, Chance
-from fleet.router.impossible import Impossible, Wait
-from fleet.router.members import Members, limit
-from fleet.router.placement import Decision, Placed, Terms
+from fleet.router.candidates import Candidates, PlacementRequest, RandomSource
+from fleet.router.impossible import Rejection, WaitForRoom
+from fleet.router.members import PoolTopology, limit
+from fleet.router.placement import CostTerms, Decision, DecisionExplanation
 from fleet.router.placement import decide as decide_in_table
 from fleet.router.policies.built_in import parameters, policy
 from fleet.router.settings import RouterSettings
-from fleet.router.standings import Serving, Standings
+from fleet.router.standings import CandidateTable, ServingWorkers
 from fleet.work import WorkerDescription
 from kvstore.block import blocks_for
 from tests.builders import BLOCK_TOKENS, a_description
 
 
-class Standing(Struct, frozen=True, kw_only=True):
+class CandidateRow(Struct, frozen=True, kw_only=True):
     """One worker as it stands for one request; see `fleet.router.candidates` for what each number is."""
 
     description: WorkerDescription
@@ -42,17 +42,17 @@ class Standing(Struct, frozen=True, kw_only=True):
         return self.description.worker_id
 
 
-def a_standing(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> Standing:
-    own = {name: fields.pop(name) for name in tuple(fields) if name in Standing.__struct_fields__}
+def a_candidate(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_tokens: int = 100, **fields) -> CandidateRow:
+    own = {name: fields.pop(name) for name in tuple(fields) if name in CandidateRow.__struct_fields__}
     own.setdefault("new_blocks", blocks_for(prompt_tokens, fields.get("block_tokens", BLOCK_TOKENS)))
     seldom = {
         name: fields.pop(name) for name in ("prefill_speed", "decode_speed", "labels", "keeps_forms") if name in fields
     }
     description = structs.replace(a_description(worker_id=worker_id, role=role, **fields), **seldom)
-    return Standing(description=description, **own)
+    return CandidateRow(description=description, **own)
 
 
-def table(standings: Sequence[Standing], settings: RouterSettings) -> Standings:
+def table(standings: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
     """All of them, in order."""
     columns = np.zeros((quantity.QUANTITIES, len(standings)))
     for row, each in enumerate(standings):
@@ -76,15 +76,15 @@ def table(standings: Sequence[Standing], settings: RouterSettings) -> Standings:
             each.below_blocks,
             each.conversion,
         ]
-    members = Members([each.description for each in standings], settings)
+    members = PoolTopology([each.description for each in standings], settings)
     draining = np.array([each.draining for each in standings], dtype=bool)
     failed = np.array([each.failed for each in standings], dtype=bool)
-    return Standings(members, columns, Serving.of(members, draining), failed if failed.any() else None)
+    return CandidateTable(members, columns, ServingWorkers.of(members, draining), failed if failed.any() else None)
 
 
 def decide(
-    asked: Asked, standings: Sequence[Standing], settings: RouterSettings, chance: Chance
-) -> Placed | Wait | Impossible:
+    asked: PlacementRequest, standings: Sequence[CandidateRow], settings: RouterSettings, chance: RandomSource
+) -> DecisionExplanation | WaitForRoom | Rejection:
     """By the policy that settings name, explained."""
     chosen = policy(settings.policy, parameters(settings))
     outcome = decide_in_table(asked, table(standings, settings), chosen, settings, chance)
@@ -92,15 +92,15 @@ def decide(
 
 
 def score(
-    standing: Standing, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **asked
-) -> Terms:
+    standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **asked
+) -> CostTerms:
     """The cost of one worker by the policy that settings name; alone, so that no comparison enters."""
     chosen = policy(settings.policy, parameters(settings))
     candidates = candidates_of([standing], settings)
-    question = Asked(prompt_tokens=prompt_tokens, **asked)
+    question = PlacementRequest(prompt_tokens=prompt_tokens, **asked)
     parts = {name: float(costs[0]) for name, costs in chosen.costs(question, candidates, phase).items()}
-    return Terms(worker_id=standing.worker_id, cost=sum(parts.values()), parts=parts)
+    return CostTerms(worker_id=standing.worker_id, cost=sum(parts.values()), parts=parts)
 
 
-def candidates_of(standings: Sequence[Standing], settings: RouterSettings) -> Candidates:
+def candidates_of(standings: Sequence[CandidateRow], settings: RouterSettings) -> Candidates:
     return table(standings, settings).candidates(np.arange(len(standings)))

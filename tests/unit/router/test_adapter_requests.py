@@ -10,7 +10,7 @@ from fleet.ids import ModelName
 from fleet.requests import Admitted, Sampling, TokenPrompt
 from fleet.router.generation import Generation
 from fleet.router.tenants import Tenants
-from fleet.router.tokenising import TokenisingThreads
+from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from fleet.wire.public import decode_model, encode_model
 from fleet.work import LoraAdapter
@@ -26,7 +26,7 @@ def served(model_dir):
     """A router with one model and its adapter, and its generation."""
     clock = SystemClock()
     router = FakeRouter([300], cards=[a_card(), ADA])
-    threads = TokenisingThreads()
+    threads = TokenizerThreads()
     yield (
         router,
         Generation(

@@ -7,18 +7,18 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
-from fleet.router.eligibility import Unfit
-from fleet.router.impossible import Cause
-from fleet.router.messages import KvChanged, LoadReported, Refuse, WorkerDraining
+from fleet.router.eligibility import IneligibleReason
+from fleet.router.impossible import RejectionCause
+from fleet.router.messages import KvChanged, LoadReported, Reject, WorkerDraining
 from fleet.work import KvStored, LoadReport, LoraAdapter
 from kvstore.block import chain, salt_of_adapter
 from tests.builders import BLOCK_TOKENS, MODEL, a_joined_worker, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 ADA, BOB = LoraAdapter(ModelName("ada"), "1"), LoraAdapter(ModelName("bob"), "1")
 
 
-class Fleet(Driver):
+class Fleet(RouterMachineDriver):
     def join_with(
         self, worker_id: str, *adapters: LoraAdapter, slots: int = 1, role: Role = Role.DECODE, **fields
     ) -> None:
@@ -90,21 +90,21 @@ def test_only_workers_that_have_the_adapter_are_candidates_and_the_others_say_wh
     assert fleet.placed("r1", ADA) == "d5"
     (placed,) = fleet.machine.explain("r1").placements
     assert dict(placed.unfit) == {
-        "d1": Unfit.NO_ADAPTER,
-        "d2": Unfit.NO_ADAPTER,
-        "d3": Unfit.NO_ADAPTER,
-        "d4": Unfit.ADAPTER_ELSEWHERE,
+        "d1": IneligibleReason.NO_ADAPTER,
+        "d2": IneligibleReason.NO_ADAPTER,
+        "d3": IneligibleReason.NO_ADAPTER,
+        "d4": IneligibleReason.ADAPTER_ELSEWHERE,
     }
 
 
 def test_an_adapter_that_nobody_has_is_refused_by_name():
     fleet = Fleet(("d1", Role.DECODE))
 
-    refused = the(Refuse, fleet.ask("r1", ADA))
+    refused = the(Reject, fleet.ask("r1", ADA))
 
     assert (refused.reason, refused.field) == (Reason.NO_WORKER, "model")
     assert "ada@1" in refused.message
-    assert fleet.machine.snapshot().counters.impossible == {Cause.NO_ADAPTER: 1}
+    assert fleet.machine.snapshot().counters.impossible == {RejectionCause.NO_ADAPTER: 1}
 
 
 def test_requests_without_an_adapter_go_anywhere():

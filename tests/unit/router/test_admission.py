@@ -11,19 +11,19 @@ from fleet.ids import ModelName, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Placement, Role
 from fleet.router import waiting as waiting_module
-from fleet.router.holdings import MOST_PASSED
-from fleet.router.messages import KvChanged, ReplicaLeft, Ticked, Tuned, WorkerDraining, WorkerJoined
+from fleet.router.holdings import MAX_FAILED_TRIES
+from fleet.router.messages import KvChanged, PeerLeft, RouterTicked, ThresholdsChanged, WorkerDraining, WorkerJoined
 from fleet.router.tenants import TenantSettings
 from fleet.router.waiting import EVIDENCE
 from fleet.work import KvStored, LoraAdapter
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_description, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, Refuse, the
+from tests.unit.router.driver import Dispatch, Reject, RouterMachineDriver, the
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
-class Busy(Driver):
+class Busy(RouterMachineDriver):
     """One worker with room for one request, which is taken by a request called "running"."""
 
     def __init__(self, **settings):
@@ -62,7 +62,7 @@ def test_tenants_that_flood_the_queue_lose_their_own_places():
     for number in range(4):
         router.arrive(f"flood{number}", "flood")
 
-    refusal = the(Refuse, router.arrive("modest", "modest"))
+    refusal = the(Reject, router.arrive("modest", "modest"))
 
     assert (refusal.request_id, refusal.reason) == ("flood3", Reason.QUEUE_FULL)
     assert refusal.retry_after_ms >= 1000
@@ -103,7 +103,7 @@ def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with
     for number in range(2):
         assert not router.arrive(f"waits{number}")
 
-    refusal = the(Refuse, router.arrive("late"))
+    refusal = the(Reject, router.arrive("late"))
 
     assert (refusal.reason, refusal.request_id) == (Reason.QUEUE_FULL, "late")
     assert "about 3 s" in refusal.message
@@ -112,14 +112,14 @@ def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with
 
 def test_who_has_to_go_for_another_model_is_told_when_there_is_room_for_its_own():
     router = a_paced_router()
-    router.send(Tuned(thresholds=structs.replace(router.machine.thresholds(), max_queued=4)))
+    router.send(ThresholdsChanged(thresholds=structs.replace(router.machine.thresholds(), max_queued=4)))
     for number in range(4):
         router.arrive(f"waits{number}")
     other = ModelName("other")
     router.join("d2", max_running=1, model=other)
     router.arrive("runs", model=other)
 
-    refusal = the(Refuse, router.arrive("newcomer", model=other))
+    refusal = the(Reject, router.arrive("newcomer", model=other))
 
     assert refusal.request_id == "waits3"
     assert 2500 <= refusal.retry_after_ms <= 4500
@@ -132,10 +132,10 @@ def test_what_goes_before_others_is_not_refused_for_their_sake():
         router.arrive(f"waits{number}")
     deadline = Nanos(router.now + SECOND)
 
-    assert the(Refuse, router.arrive("plain")).reason is Reason.QUEUE_FULL
+    assert the(Reject, router.arrive("plain")).reason is Reason.QUEUE_FULL
     assert not router.arrive("urgent", priority=1)
     assert not router.arrive("late", priority=2, deadline=deadline)
-    assert the(Refuse, router.arrive("again", priority=1, deadline=deadline)).reason is Reason.QUEUE_FULL
+    assert the(Reject, router.arrive("again", priority=1, deadline=deadline)).reason is Reason.QUEUE_FULL
     for _ in range(3):
         router.finish()
     assert router.served[-3:] == ["late", "urgent", "next"]
@@ -155,7 +155,7 @@ def test_a_wait_is_told_by_what_leaves_and_not_by_what_of_it_was_cached():
 
     router.arrive("next", tokens=prompt)
     assert [router.arrive(f"waits{number}", tokens=prompt) for number in range(4)] == [[]] * 4
-    assert 3500 <= the(Refuse, router.arrive("late", tokens=prompt)).retry_after_ms <= 5500
+    assert 3500 <= the(Reject, router.arrive("late", tokens=prompt)).retry_after_ms <= 5500
 
 
 def test_a_request_that_would_wait_past_its_deadline_is_refused_at_once():
@@ -165,7 +165,7 @@ def test_a_request_that_would_wait_past_its_deadline_is_refused_at_once():
     tight = Nanos(router.now + 2 * SECOND)
     loose = Nanos(router.now + 20 * SECOND)
 
-    refusal = the(Refuse, router.arrive("tight", deadline=tight))
+    refusal = the(Reject, router.arrive("tight", deadline=tight))
 
     assert refusal.reason is Reason.QUEUE_FULL
     assert "deadline" in refusal.message
@@ -177,7 +177,7 @@ def test_without_evidence_of_the_pace_a_request_waits_and_its_deadline_ends_it()
     deadline = Nanos(router.now + 50 * MILLISECOND)
     assert not router.arrive("hopeful", deadline=deadline)
     router.after(0.05)
-    assert the(Refuse, router.send(Ticked())).reason is Reason.DEADLINE_PASSED
+    assert the(Reject, router.send(RouterTicked())).reason is Reason.DEADLINE_PASSED
 
 
 def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full():
@@ -188,7 +188,7 @@ def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full(
     router.arrive("waits")
     router.leave("d2")  # "second" waits again, as one too many
 
-    refusal = the(Refuse, router.arrive("new"))
+    refusal = the(Reject, router.arrive("new"))
 
     assert refusal.request_id == "new"
     router.finish()
@@ -200,11 +200,11 @@ def test_thresholds_that_are_set_count_for_the_next_request_and_read_back():
     router.arrive("a")
     tuned = structs.replace(router.machine.thresholds(), max_queued=2)
 
-    router.send(Tuned(thresholds=tuned))
+    router.send(ThresholdsChanged(thresholds=tuned))
 
     assert router.machine.thresholds() == tuned
     assert not router.arrive("b")
-    assert the(Refuse, router.arrive("c")).reason is Reason.QUEUE_FULL
+    assert the(Reject, router.arrive("c")).reason is Reason.QUEUE_FULL
 
 
 def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_and_join():
@@ -212,7 +212,7 @@ def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_
     for name in "abcd":
         router.arrive(name)
 
-    started = router.send(Tuned(thresholds=structs.replace(router.machine.thresholds(), oversubscribe=3.0)))
+    started = router.send(ThresholdsChanged(thresholds=structs.replace(router.machine.thresholds(), oversubscribe=3.0)))
 
     assert [command.start.request_id.partition("#")[0] for command in started] == ["a", "b"]
     joined = router.join("d2", Role.DECODE, max_running=1)
@@ -233,9 +233,9 @@ PARTICULAR = [
 ]
 
 
-def a_half_busy_router() -> tuple[Driver, Dispatch]:
+def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
     """Of two workers, one has an adapter, a label, more room for prompts, a partner, a session, and as much as it can do."""
-    router = Driver(oversubscribe=1.0, session_affinity="hard")
+    router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard")
     router.join("other", max_running=2, max_model_len=2000, fingerprint="of its own")
     description = a_description(worker_id="busy", max_running=1)
     description = structs.replace(description, labels=("gold",), adapters=(ADA,), adapter_slots=1)
@@ -275,10 +275,10 @@ def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_ot
 
     gone = router.leave("busy") if go == "leave" else router.send(WorkerDraining(worker_id=WorkerId("busy")))
 
-    assert {each.request_id for each in gone if isinstance(each, Refuse)} == refused
+    assert {each.request_id for each in gone if isinstance(each, Reject)} == refused
 
 
-def asked_of(router: Driver, monkeypatch) -> list[str]:
+def asked_of(router: RouterMachineDriver, monkeypatch) -> list[str]:
     """Requests that are tried, from now on."""
     asked = []
     choose = router.machine._chooser.choose
@@ -316,9 +316,9 @@ def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_t
 
 
 def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
-    monkeypatch.setattr(waiting_module, "MOST_FIRST", 3)
-    router = Driver(("free", Role.DECODE), oversubscribe=1.0)
-    count = MOST_PASSED + 8
+    monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 3)
+    router = RouterMachineDriver(("free", Role.DECODE), oversubscribe=1.0)
+    count = MAX_FAILED_TRIES + 8
     for number in range(count):
         router.join(f"w{number}", max_running=1)
         for name in ("a", "b"):
@@ -326,7 +326,7 @@ def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
     asked = asked_of(router, monkeypatch)
 
     router.join("new")
-    assert len(asked) == 3 + MOST_PASSED
+    assert len(asked) == 3 + MAX_FAILED_TRIES
 
     plain = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     router.step(plain, 7, finish=Finish.STOP)
@@ -334,9 +334,9 @@ def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
     assert sorted(asked) == sorted(f"b{number}" for number in range(count)), "then those who were not tried yet"
 
 
-def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[Driver, int]:
+def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineDriver, int]:
     """Workers with one place each, that is taken; one waits for each of them, by name."""
-    router, count = Driver(oversubscribe=1.0, **settings), 3 * MOST_PASSED
+    router, count = RouterMachineDriver(oversubscribe=1.0, **settings), 3 * MAX_FAILED_TRIES
     for number in range(count):
         pin = WorkerId(f"w{number}")
         router.join(pin, max_running=1)
@@ -348,25 +348,27 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[Driver, int]:
 @pytest.mark.parametrize("happens", ["nothing", "anything"])
 def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(monkeypatch, happens):
     """Whether those before it are known to wait in vain, or have to be tried again each time."""
-    monkeypatch.setattr(waiting_module, "MOST_FIRST", 0)
+    monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 0)
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
     router.send(an_arrival(request_id="last", sampling=GREEDY, pin=WorkerId("free")))
 
     moved = router.step(running, 7, finish=Finish.STOP)[2:]
-    for _ in range(2 * count // MOST_PASSED):
+    for _ in range(2 * count // MAX_FAILED_TRIES):
         if moved:
             break
-        nothing = ReplicaLeft(replica="any")
-        moved = router.send(nothing if happens == "nothing" else Tuned(thresholds=router.machine.thresholds()))
+        nothing = PeerLeft(replica="any")
+        moved = router.send(
+            nothing if happens == "nothing" else ThresholdsChanged(thresholds=router.machine.thresholds())
+        )
 
     assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
 
 
 def test_who_waits_for_the_worker_that_has_room_gets_it_however_many_before_it_wait_for_others():
-    router = Driver(oversubscribe=1.0)
-    count = 3 * MOST_PASSED
+    router = RouterMachineDriver(oversubscribe=1.0)
+    count = 3 * MAX_FAILED_TRIES
     for number in range(count):
         router.join(f"w{number}", max_running=1)
     sent = []
@@ -399,11 +401,11 @@ def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_many_wait_f
 
     gone = router.send(WorkerDraining(worker_id=WorkerId(f"w{count - 1}")))
 
-    assert the(Refuse, gone).request_id == f"waits{count - 1}"
+    assert the(Reject, gone).request_id == f"waits{count - 1}"
 
 
 def test_a_long_prompt_holds_up_no_short_one_with_a_long_answer_where_caches_are_small():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     router.join("small", max_running=1, kv_blocks=2000 // BLOCK_TOKENS)
     router.join("busy", max_running=1)
     router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
@@ -418,11 +420,11 @@ def test_a_long_prompt_holds_up_no_short_one_with_a_long_answer_where_caches_are
 
 
 def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody_who_can_go_there():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     router.join("fails", max_running=1)
     router.join("busy", max_running=1)
     router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
-    for number in range(MOST_PASSED + 1):
+    for number in range(MAX_FAILED_TRIES + 1):
         failing = the(Dispatch, router.send(an_arrival(request_id=f"failed{number}", sampling=GREEDY)))
         assert not router.reject(failing, Reason.INTERNAL)
     running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
@@ -434,7 +436,7 @@ def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody
 
 
 def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_may_not():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     for name, labels in (("lost", ("gold",)), ("busy", ("gold",)), ("plain", ())):
         description = structs.replace(a_description(worker_id=name, max_running=1), labels=labels)
         router.send(WorkerJoined(description=description, address=f"unix:/{name}"))
@@ -447,14 +449,14 @@ def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_
 
     ended = router.step(running, 7, finish=Finish.STOP)
 
-    assert the(Refuse, ended).request_id == "second"
+    assert the(Reject, ended).request_id == "second"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_worker_idles_while_somebody_waits_whom_it_could_serve(seed):
     """Three workers with one place each; requests that want one of them or any, of three tenants; ends and cancellations."""
     dice = random.Random(seed)
-    router = Driver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
+    router = RouterMachineDriver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
     names = ["w0", "w1", "w2"]
     for name in names:
         router.join(name, max_running=1)

@@ -9,19 +9,19 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.requests import Finish
 from fleet.roles import Role
-from fleet.router.assumed_cache import MOST_LISTED, AssumedCache
-from fleet.router.chains import Chains
+from fleet.router.assumed_cache import MAX_LISTED_FACTOR, AssumedCache
+from fleet.router.chains import RadixTree
 from fleet.router.messages import CacheAged
 from fleet.router.truth import Knowledge
 from tests.builders import a_joined_worker, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 START = Nanos(1000 * SECOND)
 LATER = Nanos(START + 60 * SECOND)
 
 
-def a_cache(capacity: int) -> tuple[Chains, AssumedCache]:
-    chains = Chains()
+def a_cache(capacity: int) -> tuple[RadixTree, AssumedCache]:
+    chains = RadixTree()
     return chains, AssumedCache(chains, 1, capacity)
 
 
@@ -65,7 +65,7 @@ def test_what_prompts_share_is_not_listed_without_bound():
     for number in range(50):
         cache.sent((*range(90), 1000 + number), LATER)
 
-    assert len(cache.chains()) == MOST_LISTED * 100 // 91
+    assert len(cache.chains()) == MAX_LISTED_FACTOR * 100 // 91
     cache.check()
 
 
@@ -91,7 +91,7 @@ def test_what_nobody_sent_for_the_time_is_gone():
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_hold_whatever_is_sent(seed):
     rng = random.Random(seed)
-    chains = Chains()
+    chains = RadixTree()
     caches = [AssumedCache(chains, 1 << number, rng.randrange(1, 30)) for number in range(3)]
     for step in range(600):
         path = [rng.randrange(2) for _ in range(rng.randrange(12))]
@@ -102,7 +102,7 @@ def test_bounds_hold_whatever_is_sent(seed):
             cache.expire(Nanos(step - 20))
         for each in caches:
             each.check()
-            assert each._listed <= MOST_LISTED * each._capacity
+            assert each._listed <= MAX_LISTED_FACTOR * each._capacity
         chains.check([chain for each in caches for chain in each.chains()])
     for cache in caches:
         cache.clear()
@@ -110,7 +110,7 @@ def test_bounds_hold_whatever_is_sent(seed):
 
 
 def test_a_prompt_goes_where_it_went_until_its_time_has_passed():
-    router = Driver()
+    router = RouterMachineDriver()
     for name in ("a", "b"):
         joined = a_joined_worker(name, Role.BOTH)
         router.send(structs.replace(joined, knowledge=Knowledge.APPROXIMATE, believed_for=Nanos(60 * SECOND)))

@@ -9,18 +9,18 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId
 from fleet.requests import Sampling
 from fleet.roles import Role
-from fleet.router.bookings import WorkerBookings
+from fleet.router.bookings import WorkerReservations
 from fleet.router.candidates import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
-from fleet.router.chains import Chains
+from fleet.router.chains import RadixTree
 from tests.builders import an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 R1 = RequestId("r1")
 START = Nanos(0)
 
 
-def bookings() -> tuple[WorkerBookings, np.ndarray]:
-    made, column = WorkerBookings(32, Chains(), 1), np.zeros(QUANTITIES)
+def bookings() -> tuple[WorkerReservations, np.ndarray]:
+    made, column = WorkerReservations(32, RadixTree(), 1), np.zeros(QUANTITIES)
     made.keep_in(column)
     return made, column
 
@@ -91,7 +91,7 @@ def test_what_a_prompt_token_takes_is_learned_with_the_wait_for_others():
 
 
 def test_a_request_that_says_how_long_its_answer_gets_is_charged_for_what_is_left():
-    router = Driver(("d1", Role.BOTH))
+    router = RouterMachineDriver(("d1", Role.BOTH))
     arrival = an_arrival(tokens=64, sampling=Sampling(max_tokens=500), expected_tokens=64)
     work = the(Dispatch, router.send(arrival))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.router import chains as subject
-from fleet.router.chains import MANY, Chain, ChainHolder, Chains
+from fleet.router.chains import JOIN_ABOVE, Chain, ChainHolder, RadixTree
 
 HOLDERS = 4
 
@@ -25,15 +25,15 @@ def leading(chains: list[Chain], holder: ChainHolder, keys: tuple[int, ...]) -> 
     return next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
 
 
-@pytest.mark.parametrize("many", [MANY, 0])
+@pytest.mark.parametrize("many", [JOIN_ABOVE, 0])
 @given(
     history=st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40),
     asked=prompts,
 )
 def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, asked):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subject, "MANY", many)
-        chains = Chains()
+        patch.setattr(subject, "JOIN_ABOVE", many)
+        chains = RadixTree()
         holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
         there: list[Chain] = []
         for number, prompt, adds, which in history:
@@ -64,20 +64,20 @@ def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, aske
 
 
 def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
-    chains, holder = Chains(), ChainHolder(1)
+    chains, holder = RadixTree(), ChainHolder(1)
 
     chains.add(holder, range(1000))
 
     assert (len(chains._pieces), holder.blocks) == (1, 1000)
 
 
-def divided(chains: Chains, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
+def divided(chains: RadixTree, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
     """A chain, and one for each of its beginnings."""
     return [chains.add(holders[end % len(holders)], keys[:end]) for end in range(len(keys), 0, -1)]
 
 
 def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
-    chains, holders = Chains(), [ChainHolder(1), ChainHolder(2)]
+    chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
     keys = tuple(range(1, 1001))
     whole, *beginnings = divided(chains, holders, keys)
     assert len(chains._pieces) == 1000
@@ -96,7 +96,7 @@ def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
 
 
 def test_what_some_end_in_stays_divided():
-    chains, holder = Chains(), ChainHolder(1)
+    chains, holder = RadixTree(), ChainHolder(1)
     keys = tuple(range(1, 101))
     there = divided(chains, [holder], keys)
     while len(there) > 50:  # those that end in the first half
@@ -109,7 +109,7 @@ def test_what_some_end_in_stays_divided():
 
 
 def test_who_comes_and_goes_where_its_holder_has_been_changes_nothing_further_up():
-    chains, holders = Chains(), [ChainHolder(1), ChainHolder(2)]
+    chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
     keys = tuple(range(1, 101))
     whole = divided(chains, holders, keys)[0]
     last, counted = whole.last, [(piece, piece.count) for piece in chains._pieces.values()]
@@ -123,7 +123,7 @@ def test_who_comes_and_goes_where_its_holder_has_been_changes_nothing_further_up
 
 
 def test_a_chain_that_is_gone_leaves_nothing_to_collect():
-    chains, holder = Chains(), ChainHolder(1)
+    chains, holder = RadixTree(), ChainHolder(1)
     stays = chains.add(holder, (1, 2, 3))
     gc.collect()
     gc.disable()
@@ -137,7 +137,7 @@ def test_a_chain_that_is_gone_leaves_nothing_to_collect():
 
 
 def test_keys_that_collide_break_nothing():
-    chains, one, other = Chains(), ChainHolder(1), ChainHolder(2)
+    chains, one, other = RadixTree(), ChainHolder(1), ChainHolder(2)
     first = chains.add(one, (1, 2, 3))
     second = chains.add(other, (9, 1, 2))  # as if 1 and 2 stood for other blocks as well
     third = chains.add(one, (2, 1))
@@ -157,7 +157,7 @@ collisions = st.lists(st.integers(0, 4), max_size=6)  # keys that stand for seve
     st.lists(st.tuples(st.integers(0, HOLDERS - 1), collisions, st.booleans(), st.integers(0, 100)), max_size=40),
 )
 def test_however_keys_collide_nothing_is_left_of_chains_that_are_gone(history):
-    chains = Chains()
+    chains = RadixTree()
     holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
     there: list[Chain] = []
     for number, keys, adds, which in history:

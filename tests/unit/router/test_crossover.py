@@ -8,14 +8,14 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Phase, Role
-from fleet.router.crossover import LEAST_TOKENS, MIN_SAMPLES, MOST_TOKENS, Crossover
-from fleet.router.placement import Why
+from fleet.router.crossover import LEAST_TOKENS, MIN_SAMPLES, MOST_TOKENS, PrefillBreakEven
+from fleet.router.placement import PlacementReason
 from tests.builders import a_handoff, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, dispatched, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, dispatched, the
 
 
-def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> Crossover:
-    crossover = Crossover()
+def learned(milliseconds: float, samples: int = MIN_SAMPLES) -> PrefillBreakEven:
+    crossover = PrefillBreakEven()
     for _ in range(samples):
         crossover.handed_over(Nanos(int(milliseconds * MILLISECOND)))
     return crossover
@@ -54,7 +54,7 @@ def test_from_a_wrong_start_it_comes_within_a_tenth_of_what_is_true(begin):
 
 def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
     """200 ms a hand-off, 1 ms a prompt token, nobody held up: 200 tokens are the same either way."""
-    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
+    router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
     sampling = Sampling(temperature=0.0, max_tokens=2)
     for number in range(MIN_SAMPLES):
         request_id = f"r{number}"
@@ -72,12 +72,12 @@ def test_a_router_learns_it_from_its_requests_and_tells_what_it_went_by():
 
     assert (short.phase, longer.phase) == (Phase.AGGREGATED, Phase.PREFILL)
     (placed,) = router.machine.explain(RequestId("longer")).placements
-    assert (placed.why, placed.min_tokens) == (Why.PROMPT_LONG_UNCACHED, 200)
+    assert (placed.why, placed.min_tokens) == (PlacementReason.PROMPT_LONG_UNCACHED, 200)
 
 
 @pytest.mark.parametrize(("second_hand", "phase"), [(False, Phase.PREFILL), (True, Phase.AGGREGATED)])
 def test_what_teaches_nothing_is_not_handed_over_to_be_measured(second_hand, phase):
-    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
+    router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
 
     work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(200), second_hand=second_hand)))
 
@@ -87,7 +87,7 @@ def test_what_teaches_nothing_is_not_handed_over_to_be_measured(second_hand, pha
 @pytest.mark.parametrize("learning", [False, True])
 def test_what_it_would_decide_is_reported_whether_it_counts_or_not(learning):
     """As above, with eight requests on the decode worker: an eighth of 200 tokens is less than the least that is concluded."""
-    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
+    router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
     nothing = router.machine.remote_prefill()
     assert (nothing.learned, nothing.handoffs, nothing.workers[0].min_tokens) == (learning, 0, None)
     sampling = Sampling(temperature=0.0, max_tokens=8)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.clock import MILLISECOND, SECOND
-from fleet.router.first_bytes import REMEMBERED, FirstBytes
+from fleet.router.first_bytes import REMEMBERED, FirstByteHistory
 
 
 def a_past(*waited, kib=1):
-    past = FirstBytes()
+    past = FirstByteHistory()
     for each in waited:
         past.add(each, kib)
     return past
@@ -19,7 +19,7 @@ def a_past(*waited, kib=1):
 
 @given(st.lists(st.integers(MILLISECOND, 100 * SECOND), min_size=1, max_size=19))
 def test_of_few_times_none_is_a_surprise(times):
-    past = FirstBytes()
+    past = FirstByteHistory()
     past.add(times[0], 1)
     past.expected(1, 1)  # what is far above from here on is not believed
     for each in times[1:]:

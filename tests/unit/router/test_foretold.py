@@ -12,27 +12,34 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
 from fleet.router import foretold
-from fleet.router.chains import ChainHolder, Chains
-from fleet.router.foretold import MOST_KEYS, TOLD_TOKENS, PlacedPrompt, PlacedPrompts, deeper, marks
-from fleet.router.messages import ReplicaBooked, ReplicaLeft, ReplicaPlaced
+from fleet.router.chains import ChainHolder, RadixTree
+from fleet.router.foretold import (
+    MAX_ANNOUNCED_KEYS,
+    MIN_ANNOUNCED_TOKENS,
+    PlacedPrompt,
+    PromptAnnouncements,
+    deeper,
+    marks,
+)
+from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved
 from fleet.router.truth import Knowledge
 from tests.builders import a_joined_worker, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 W = WorkerId("w")
 WORKERS = tuple((f"w{number}", Role.BOTH) for number in range(16))
 
 
-class Told(Driver):
+class Told(RouterMachineDriver):
     """One of several routers, which tells the others."""
 
-    def tell(self, *others: Driver) -> None:
+    def tell(self, *others: RouterMachineDriver) -> None:
         name = str(id(self))
         placed, over = self.machine.prompts.news()
         for other in others:
-            other.send(ReplicaPlaced(replica=name, placed=tuple(placed), over=tuple(over)))
-            other.send(ReplicaBooked(replica=name, booked=self.machine.booked()))
+            other.send(PeerPlaced(replica=name, placed=tuple(placed), over=tuple(over)))
+            other.send(PeerReserved(replica=name, booked=self.machine.booked()))
 
     def place(self, name: str, tokens: bytes) -> tuple[Dispatch, int]:
         """The work, and prompt tokens that are taken to be computed."""
@@ -98,7 +105,7 @@ def test_what_is_over_or_was_told_by_a_router_that_is_gone_is_not_coming_any_mor
     other.cancel("r2")
 
     if how == "left":
-        other.send(ReplicaLeft(replica=str(id(one))))
+        other.send(PeerLeft(replica=str(id(one))))
     else:
         one.step(work, 1, finish=Finish.STOP) if how == "ended" else one.cancel("r1")
         one.tell(other)
@@ -133,7 +140,7 @@ def test_nothing_is_told_of_short_prompts_of_what_is_cached_and_by_a_router_that
     (alone,) = routers(1)
     one, _ = routers(2)
     for router in (alone, one):
-        router.place("short", a_prompt(TOLD_TOKENS - 1, first=50_000))
+        router.place("short", a_prompt(MIN_ANNOUNCED_TOKENS - 1, first=50_000))
         router.place("r1", a_prompt(2000))
         router.place("r2", a_prompt(2000))  # after the first one
 
@@ -155,7 +162,7 @@ def test_a_router_that_is_reached_between_two_tellings_is_told_what_the_others_k
     known, _ = one.place("r1", a_prompt(2000))
     one.tell(early)
     brief, _ = one.place("r2", a_prompt(2000, first=5000))
-    late.send(ReplicaPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
+    late.send(PeerPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     assert late.place("r3", a_prompt(2000))[1] < 2000
 
     one.step(brief, 1, finish=Finish.STOP)  # before it is told
@@ -170,7 +177,7 @@ def test_what_is_told_twice_is_there_once():
     one, other = routers(2)
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
-    other.send(ReplicaPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
+    other.send(PeerPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     one.step(work, 1, finish=Finish.STOP)
     one.tell(other)
 
@@ -178,8 +185,8 @@ def test_what_is_told_twice_is_there_once():
 
 
 def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
-    prompts = PlacedPrompts()
-    monkeypatch.setattr(foretold, "MOST_PLACED", 3)
+    prompts = PromptAnnouncements()
+    monkeypatch.setattr(foretold, "MAX_ANNOUNCED_PROMPTS", 3)
     numbers = [prompts.placed(W, range(number, number + 40)) for number in range(5)]
     assert numbers == [1, 2, 3, None, None]
     prompts.over(2)
@@ -189,7 +196,7 @@ def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
     monkeypatch.setattr("fleet.router.roster.MOST_PLACED", 3)
     router = routers(2)[0]
     placed = tuple(PlacedPrompt(worker_id=WorkerId("w0"), number=number, keys=(number,)) for number in range(1, 9))
-    router.send(ReplicaPlaced(replica="o", placed=placed))
+    router.send(PeerPlaced(replica="o", placed=placed))
     assert len(router.machine._roster["w0"].foretold.chains()) == 3
 
 
@@ -199,7 +206,7 @@ def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
 @given(st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 3000))
 def test_marks_know_eight_ninths_of_what_two_prompts_have_in_common_and_all_if_they_are_the_same(common, one, other):
     first, second = ((*range(common), *range(start, start + more)) for start, more in ((10_000, one), (20_000, other)))
-    chains = Chains()
+    chains = RadixTree()
     chains.add(ChainHolder(1), marks(first))
 
     ((depth, mask),) = deeper([], chains, second)
@@ -210,7 +217,7 @@ def test_marks_know_eight_ninths_of_what_two_prompts_have_in_common_and_all_if_t
 
 
 def test_what_is_known_of_a_worker_by_itself_counts_where_that_is_more():
-    chains = Chains()
+    chains = RadixTree()
     for bit, blocks in ((1, 4), (2, 12), (4, 8)):
         chains.add(ChainHolder(bit), marks(range(blocks)))
 
@@ -254,20 +261,20 @@ def test_what_was_sent_to_a_worker_is_believed_though_the_router_that_sent_it_is
     one, other = believing(2, 4)
     work, _ = one.place("r1", a_prompt(2000))
     one.tell(other)
-    other.send(ReplicaLeft(replica=str(id(one))))
+    other.send(PeerLeft(replica=str(id(one))))
 
     again, tokens = other.place("r2", a_prompt(2000))
     assert (again.worker_id, tokens) == (work.worker_id, 2000 - 31 * 64)
 
 
 def test_of_a_long_prompt_the_beginning_is_told_and_of_many_the_latest(monkeypatch):
-    prompts = PlacedPrompts()
-    prompts.sent(W, range(MOST_KEYS + 5))
+    prompts = PromptAnnouncements()
+    prompts.sent(W, range(MAX_ANNOUNCED_KEYS + 5))
     ((told,), _) = prompts.news()
-    assert told == PlacedPrompt(worker_id=W, keys=tuple(range(MOST_KEYS)))
+    assert told == PlacedPrompt(worker_id=W, keys=tuple(range(MAX_ANNOUNCED_KEYS)))
 
-    monkeypatch.setattr(foretold, "MOST_SENT", 2)
-    prompts = PlacedPrompts()
+    monkeypatch.setattr(foretold, "MAX_SENT_PROMPTS", 2)
+    prompts = PromptAnnouncements()
     for number in range(5):
         prompts.sent(W, (number,))
     assert [told.keys for told in prompts.news()[0]] == [(3,), (4,)]

@@ -29,7 +29,7 @@ from fleet.requests import (
 from fleet.router.generation import INLINE_CHARACTERS, Generation
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
-from fleet.router.tokenising import MOST, TokenisingThreads
+from fleet.router.tokenising import MOST, TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from kvstore.block import salt_for
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
@@ -57,7 +57,7 @@ def codec(model_dir):
 @pytest.fixture
 def generations(codec):
     """Makes generations, all of which have the same threads."""
-    threads = TokenisingThreads()
+    threads = TokenizerThreads()
 
     def make(
         router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings

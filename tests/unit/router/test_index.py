@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.ids import StoreId, WorkerId
-from fleet.router.index import Holder, PrefixIndex, engine_cache, keys_of, store_namespace
+from fleet.router.index import Holder, PrefixIndex, engine_cache_holder, keys_of, store_tier_holder
 from kvstore.block import chain
 from tests.builders import a_prompt
 
-A, B, C = (engine_cache(WorkerId(name)) for name in "abc")
+A, B, C = (engine_cache_holder(WorkerId(name)) for name in "abc")
 
 
 def an_index(**held: list[int]) -> PrefixIndex:
     index = PrefixIndex()
     for name, keys in held.items():
-        holder = engine_cache(WorkerId(name))
+        holder = engine_cache_holder(WorkerId(name))
         index.add(holder, capacity=1000)
         index.stored(holder, keys)
     return index
@@ -73,7 +73,7 @@ def test_a_dead_holder_leaves_nothing_behind_and_its_bit_is_used_again():
 def test_hundreds_of_restarts_do_not_lengthen_the_masks():
     index = an_index(a=[1])
     for restart in range(300):
-        holder = engine_cache(WorkerId(f"restart-{restart}"))
+        holder = engine_cache_holder(WorkerId(f"restart-{restart}"))
         index.add(holder, capacity=10)
         index.stored(holder, [1])
         index.remove(holder)
@@ -134,7 +134,7 @@ BYTES_A_BLOCK = 400
 def test_a_day_of_churn_stays_under_its_cap_and_leaves_nothing():
     """Caches that are always full, turned over by the hour, and a worker in four that restarts each hour."""
     rng = random.Random(5)
-    workers, capacity = [engine_cache(WorkerId(f"w{number}")) for number in range(4)], 1_500
+    workers, capacity = [engine_cache_holder(WorkerId(f"w{number}")) for number in range(4)], 1_500
     tracemalloc.start()
     index = PrefixIndex()
     baseline = tracemalloc.get_traced_memory()[0]
@@ -175,7 +175,7 @@ def test_keys_are_the_first_eight_bytes_of_the_hashes():
 
 
 def test_a_worker_and_a_store_of_one_name_are_different_holders():
-    assert engine_cache(WorkerId("x")) != store_namespace(StoreId("x"), "")
+    assert engine_cache_holder(WorkerId("x")) != store_tier_holder(StoreId("x"), "")
 
 
 KEYS = st.integers(0, 11)

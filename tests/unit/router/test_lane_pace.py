@@ -8,16 +8,16 @@ from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
-from fleet.router.lane_pace import EVIDENCE, LanePace
+from fleet.router.lane_pace import EVIDENCE, PrefillRate
 from tests.builders import an_arrival
-from tests.unit.router.driver import Dispatch, Driver, Refuse, the
+from tests.unit.router.driver import Dispatch, Reject, RouterMachineDriver, the
 
 GREEDY = Sampling(temperature=0.0, max_tokens=2)
 WINDOW = 1000
 
 
 def a_pace(tokens=1000, seconds=1.0, times=10):
-    pace, now = LanePace(), 0
+    pace, now = PrefillRate(), 0
     pace.busy(Nanos(now))
     for _ in range(times):
         now += int(seconds * SECOND)
@@ -60,7 +60,7 @@ def test_idle_time_is_no_pace():
     assert 0.9 < told < 1.1
 
 
-class Lane(Driver):
+class Lane(RouterMachineDriver):
     """Workers of a thousand tokens a second each, as the router has seen them to be."""
 
     def __init__(self, workers=1, **settings):
@@ -88,11 +88,11 @@ def test_who_would_wait_too_long_in_a_lane_is_refused_at_once():
 
     assert isinstance(answers[0][0], Dispatch)
     assert answers[1:4] == [[]] * 3, "they wait one, two and three seconds"
-    refusal = the(Refuse, answers[4])
+    refusal = the(Reject, answers[4])
     assert refusal.reason is Reason.QUEUE_FULL
     assert 3500 <= refusal.retry_after_ms <= 4500
     assert "4 s" in refusal.message
-    assert the(Refuse, answers[5])
+    assert the(Reject, answers[5])
 
 
 def test_who_has_priority_is_not_refused_for_those_behind():
@@ -108,7 +108,7 @@ def test_who_would_be_late_for_its_deadline_in_a_lane_is_refused():
     for _ in range(4):
         router.ask(1000)
 
-    assert "deadline" in the(Refuse, router.ask(1000, deadline=Nanos(router.now + 2 * SECOND))).message
+    assert "deadline" in the(Reject, router.ask(1000, deadline=Nanos(router.now + 2 * SECOND))).message
     assert not router.ask(1000, deadline=Nanos(router.now + 20 * SECOND))
 
 
@@ -120,10 +120,10 @@ def test_who_need_not_wait_in_a_lane_is_never_refused_for_it():
 
 
 def test_a_router_that_has_seen_nothing_refuses_nobody_for_its_wait():
-    router = Driver(("d1", Role.DECODE), prefill_window_tokens=WINDOW, max_queue_seconds=0.1)
+    router = RouterMachineDriver(("d1", Role.DECODE), prefill_window_tokens=WINDOW, max_queue_seconds=0.1)
     for number in range(20):
         assert not [
-            c for c in router.send(an_arrival(request_id=f"r{number}", tokens=1000 + number)) if isinstance(c, Refuse)
+            c for c in router.send(an_arrival(request_id=f"r{number}", tokens=1000 + number)) if isinstance(c, Reject)
         ]
 
 

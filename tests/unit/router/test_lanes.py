@@ -4,10 +4,10 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
-from fleet.router.lanes import Lanes
-from fleet.router.messages import Cancelled
+from fleet.router.lanes import PrefillQueues
+from fleet.router.messages import RequestCancelled
 from tests.builders import BLOCK_TOKENS, a_handoff, a_prompt, an_arrival
-from tests.unit.router.driver import START, CancelWork, Dispatch, Driver
+from tests.unit.router.driver import START, CancelAttempt, Dispatch, RouterMachineDriver
 
 W1, W2 = WorkerId("w1"), WorkerId("w2")
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
@@ -15,7 +15,7 @@ ONE = (("d1", Role.DECODE),)
 WINDOW = 100
 
 
-def enter(lanes: Lanes, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
+def enter(lanes: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
     if lanes.enter(RequestId(name), worker, tokens):
         return True
     lanes.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
@@ -23,7 +23,7 @@ def enter(lanes: Lanes, name: str, tokens: int, rank: int = 0, worker: WorkerId 
 
 
 def test_a_worker_gets_prompts_until_it_has_enough_to_compute():
-    lanes = Lanes(WINDOW)
+    lanes = PrefillQueues(WINDOW)
 
     went = [enter(lanes, name, 60) for name in ("r1", "r2", "r3")]
 
@@ -33,7 +33,7 @@ def test_a_worker_gets_prompts_until_it_has_enough_to_compute():
 
 
 def test_the_lowest_rank_goes_first_when_there_is_room():
-    lanes = Lanes(WINDOW)
+    lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500)
     enter(lanes, "r2", 80, rank=9)
     enter(lanes, "r3", 80, rank=5)
@@ -47,7 +47,7 @@ def test_the_lowest_rank_goes_first_when_there_is_room():
 
 
 def test_lanes_of_workers_are_apart():
-    lanes = Lanes(WINDOW)
+    lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500, worker=W1)
     enter(lanes, "r2", 500, worker=W1)
 
@@ -57,7 +57,7 @@ def test_lanes_of_workers_are_apart():
 
 
 def test_without_a_window_all_go_at_once():
-    lanes = Lanes(0)
+    lanes = PrefillQueues(0)
 
     assert all(enter(lanes, f"r{number}", 10_000) for number in range(1, 9))
     lanes.leave(RequestId("r1"))
@@ -65,7 +65,7 @@ def test_without_a_window_all_go_at_once():
 
 
 def test_what_leaves_a_lane_without_having_gone_frees_nothing():
-    lanes = Lanes(WINDOW)
+    lanes = PrefillQueues(WINDOW)
     enter(lanes, "r1", 500)
     enter(lanes, "r2", 10)
     enter(lanes, "r3", 10, rank=1)
@@ -79,10 +79,10 @@ def test_what_leaves_a_lane_without_having_gone_frees_nothing():
 
 
 def a_router(**settings):
-    return Driver(*ONE, **{"prefill_window_tokens": WINDOW, "prefill_size_seconds": 10.0, **settings})
+    return RouterMachineDriver(*ONE, **{"prefill_window_tokens": WINDOW, "prefill_size_seconds": 10.0, **settings})
 
 
-def arrive(router: Driver, name: str, tokens: int, first: int = 1, **fields) -> list[Dispatch]:
+def arrive(router: RouterMachineDriver, name: str, tokens: int, first: int = 1, **fields) -> list[Dispatch]:
     prompt = a_prompt(tokens, first=first)
     commands = router.send(an_arrival(request_id=name, tokens=prompt, sampling=GREEDY, **fields))
     return [command for command in commands if isinstance(command, Dispatch)]
@@ -147,9 +147,9 @@ def test_nobody_is_told_to_stop_what_was_never_sent():
     (running,) = arrive(router, "r1", 400, first=1)
     arrive(router, "r2", 200, first=10_000)
 
-    commands = router.send(Cancelled(request_id=RequestId("r2")))
+    commands = router.send(RequestCancelled(request_id=RequestId("r2")))
 
-    assert not [command for command in commands if isinstance(command, CancelWork)]
+    assert not [command for command in commands if isinstance(command, CancelAttempt)]
     assert not sent_with(router.step(running, 7))
     assert router.booked("d1")[0] == 1
 
@@ -177,7 +177,7 @@ def test_what_waited_for_a_lost_worker_goes_to_another():
 
 
 def test_a_prefill_worker_has_a_lane_too_and_a_hand_off_waits_for_nobody():
-    router = Driver(
+    router = RouterMachineDriver(
         ("p1", Role.PREFILL),
         ("d1", Role.DECODE),
         prefill_window_tokens=WINDOW,

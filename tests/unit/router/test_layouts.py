@@ -13,7 +13,7 @@ from kvstore.block import chain
 from kvstore.fingerprint import describe
 from tests.builders import BLOCK_TOKENS, FINGERPRINT, STORE, a_description, a_prompt, an_arrival
 from tests.kv_shapes import a_typed_namespace
-from tests.unit.router.driver import Dispatch, Driver, dispatched, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, dispatched, the
 
 SETTINGS = RouterSettings(prefer_direct=True, conversion_cost=0.25, store_hit_credit=0.75)
 AT_REST = describe(a_typed_namespace())
@@ -48,7 +48,7 @@ def test_blocks_that_lie_differently_have_no_way_without_a_store():
 
 
 def test_what_has_to_be_converted_counts_for_less_than_what_lies_as_it_is_needed():
-    router = Driver(conversion_cost=0.25, store_hit_credit=0.75)
+    router = RouterMachineDriver(conversion_cost=0.25, store_hit_credit=0.75)
     router.join("plain", kv=AT_REST)
     router.join("converts", kv=NHD)
     prompt = a_prompt(10 * BLOCK_TOKENS)
@@ -64,7 +64,7 @@ def test_what_has_to_be_converted_counts_for_less_than_what_lies_as_it_is_needed
 
 
 def test_work_that_a_worker_refuses_since_blocks_differ_is_counted():
-    router = Driver(("d1", Role.DECODE), ("d2", Role.DECODE))
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     work = the(Dispatch, router.send(an_arrival()))
 
     router.reject(work, Reason.KV_MISMATCH, "handoff.kv.dtype")
@@ -73,6 +73,6 @@ def test_work_that_a_worker_refuses_since_blocks_differ_is_counted():
 
 
 def test_the_session_of_a_request_goes_with_its_work():
-    router = Driver(("d1", Role.DECODE))
+    router = RouterMachineDriver(("d1", Role.DECODE))
 
     assert dispatched(router.send(an_arrival(session="agent-7"))).session == "agent-7"

@@ -7,18 +7,18 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling, Source
 from fleet.roles import KvPath, Phase, Placement, Role
-from fleet.router.live import IllegalTurn, Stage, Turn, advance
+from fleet.router.live import IllegalRequestTransition, RequestStage, RequestTransition, advance
 from fleet.router.messages import (
     KvChanged,
     KvPathsChanged,
     LoadReported,
+    RouterTicked,
     StartedOver,
     StoreChanged,
-    Ticked,
     WorkerDraining,
     WorkerResumed,
 )
-from fleet.router.placement import Why
+from fleet.router.placement import PlacementReason
 from fleet.work import KvCleared, KvRemoved, KvStored
 from kvstore.block import chain
 from tests.builders import (
@@ -35,12 +35,12 @@ from tests.builders import (
 )
 from tests.unit.router.driver import (
     START,
-    CancelWork,
+    CancelAttempt,
     Complete,
     Dispatch,
-    Driver,
     Emit,
-    Refuse,
+    Reject,
+    RouterMachineDriver,
     dispatched,
     the,
 )
@@ -63,7 +63,7 @@ def a_long_arrival(**fields):
 
 
 def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
 
     work = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
     first = router.step(work, 11)
@@ -82,7 +82,7 @@ def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
 
 
 def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has_the_last_word():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
 
     first = the(Emit, router.step(work, 11, kv=a_report(LONG, cached_blocks=9)))
@@ -96,7 +96,7 @@ def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has
 
 
 def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
     handed_over = router.step(prefill, 11, finish=LENGTH, kv=a_report(LONG, cached_blocks=3), handoff=a_handoff())
@@ -111,7 +111,7 @@ def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
 
 
 def test_what_a_lost_worker_had_told_stays_in_the_proof():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
     router.step(work, 11, kv=a_report(LONG))
     again = the(Dispatch, router.leave(work.worker_id))
@@ -123,20 +123,20 @@ def test_what_a_lost_worker_had_told_stays_in_the_proof():
 
 
 def test_a_request_without_any_worker_is_refused_with_a_hint():
-    refusal = the(Refuse, Driver().send(an_arrival()))
+    refusal = the(Reject, RouterMachineDriver().send(an_arrival()))
 
     assert refusal.reason is Reason.NO_WORKER
     assert refusal.retry_after_ms == 1000
 
 
 def test_models_are_kept_apart():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
 
-    assert the(Refuse, router.send(an_arrival(model=ModelName("other")))).reason is Reason.NO_WORKER
+    assert the(Reject, router.send(an_arrival(model=ModelName("other")))).reason is Reason.NO_WORKER
 
 
 def test_models_are_those_that_someone_answers_for():
-    router = Driver(*PAIR, ("d2", Role.DECODE))
+    router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     router.join("px", Role.PREFILL, model=ModelName("half"))
 
     (card,) = router.machine.models()
@@ -145,7 +145,7 @@ def test_models_are_those_that_someone_answers_for():
 
 
 def test_a_prompt_goes_where_its_blocks_are():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     hashes = chain(a_prompt(320), BLOCK_TOKENS)
     router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
 
@@ -160,7 +160,7 @@ def test_a_prompt_goes_where_its_blocks_are():
 
 
 def test_a_salt_makes_other_blocks():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     hashes = chain(a_prompt(320), BLOCK_TOKENS, salt=b"s" * 32)
     router.send(KvChanged(worker_id=WorkerId("d2"), events=(KvStored(tuple(hashes)),)))
 
@@ -173,19 +173,19 @@ def test_a_salt_makes_other_blocks():
 
 
 def test_what_the_store_holds_counts_as_cached():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes)))
 
     assert dispatched(router.send(a_long_arrival())).phase is Phase.AGGREGATED
-    assert router.machine.explain(RequestId("r1")).placements[0].why is Why.SHORT_UNCACHED_PROMPT
+    assert router.machine.explain(RequestId("r1")).placements[0].why is PlacementReason.SHORT_UNCACHED_PROMPT
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, reset=True))
     assert router.machine.snapshot().index_blocks == 0
     assert dispatched(router.send(a_long_arrival(request_id="r2"))).phase is Phase.PREFILL
 
 
 def test_blocks_held_by_engine_and_store_are_counted_once():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint=FINGERPRINT, stored=tuple(hashes[:10])))
     router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:8])),)))
@@ -198,7 +198,7 @@ def test_blocks_held_by_engine_and_store_are_counted_once():
 
 
 def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     hashes = tuple(chain(a_prompt(LONG), BLOCK_TOKENS))
 
     def credit(request_id: str) -> float:
@@ -223,7 +223,7 @@ def test_a_block_that_moves_between_tiers_of_the_store_changes_its_credit():
 
 
 def test_blocks_of_another_layout_in_the_store_do_not_count():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     hashes = chain(a_prompt(LONG), BLOCK_TOKENS)
     router.send(StoreChanged(store_id=STORE, fingerprint="another", stored=tuple(hashes)))
 
@@ -234,7 +234,7 @@ def test_blocks_of_another_layout_in_the_store_do_not_count():
 
 
 def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_worker():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
     handoff = a_handoff(num_tokens=LONG)
@@ -253,7 +253,7 @@ def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_
 
 
 def test_through_the_store_the_client_gets_the_prefill_workers_token_at_once():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
     handed = router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
@@ -268,7 +268,7 @@ def test_through_the_store_the_client_gets_the_prefill_workers_token_at_once():
     ("sampling", "kv_path"), [(SEEDED, KvPath.STORE), (GREEDY, KvPath.DIRECT), (SEEDED, KvPath.DIRECT)]
 )
 def test_otherwise_the_decode_worker_samples_every_token(sampling, kv_path):
-    router = Driver()
+    router = RouterMachineDriver()
     for worker_id, role in PAIR:
         router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
     prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling, kv_path=kv_path)))
@@ -284,7 +284,7 @@ def test_otherwise_the_decode_worker_samples_every_token(sampling, kv_path):
 @pytest.mark.parametrize("finish", [Finish.STOP, Finish.LENGTH])
 def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
     sampling = Sampling(temperature=1.0, seed=7, max_tokens=8 if finish is Finish.STOP else 1)
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling)))
 
     ended = router.step(prefill, 11, finish=finish, kv=a_report(LONG), handoff=a_handoff())
@@ -297,7 +297,7 @@ def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
 
 @pytest.mark.parametrize("kv_path", KvPath)
 def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
-    router = Driver()
+    router = RouterMachineDriver()
     for worker_id, role in PAIR:
         router.join(worker_id, role, kv_paths=(KvPath.STORE, KvPath.DIRECT))
     sampling = Sampling(temperature=1.0, max_tokens=8)
@@ -312,7 +312,7 @@ def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
 
 
 def test_a_model_whose_workers_all_drain_is_not_served():
-    router = Driver(("w1", Role.BOTH), ("w2", Role.BOTH))
+    router = RouterMachineDriver(("w1", Role.BOTH), ("w2", Role.BOTH))
 
     router.send(WorkerDraining(worker_id=WorkerId("w1")))
     assert [card.name for card in router.machine.models()] == ["tiny"]
@@ -322,7 +322,7 @@ def test_a_model_whose_workers_all_drain_is_not_served():
 
 
 def test_a_request_goes_only_where_its_answer_fits_too():
-    router = Driver()
+    router = RouterMachineDriver()
     router.join("short", max_model_len=104)
     router.join("long", max_model_len=108)
 
@@ -332,7 +332,7 @@ def test_a_request_goes_only_where_its_answer_fits_too():
 
 
 def test_a_prefill_worker_that_joins_its_store_late_is_paired_then():
-    router = Driver()
+    router = RouterMachineDriver()
     router.join("p1", Role.PREFILL, kv_paths=(), store_id=None)
     router.join("d1", Role.DECODE)
     alone = the(Dispatch, router.send(a_long_arrival()))
@@ -347,11 +347,11 @@ def test_a_prefill_worker_that_joins_its_store_late_is_paired_then():
 
 
 def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     router.leave("p1")
 
     assert dispatched(router.send(a_long_arrival(request_id="alone"))).phase is Phase.AGGREGATED
-    assert router.machine.explain(RequestId("alone")).placements[0].why is Why.NO_PREFILL_WORKER
+    assert router.machine.explain(RequestId("alone")).placements[0].why is PlacementReason.NO_PREFILL_WORKER
     router.join("p2", Role.PREFILL)
     assert dispatched(router.send(a_long_arrival(request_id="pair"))).phase is Phase.PREFILL
 
@@ -360,7 +360,7 @@ def test_a_pair_is_dissolved_and_formed_again_as_prefill_workers_come_and_go():
 
 
 def test_booking_follows_a_request_through_its_phases():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     blocks = 32  # of 1000 tokens: 31 full ones and one partly filled
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
@@ -376,7 +376,7 @@ def test_booking_follows_a_request_through_its_phases():
 
 
 def test_the_first_token_takes_the_prompt_off_the_backlog():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=100)))
     assert router.booked("d1") == (1, 4, 100)
 
@@ -386,7 +386,7 @@ def test_the_first_token_takes_the_prompt_off_the_backlog():
 
 
 def test_only_what_has_to_be_computed_is_backlog():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     hashes = chain(a_prompt(100), BLOCK_TOKENS)
     router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(tuple(hashes[:2])),)))
 
@@ -396,7 +396,7 @@ def test_only_what_has_to_be_computed_is_backlog():
 
 
 def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     prefix = a_prompt(320)
 
     first = the(Dispatch, router.send(an_arrival(request_id="a", tokens=prefix + a_prompt(64, first=5000))))
@@ -410,7 +410,7 @@ def test_two_live_requests_with_a_shared_prefix_are_charged_for_it_once():
 
 
 def test_the_answer_costs_one_block_per_block_of_tokens():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=64, sampling=Sampling(max_tokens=200))))
 
     blocks = []
@@ -424,9 +424,9 @@ def test_the_answer_costs_one_block_per_block_of_tokens():
 # The queue.
 
 
-def busy(*, max_running: int = 1, **settings) -> tuple[Driver, Dispatch]:
+def busy(*, max_running: int = 1, **settings) -> tuple[RouterMachineDriver, Dispatch]:
     """A router whose only worker is at its limit."""
-    router = Driver(oversubscribe=1.0, **settings)
+    router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("d1", max_running=max_running)
     return router, the(Dispatch, router.send(an_arrival(request_id="running")))
 
@@ -447,7 +447,7 @@ def test_a_full_queue_refuses_with_a_hint():
     router.send(an_arrival(request_id="a"))
     router.send(an_arrival(request_id="b"))
 
-    refusal = the(Refuse, router.send(an_arrival(request_id="c")))
+    refusal = the(Reject, router.send(an_arrival(request_id="c")))
 
     assert (refusal.request_id, refusal.reason, refusal.retry_after_ms) == ("c", Reason.QUEUE_FULL, 1000)
 
@@ -489,7 +489,7 @@ def test_those_who_wait_are_refused_when_the_last_worker_leaves():
     router, _ = busy()
     router.send(an_arrival())
 
-    refusals = [command for command in router.leave("d1") if isinstance(command, Refuse)]
+    refusals = [command for command in router.leave("d1") if isinstance(command, Reject)]
 
     assert {refusal.request_id: refusal.reason for refusal in refusals} == {
         "r1": Reason.NO_WORKER,
@@ -510,9 +510,9 @@ def test_a_model_whose_workers_are_busy_holds_nobody_else_up():
 
 
 def test_a_request_nobody_waits_for_is_refused_not_placed():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
 
-    refusal = the(Refuse, router.send(an_arrival(deadline=START)))
+    refusal = the(Reject, router.send(an_arrival(deadline=START)))
 
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.DEADLINE_PASSED, 0)
 
@@ -523,27 +523,27 @@ def test_a_deadline_ends_a_waiting_request():
     assert router.machine.next_deadline() == START + SECOND
 
     router.now = Nanos(START + SECOND)
-    commands = router.send(Ticked())
+    commands = router.send(RouterTicked())
 
-    assert the(Refuse, commands).reason is Reason.DEADLINE_PASSED
+    assert the(Reject, commands).reason is Reason.DEADLINE_PASSED
     assert router.machine.next_deadline() is None
 
 
 def test_a_deadline_stops_running_work():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(deadline=Nanos(START + SECOND))))
     assert work.start.timeout_ms == 1000
 
     router.now = Nanos(START + 2 * SECOND)
-    commands = router.send(Ticked())
+    commands = router.send(RouterTicked())
 
-    assert the(CancelWork, commands) == CancelWork(worker_id=work.worker_id, request_id=work.start.request_id)
-    assert the(Refuse, commands).reason is Reason.DEADLINE_PASSED
+    assert the(CancelAttempt, commands) == CancelAttempt(worker_id=work.worker_id, request_id=work.start.request_id)
+    assert the(Reject, commands).reason is Reason.DEADLINE_PASSED
     assert router.booked("d1") == (0, 0, 0)
 
 
 def test_workers_are_told_the_time_that_is_left():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(deadline=Nanos(START + SECOND))))
     router.now = Nanos(START + 400 * MILLISECOND)
 
@@ -554,17 +554,17 @@ def test_workers_are_told_the_time_that_is_left():
 
 
 def test_cancelling_reaches_the_worker_that_is_working():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
     commands = router.cancel()
 
-    assert commands == [CancelWork(worker_id=WorkerId("p1"), request_id=prefill.start.request_id)]
+    assert commands == [CancelAttempt(worker_id=WorkerId("p1"), request_id=prefill.start.request_id)]
     assert router.booked("p1") == router.booked("d1") == (0, 0, 0)
 
 
 def test_cancelling_what_has_ended_does_nothing():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival()))
     router.step(work, 1, finish=Finish.STOP)
 
@@ -572,7 +572,7 @@ def test_cancelling_what_has_ended_does_nothing():
 
 
 def test_what_arrives_for_cancelled_work_is_ignored():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival()))
     router.cancel()
 
@@ -582,7 +582,7 @@ def test_what_arrives_for_cancelled_work_is_ignored():
 
 
 def test_an_id_may_be_used_again_and_late_tokens_of_its_past_stay_out():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     past = the(Dispatch, router.send(an_arrival()))
     router.cancel()
     present = the(Dispatch, router.send(an_arrival()))
@@ -595,7 +595,7 @@ def test_an_id_may_be_used_again_and_late_tokens_of_its_past_stay_out():
 
 
 def test_a_request_on_a_lost_worker_is_placed_on_another():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     lost = the(Dispatch, router.send(an_arrival()))
 
     again = the(Dispatch, router.leave(lost.worker_id))
@@ -607,7 +607,7 @@ def test_a_request_on_a_lost_worker_is_placed_on_another():
 
 @pytest.mark.parametrize("how", ["reject", "undelivered", "given_up"])
 def test_a_request_that_a_worker_did_not_take_is_placed_on_another(how):
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival()))
 
     match how:
@@ -623,36 +623,36 @@ def test_a_request_that_a_worker_did_not_take_is_placed_on_another(how):
 
 
 def test_a_rejection_that_is_the_requests_fault_is_passed_on():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
 
-    refusal = the(Refuse, router.reject(work, Reason.INVALID_ARGUMENT, "sampling.top_k"))
+    refusal = the(Reject, router.reject(work, Reason.INVALID_ARGUMENT, "sampling.top_k"))
 
     assert (refusal.reason, refusal.field, refusal.retry_after_ms) == (Reason.INVALID_ARGUMENT, "sampling.top_k", 0)
 
 
 def test_a_request_is_given_up_after_its_last_attempt():
-    router = Driver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
+    router = RouterMachineDriver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
     commands = router.send(an_arrival())
 
     for _ in range(2):
         commands = router.reject(the(Dispatch, commands), Reason.INTERNAL)
-    refusal = the(Refuse, router.reject(the(Dispatch, commands), Reason.INTERNAL))
+    refusal = the(Reject, router.reject(the(Dispatch, commands), Reason.INTERNAL))
 
     assert refusal.reason is Reason.INTERNAL
 
 
 def test_the_only_worker_being_lost_is_a_refusal_worth_a_retry():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     router.send(an_arrival())
 
-    refusal = the(Refuse, router.leave("d1"))
+    refusal = the(Reject, router.leave("d1"))
 
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
 
 
 def test_a_restarted_worker_may_try_what_it_failed_before():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival()))
     second = the(Dispatch, router.reject(first, Reason.DRAINING))
     router.join(first.worker_id, incarnation="2")
@@ -661,17 +661,17 @@ def test_a_restarted_worker_may_try_what_it_failed_before():
 
 
 def test_a_new_incarnation_voids_the_work_of_the_old_one():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     first = the(Dispatch, router.send(an_arrival()))
 
     commands = router.join("d1", incarnation="2")
 
-    assert the(Refuse, commands).reason is Reason.WORKER_LOST
+    assert the(Reject, commands).reason is Reason.WORKER_LOST
     assert router.step(first, 1) == []
 
 
 def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
     router.send(WorkerDraining(worker_id=work.worker_id))
 
@@ -682,7 +682,7 @@ def test_a_draining_worker_gets_no_new_work_and_finishes_its_old():
 
 
 def test_a_lost_prefill_worker_is_replaced_by_another():
-    router = Driver(*PAIR, ("p2", Role.PREFILL))
+    router = RouterMachineDriver(*PAIR, ("p2", Role.PREFILL))
     lost = the(Dispatch, router.send(a_long_arrival()))
 
     again = the(Dispatch, router.leave(lost.worker_id))
@@ -694,7 +694,7 @@ def test_a_lost_prefill_worker_is_replaced_by_another():
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
 def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(placement):
     """The client sees latency only, even where it asked for a pair."""
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
 
     commands = router.reject(prefill, Reason.INTERNAL)
@@ -702,12 +702,12 @@ def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(pl
     work = the(Dispatch, commands)
     assert (work.worker_id, work.start.phase) == ("d1", Phase.AGGREGATED)
     assert router.machine.snapshot().counters.fallbacks == 1
-    assert router.machine.explain(RequestId("r1")).placements[-1].why is Why.PREFILL_LOST
+    assert router.machine.explain(RequestId("r1")).placements[-1].why is PlacementReason.PREFILL_LOST
     assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_report(LONG))).finish is LENGTH
 
 
 def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(an_arrival(tokens=BLOCK_TOKENS * 40, sampling=GREEDY)))
     before = router.booked("d1")[1]
     router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
@@ -716,7 +716,7 @@ def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():
 
 
 def test_who_sees_the_answer_itself_is_told_of_its_end_only():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(only_end=True)))
 
     assert router.step(work, 11, 12) == []
@@ -724,7 +724,7 @@ def test_who_sees_the_answer_itself_is_told_of_its_end_only():
 
 
 def test_an_answer_that_is_passed_on_at_once_still_says_how_long_its_prompt_took():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(tokens=100, only_end=True)))
     router.now = Nanos(router.now + SECOND)
 
@@ -736,7 +736,7 @@ def test_an_answer_that_is_passed_on_at_once_still_says_how_long_its_prompt_took
 
 
 def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
     assert dispatched(router.step(prefill, 11, finish=LENGTH)).phase is Phase.AGGREGATED
@@ -744,7 +744,7 @@ def test_a_prefill_that_hands_nothing_over_is_a_failed_prefill():
 
 def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prompt():
     """It is a refusal of the hand-off, not of the request."""
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))
 
@@ -754,10 +754,10 @@ def test_a_hand_off_that_the_decode_worker_cannot_read_makes_it_compute_the_prom
 
 
 def test_a_decode_worker_lost_during_prefill_is_replaced_at_the_hand_off():
-    router = Driver(*PAIR, ("d2", Role.DECODE))
+    router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
-    assert not [c for c in router.leave(chosen) if isinstance(c, Dispatch | Refuse)]
+    assert not [c for c in router.leave(chosen) if isinstance(c, Dispatch | Reject)]
 
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
 
@@ -766,7 +766,7 @@ def test_a_decode_worker_lost_during_prefill_is_replaced_at_the_hand_off():
 
 
 def test_a_decode_worker_draining_during_prefill_is_replaced_at_the_hand_off():
-    router = Driver(*PAIR, ("d2", Role.DECODE))
+    router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     chosen = next(worker for worker in ("d1", "d2") if router.booked(worker)[0])
     router.send(WorkerDraining(worker_id=WorkerId(chosen)))
@@ -778,20 +778,20 @@ def test_a_decode_worker_draining_during_prefill_is_replaced_at_the_hand_off():
 
 
 def test_a_hand_off_nobody_is_left_for_ends_in_a_refusal_not_in_a_loop():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     router.leave("d1")
 
     commands = router.step(prefill, 11, finish=LENGTH, handoff=a_handoff())
 
-    assert the(Refuse, commands).reason is Reason.WORKER_LOST
+    assert the(Reject, commands).reason is Reason.WORKER_LOST
 
 
 # Failures after tokens were sent.
 
 
 def test_a_greedy_stream_goes_on_elsewhere_from_the_tokens_already_sent():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
     router.step(first, 11)
     router.step(first, 12, 13)
@@ -807,7 +807,7 @@ def test_a_greedy_stream_goes_on_elsewhere_from_the_tokens_already_sent():
 
 
 def test_a_continued_stream_goes_where_the_tokens_already_sent_are_cached():
-    router = Driver(*ONE)
+    router = RouterMachineDriver(*ONE)
     sampling = Sampling(temperature=0.0, max_tokens=200)
     first = the(Dispatch, router.send(an_arrival(tokens=64, sampling=sampling)))
     answer = range(65, 65 + 64)
@@ -825,7 +825,7 @@ def test_a_continued_stream_goes_where_the_tokens_already_sent_are_cached():
 
 
 def test_a_stream_goes_on_after_the_hand_off_too():
-    router = Driver(*PAIR, ("d2", Role.DECODE))
+    router = RouterMachineDriver(*PAIR, ("d2", Role.DECODE))
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
     router.step(decode, 12)
@@ -840,11 +840,11 @@ def test_a_stream_goes_on_after_the_hand_off_too():
 
 
 def test_a_stream_that_another_worker_could_not_continue_is_refused():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
     router.step(work, 11)
 
-    refusal = the(Refuse, router.leave(work.worker_id))
+    refusal = the(Reject, router.leave(work.worker_id))
 
     assert refusal.reason is Reason.WORKER_LOST
 
@@ -854,7 +854,7 @@ PENALISED = Sampling(temperature=0.0, presence_penalty=0.5, max_tokens=8)
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALISED])
 def test_an_answer_nobody_has_seen_is_started_over(sampling):
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=sampling, whole=True)))
     router.step(first, 11, 12)
 
@@ -869,7 +869,7 @@ def test_an_answer_nobody_has_seen_is_started_over(sampling):
 
 
 def test_a_whole_answer_goes_on_where_it_can_be_continued():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, whole=True)))
     router.step(first, 11)
 
@@ -880,7 +880,7 @@ def test_a_whole_answer_goes_on_where_it_can_be_continued():
 
 
 def test_an_answer_is_started_over_a_few_times_at_most():
-    router = Driver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
+    router = RouterMachineDriver(*((f"d{number}", Role.DECODE) for number in range(5)), max_attempts=3)
     commands = router.send(an_arrival(sampling=SEEDED, whole=True))
     for _ in range(2):
         work = the(Dispatch, commands)
@@ -889,17 +889,17 @@ def test_an_answer_is_started_over_a_few_times_at_most():
     work = the(Dispatch, commands)
     router.step(work, 11)
 
-    refusal = the(Refuse, router.leave(work.worker_id))
+    refusal = the(Reject, router.leave(work.worker_id))
 
     assert (refusal.reason, refusal.retry_after_ms) == (Reason.WORKER_LOST, 1000)
 
 
 def test_a_cut_relayed_answer_is_not_said_to_have_a_sampling():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=9, seed=0), only_end=True)))
     router.step(work, 0)
 
-    refusal = the(Refuse, router.reject(work, Reason.WORKER_LOST))
+    refusal = the(Reject, router.reject(work, Reason.WORKER_LOST))
 
     assert refusal.reason is Reason.WORKER_LOST
     assert refusal.retry_after_ms == 1000
@@ -908,9 +908,9 @@ def test_a_cut_relayed_answer_is_not_said_to_have_a_sampling():
 
 
 def test_a_draining_worker_that_is_resumed_gets_work_again():
-    router = Driver(*ONE, oversubscribe=1.0)
+    router = RouterMachineDriver(*ONE, oversubscribe=1.0)
     router.send(WorkerDraining(worker_id=WorkerId("d1")))
-    assert the(Refuse, router.send(an_arrival())).reason is Reason.NO_WORKER
+    assert the(Reject, router.send(an_arrival())).reason is Reason.NO_WORKER
 
     router.send(WorkerResumed(worker_id=WorkerId("d1")))
 
@@ -920,7 +920,7 @@ def test_a_draining_worker_that_is_resumed_gets_work_again():
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=2, seed=7)])
 def test_a_stream_of_which_only_the_workers_last_word_is_missing_is_complete(sampling):
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=sampling)))
     router.step(work, 5, 6)
 
@@ -931,22 +931,22 @@ def test_a_stream_of_which_only_the_workers_last_word_is_missing_is_complete(sam
 
 
 def test_an_answer_that_is_passed_on_unread_is_not_complete_for_its_length():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=Sampling(max_tokens=2, seed=0), only_end=True)))
     router.step(work, 0, 0)
 
-    assert the(Refuse, router.leave(work.worker_id)).reason is Reason.WORKER_LOST
+    assert the(Reject, router.leave(work.worker_id)).reason is Reason.WORKER_LOST
 
 
 def test_stateful_sampling_is_placed_again_as_long_as_nothing_was_sent():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
 
     assert dispatched(router.leave(work.worker_id)).sampling == SEEDED
 
 
 def test_a_continued_stream_waits_first_in_line_when_all_are_busy():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=1)
     first = the(Dispatch, router.send(an_arrival(request_id="stream", sampling=GREEDY)))
     router.join("d2", max_running=1)
@@ -961,7 +961,7 @@ def test_a_continued_stream_waits_first_in_line_when_all_are_busy():
 
 
 def test_minimum_tokens_already_sent_are_not_asked_for_again():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     sampling = Sampling(temperature=0.0, max_tokens=8, min_tokens=1)
     first = the(Dispatch, router.send(an_arrival(sampling=sampling)))
     router.step(first, 11)
@@ -973,18 +973,18 @@ def test_minimum_tokens_already_sent_are_not_asked_for_again():
 
 
 def test_a_decision_can_be_explained_afterwards_until_newer_ones_push_it_out():
-    router = Driver(*PAIR, explained_requests=2)
+    router = RouterMachineDriver(*PAIR, explained_requests=2)
     for number in range(3):
         router.send(a_long_arrival(request_id=f"r{number}"))
 
     assert router.machine.explain(RequestId("r0")) is None
     (placed,) = router.machine.explain(RequestId("r2")).placements
-    assert (placed.why, placed.decode, placed.prefill) == (Why.PROMPT_LONG_UNCACHED, "d1", "p1")
+    assert (placed.why, placed.decode, placed.prefill) == (PlacementReason.PROMPT_LONG_UNCACHED, "d1", "p1")
     assert placed.candidates[0].cost > 0
 
 
 def test_the_snapshot_shows_pools_loads_and_counts():
-    router = Driver(*PAIR)
+    router = RouterMachineDriver(*PAIR)
     router.send(LoadReported(worker_id=WorkerId("d1"), load=a_load(running=3, waiting=1, kv_blocks_used=9)))
     work = the(Dispatch, router.send(an_arrival(request_id="short")))
     router.step(work, 1, finish=Finish.STOP)
@@ -1007,7 +1007,7 @@ def test_the_snapshot_shows_pools_loads_and_counts():
 
 
 def test_messages_about_unknown_workers_are_ignored():
-    router = Driver()
+    router = RouterMachineDriver()
 
     assert router.send(LoadReported(worker_id=WorkerId("x"), load=a_load())) == []
     assert router.send(KvChanged(worker_id=WorkerId("x"), events=(KvCleared(),))) == []
@@ -1016,7 +1016,7 @@ def test_messages_about_unknown_workers_are_ignored():
 
 
 def test_a_worker_cannot_advance_what_runs_elsewhere():
-    router = Driver(*TWO)
+    router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival()))
     other = "d2" if work.worker_id == "d1" else "d1"
 
@@ -1024,5 +1024,5 @@ def test_a_worker_cannot_advance_what_runs_elsewhere():
 
 
 def test_turns_outside_the_table_are_bugs():
-    with pytest.raises(IllegalTurn, match="HANDED_OVER in QUEUED"):
-        advance(Stage.QUEUED, Turn.HANDED_OVER)
+    with pytest.raises(IllegalRequestTransition, match="HANDED_OVER in QUEUED"):
+        advance(RequestStage.QUEUED, RequestTransition.HANDED_OVER)

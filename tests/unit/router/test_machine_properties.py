@@ -13,21 +13,21 @@ from fleet.roles import KvPath, Phase, Placement, Role
 from fleet.router.foretold import PlacedPrompt, marks
 from fleet.router.live import hash_prompt
 from fleet.router.messages import (
-    Booked,
     KvChanged,
     KvPathsChanged,
-    ReplicaBooked,
-    ReplicaLeft,
-    ReplicaPlaced,
-    Ticked,
-    Tuned,
+    PeerLeft,
+    PeerPlaced,
+    PeerReserved,
+    ReservationTotals,
+    RouterTicked,
+    ThresholdsChanged,
     WorkerDraining,
 )
 from fleet.router.placement import Decision
 from fleet.work import KvRemoved, KvStored
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_handoff, a_prompt, a_report, an_arrival, token_ids
-from tests.unit.router.driver import CancelWork, Complete, Dispatch, Driver, Emit, Refuse
+from tests.unit.router.driver import CancelAttempt, Complete, Dispatch, Emit, Reject, RouterMachineDriver
 
 ROLES = {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE, "b1": Role.BOTH}
 PATHS = (KvPath.STORE, KvPath.DIRECT)
@@ -42,7 +42,7 @@ REJECTIONS = st.sampled_from([Reason.DRAINING, Reason.INTERNAL, Reason.KV_MISMAT
 
 
 class AnyInterleaving(RuleBasedStateMachine):
-    """Workers, clients and the clock, each doing what it may do at any moment; `Driver` checks the invariants.
+    """Workers, clients and the clock, each doing what it may do at any moment; `RouterMachineDriver` checks the invariants.
 
     The model plays the workers: it knows the pieces of work that run where, samples tokens that count up from the
     length of the prompt (so that a token lost or sent twice shows), and hears only what the router tells it.
@@ -50,7 +50,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Driver(
+        self.router = RouterMachineDriver(
             replicas_listen="unix:r",
             max_queued=3,
             oversubscribe=1.0,
@@ -74,14 +74,14 @@ class AnyInterleaving(RuleBasedStateMachine):
                     assert command.worker_id in self.up, "work for a worker that is not there"
                     assert command.start.request_id not in self.running
                     self.running[command.start.request_id] = command
-                case CancelWork():
+                case CancelAttempt():
                     self.running.pop(command.request_id, None)
                 case Emit():
                     for token in command.progress.token_ids:
                         position = self.prompts[command.request_id] + self.open[command.request_id]
                         assert token == position, "a token was lost or sent twice"
                         self.open[command.request_id] += 1
-                case Complete() | Refuse():
+                case Complete() | Reject():
                     self.finish(command.request_id, type(command).__name__)
 
     def finish(self, request_id: str, how: str) -> None:
@@ -197,13 +197,18 @@ class AnyInterleaving(RuleBasedStateMachine):
         priority_seconds=st.sampled_from([0.0, 10.0]),
     )
     def thresholds_are_set(self, **changes) -> None:
-        self.perform(self.router.send(Tuned(thresholds=structs.replace(self.router.machine.thresholds(), **changes))))
+        self.perform(
+            self.router.send(ThresholdsChanged(thresholds=structs.replace(self.router.machine.thresholds(), **changes)))
+        )
         assert structs.asdict(self.router.machine.thresholds()).items() >= changes.items()
 
     @rule(replica=st.sampled_from(["r2", "r3"]), requests=st.integers(0, 3))
     def another_router_books(self, replica: str, requests: int) -> None:
-        booked = {WorkerId(worker_id): Booked(100 * requests, 3.0 * requests, requests) for worker_id in ("d1", "b1")}
-        self.perform(self.router.send(ReplicaBooked(replica=replica, booked=booked if requests else {})))
+        booked = {
+            WorkerId(worker_id): ReservationTotals(100 * requests, 3.0 * requests, requests)
+            for worker_id in ("d1", "b1")
+        }
+        self.perform(self.router.send(PeerReserved(replica=replica, booked=booked if requests else {})))
 
     @rule(
         replica=st.sampled_from(["r2", "r3"]),
@@ -214,11 +219,11 @@ class AnyInterleaving(RuleBasedStateMachine):
     def another_router_places(self, replica: str, number: int, length: int, over: list[int]) -> None:
         keys = marks(hash_prompt(a_prompt(length + BLOCK_TOKENS), BLOCK_TOKENS, b""))
         placed = tuple(PlacedPrompt(worker_id=WorkerId(name), number=number, keys=keys) for name in ("d1", "p1"))
-        self.perform(self.router.send(ReplicaPlaced(replica=replica, placed=placed, over=tuple(over))))
+        self.perform(self.router.send(PeerPlaced(replica=replica, placed=placed, over=tuple(over))))
 
     @rule(replica=st.sampled_from(["r2", "r3"]))
     def another_router_leaves(self, replica: str) -> None:
-        self.perform(self.router.send(ReplicaLeft(replica=replica)))
+        self.perform(self.router.send(PeerLeft(replica=replica)))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -231,7 +236,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule(seconds=st.integers(1, 3))
     def time_passes(self, seconds: int) -> None:
         self.router.now = Nanos(self.router.now + seconds * SECOND)
-        self.perform(self.router.send(Ticked()))
+        self.perform(self.router.send(RouterTicked()))
         due = self.router.machine.next_deadline()
         assert due is None or due > self.router.now
 

@@ -4,19 +4,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.clock import MILLISECOND, SECOND
-from fleet.router.own_time import GRACE, OwnTime
+from fleet.router.own_time import GRACE, RunningTime
 
 
 @given(st.lists(st.integers(0, GRACE), min_size=2, max_size=30))
 def test_time_passes_as_usual_while_ticks_come(gaps):
-    own, now = OwnTime(), 5 * SECOND
+    own, now = RunningTime(), 5 * SECOND
     for gap in gaps:
         now += gap
         assert own.tick(now) == now
 
 
 def test_a_suspension_is_left_out_at_once_and_for_good():
-    own = OwnTime()
+    own = RunningTime()
     own.tick(SECOND)
     own.tick(SECOND + 100 * MILLISECOND)
     woke = 61 * SECOND
@@ -28,7 +28,7 @@ def test_a_suspension_is_left_out_at_once_and_for_good():
 
 @given(st.lists(st.integers(0, 100 * SECOND), min_size=1, max_size=30))
 def test_own_time_never_goes_back_and_never_too_fast(gaps):
-    own, now = OwnTime(), 0
+    own, now = RunningTime(), 0
     latest = own.tick(0)
     for gap in gaps:
         now += gap

@@ -10,14 +10,14 @@ from msgspec import structs
 from fleet.errors import Reason
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import KvPath, Placement, Role
-from fleet.router.candidates import Asked
-from fleet.router.eligibility import Unfit
-from fleet.router.impossible import Impossible, Wait
+from fleet.router.candidates import PlacementRequest
+from fleet.router.eligibility import IneligibleReason
+from fleet.router.impossible import Rejection, WaitForRoom
 from fleet.router.members import common_path
-from fleet.router.placement import Placed, Why
+from fleet.router.placement import DecisionExplanation, PlacementReason
 from fleet.router.settings import RouterSettings
 from tests.builders import BLOCK_TOKENS, a_description
-from tests.unit.router.rows import Standing, a_standing, decide, score
+from tests.unit.router.rows import CandidateRow, a_candidate, decide, score
 
 SETTINGS = RouterSettings(
     remote_prefill_min_tokens=512,
@@ -27,15 +27,17 @@ SETTINGS = RouterSettings(
 BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
 
 
-def placed(asked: Asked, *standings: Standing, settings: RouterSettings = SETTINGS, seed: int = 0) -> Placed:
+def placed(
+    asked: PlacementRequest, *standings: CandidateRow, settings: RouterSettings = SETTINGS, seed: int = 0
+) -> DecisionExplanation:
     outcome = decide(asked, standings, settings, random.Random(seed))
-    assert isinstance(outcome, Placed), outcome
+    assert isinstance(outcome, DecisionExplanation), outcome
     return outcome
 
 
-def refused(asked: Asked, *standings: Standing) -> Impossible:
+def refused(asked: PlacementRequest, *standings: CandidateRow) -> Rejection:
     outcome = decide(asked, standings, SETTINGS, random.Random(0))
-    assert isinstance(outcome, Impossible), outcome
+    assert isinstance(outcome, Rejection), outcome
     return outcome
 
 
@@ -57,41 +59,41 @@ def refused(asked: Asked, *standings: Standing) -> Impossible:
     ],
 )
 def test_the_cost_is_counted_in_blocks(fields, cost):
-    terms = score(a_standing(prompt_tokens=320, **fields), 320, SETTINGS)
+    terms = score(a_candidate(prompt_tokens=320, **fields), 320, SETTINGS)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
 
 
 def test_a_worker_with_hits_in_slower_tiers_beats_a_cold_one_and_loses_to_a_hot_one():
     cold, on_disk, in_memory, hot = (
-        a_standing(name, prompt_tokens=320, **{tier: 8} if tier else {})
+        a_candidate(name, prompt_tokens=320, **{tier: 8} if tier else {})
         for name, tier in (("cold", ""), ("disk", "below_blocks"), ("memory", "store_blocks"), ("hot", "engine_blocks"))
     )
 
     for worse, better in itertools.pairwise((cold, on_disk, in_memory, hot)):
-        assert placed(Asked(prompt_tokens=320), worse, better).decode == better.worker_id
+        assert placed(PlacementRequest(prompt_tokens=320), worse, better).decode == better.worker_id
 
 
 def test_a_credit_above_one_eats_into_the_backlog_but_not_below_zero():
     generous = structs.replace(SETTINGS, engine_hit_credit=3.0)
-    hot = a_standing(prompt_tokens=320, engine_blocks=10, backlog_tokens=320, new_blocks=0)
+    hot = a_candidate(prompt_tokens=320, engine_blocks=10, backlog_tokens=320, new_blocks=0)
 
     assert score(hot, 320, generous).cost == 0
     assert score(structs.replace(hot, backlog_tokens=3200), 320, generous).cost == 110 - 30
 
 
 def test_terms_add_up_to_the_cost():
-    terms = score(a_standing(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
+    terms = score(a_candidate(engine_blocks=1, store_blocks=1, requests=2, backlog_tokens=50), 100, SETTINGS)
 
     assert terms.parts == {"prefill": (50 + 100) / 32, "credit": -1.75, "others": 0.0, "decode": 4.0, "requests": 2.0}
     assert sum(terms.parts.values()) == terms.cost
 
 
 def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():
-    asked = Asked(prompt_tokens=320)
-    engine = a_standing("engine", prompt_tokens=320, engine_blocks=8)
-    store = a_standing("store", prompt_tokens=320, store_blocks=8)
-    cold = a_standing("cold", prompt_tokens=320)
+    asked = PlacementRequest(prompt_tokens=320)
+    engine = a_candidate("engine", prompt_tokens=320, engine_blocks=8)
+    store = a_candidate("store", prompt_tokens=320, store_blocks=8)
+    cold = a_candidate("cold", prompt_tokens=320)
 
     assert placed(asked, cold, store, engine).decode == "engine"
     assert placed(asked, cold, store).decode == "store"
@@ -99,10 +101,12 @@ def test_a_hit_in_the_engine_beats_one_in_the_store_beats_none():
 
 def test_equal_workers_get_equal_shares():
     """Within five per cent of uniform, wherever they stand in the list."""
-    standings = [a_standing(f"d{number}") for number in range(4)]
+    standings = [a_candidate(f"d{number}") for number in range(4)]
     rng = random.Random(4)
 
-    choices = Counter(decide(Asked(prompt_tokens=100), standings, SETTINGS, rng).decode for _ in range(10_000))
+    choices = Counter(
+        decide(PlacementRequest(prompt_tokens=100), standings, SETTINGS, rng).decode for _ in range(10_000)
+    )
 
     assert set(choices) == {f"d{number}" for number in range(4)}
     assert all(abs(count - 2500) <= 125 for count in choices.values()), choices
@@ -113,28 +117,30 @@ def test_equal_workers_get_equal_shares():
 
 def test_draining_failed_full_and_small_workers_are_passed_over_with_the_cause():
     standings = [
-        a_standing("draining", draining=True),
-        a_standing("failed", failed=True),
-        a_standing("full", requests=16, max_running=16),
-        a_standing("short", max_model_len=100),
-        a_standing("small", kv_blocks=3),
-        a_standing("good", requests=15, max_running=16),
+        a_candidate("draining", draining=True),
+        a_candidate("failed", failed=True),
+        a_candidate("full", requests=16, max_running=16),
+        a_candidate("short", max_model_len=100),
+        a_candidate("small", kv_blocks=3),
+        a_candidate("good", requests=15, max_running=16),
     ]
 
-    decision = placed(Asked(prompt_tokens=100), *standings)
+    decision = placed(PlacementRequest(prompt_tokens=100), *standings)
 
     assert decision.decode == "good"
     assert dict(decision.unfit) == {
-        "draining": Unfit.DRAINING,
-        "failed": Unfit.FAILED_BEFORE,
-        "full": Unfit.AT_LIMIT,
-        "short": Unfit.TOO_SMALL,
-        "small": Unfit.TOO_SMALL,
+        "draining": IneligibleReason.DRAINING,
+        "failed": IneligibleReason.FAILED_BEFORE,
+        "full": IneligibleReason.AT_LIMIT,
+        "short": IneligibleReason.TOO_SMALL,
+        "small": IneligibleReason.TOO_SMALL,
     }
 
 
 def test_a_prefill_worker_gets_no_whole_request():
-    decision = placed(Asked(prompt_tokens=100), a_standing("p", Role.PREFILL), a_standing("d", requests=10))
+    decision = placed(
+        PlacementRequest(prompt_tokens=100), a_candidate("p", Role.PREFILL), a_candidate("d", requests=10)
+    )
 
     assert (decision.decode, decision.prefill) == ("d", None)
 
@@ -143,25 +149,25 @@ def test_a_prefill_worker_gets_no_whole_request():
     ("standings", "reason", "field"),
     [
         ([], Reason.NO_WORKER, ""),
-        ([a_standing("p", Role.PREFILL)], Reason.NO_WORKER, ""),
-        ([a_standing("d", draining=True)], Reason.NO_WORKER, ""),
-        ([a_standing("d", failed=True)], Reason.WORKER_LOST, ""),
-        ([a_standing("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
+        ([a_candidate("p", Role.PREFILL)], Reason.NO_WORKER, ""),
+        ([a_candidate("d", draining=True)], Reason.NO_WORKER, ""),
+        ([a_candidate("d", failed=True)], Reason.WORKER_LOST, ""),
+        ([a_candidate("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
     ],
 )
 def test_each_cause_of_no_candidate_has_its_own_refusal(standings, reason, field):
-    refusal = refused(Asked(prompt_tokens=100), *standings)
+    refusal = refused(PlacementRequest(prompt_tokens=100), *standings)
 
     assert (refusal.reason, refusal.field) == (reason, field)
 
 
 def test_a_request_waits_when_all_who_could_serve_it_are_full():
-    full = a_standing("full", requests=16)
-    small = a_standing("small", max_model_len=50)
+    full = a_candidate("full", requests=16)
+    small = a_candidate("small", max_model_len=50)
 
-    waits = decide(Asked(prompt_tokens=100), [full, small], SETTINGS, random.Random(0))
+    waits = decide(PlacementRequest(prompt_tokens=100), [full, small], SETTINGS, random.Random(0))
 
-    assert waits == Wait(frozenset({WorkerId("full")}))
+    assert waits == WaitForRoom(frozenset({WorkerId("full")}))
 
 
 # The aggregated-or-disaggregated rule.
@@ -173,59 +179,63 @@ def test_a_request_waits_when_all_who_could_serve_it_are_full():
 )
 def test_the_choice_between_one_worker_and_a_pair_equals_the_rule(prompt, hit_blocks, hit, prefill_load):
     hit_blocks = min(hit_blocks, prompt // BLOCK_TOKENS)
-    decode = a_standing("d", prompt_tokens=prompt, max_model_len=8192, **{f"{hit}_blocks": hit_blocks})
-    prefill = a_standing("p", Role.PREFILL, prompt_tokens=prompt, max_model_len=8192, requests=prefill_load)
+    decode = a_candidate("d", prompt_tokens=prompt, max_model_len=8192, **{f"{hit}_blocks": hit_blocks})
+    prefill = a_candidate("p", Role.PREFILL, prompt_tokens=prompt, max_model_len=8192, requests=prefill_load)
     uncached = max(1, prompt - hit_blocks * BLOCK_TOKENS)
 
-    decision = placed(Asked(prompt_tokens=prompt), decode, prefill)
+    decision = placed(PlacementRequest(prompt_tokens=prompt), decode, prefill)
 
     assert decision.uncached_tokens == uncached
     if uncached < 512:
-        assert (decision.prefill, decision.why) == (None, Why.SHORT_UNCACHED_PROMPT)
+        assert (decision.prefill, decision.why) == (None, PlacementReason.SHORT_UNCACHED_PROMPT)
     elif prefill_load >= 16:
-        assert (decision.prefill, decision.why) == (None, Why.PREFILL_WORKERS_BUSY)
+        assert (decision.prefill, decision.why) == (None, PlacementReason.PREFILL_WORKERS_BUSY)
     else:
-        assert (decision.prefill, decision.kv_path, decision.why) == ("p", KvPath.STORE, Why.PROMPT_LONG_UNCACHED)
+        assert (decision.prefill, decision.kv_path, decision.why) == (
+            "p",
+            KvPath.STORE,
+            PlacementReason.PROMPT_LONG_UNCACHED,
+        )
 
 
-LONG = Asked(prompt_tokens=1000)
+LONG = PlacementRequest(prompt_tokens=1000)
 
 
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ([], Why.NO_PREFILL_WORKER),
-        ([a_standing("d2", requests=9)], Why.NO_PREFILL_WORKER),
-        ([a_standing("p", Role.PREFILL, draining=True)], Why.NO_PREFILL_WORKER),
-        ([a_standing("p", Role.PREFILL, failed=True)], Why.PREFILL_LOST),
-        ([a_standing("p", Role.PREFILL, fingerprint="other")], Why.NO_COMPATIBLE_PAIR),
-        ([a_standing("p", Role.PREFILL, store_id=StoreId("another"))], Why.NO_COMPATIBLE_PAIR),
-        ([a_standing("p", Role.PREFILL, kv_paths=(KvPath.DIRECT,))], Why.NO_COMPATIBLE_PAIR),
-        ([a_standing("p", Role.PREFILL, requests=16)], Why.PREFILL_WORKERS_BUSY),
-        ([a_standing("p", Role.PREFILL)], Why.PROMPT_LONG_UNCACHED),
-        ([a_standing("b", Role.BOTH, prompt_tokens=1000, requests=9)], Why.PROMPT_LONG_UNCACHED),
+        ([], PlacementReason.NO_PREFILL_WORKER),
+        ([a_candidate("d2", requests=9)], PlacementReason.NO_PREFILL_WORKER),
+        ([a_candidate("p", Role.PREFILL, draining=True)], PlacementReason.NO_PREFILL_WORKER),
+        ([a_candidate("p", Role.PREFILL, failed=True)], PlacementReason.PREFILL_LOST),
+        ([a_candidate("p", Role.PREFILL, fingerprint="other")], PlacementReason.NO_COMPATIBLE_PAIR),
+        ([a_candidate("p", Role.PREFILL, store_id=StoreId("another"))], PlacementReason.NO_COMPATIBLE_PAIR),
+        ([a_candidate("p", Role.PREFILL, kv_paths=(KvPath.DIRECT,))], PlacementReason.NO_COMPATIBLE_PAIR),
+        ([a_candidate("p", Role.PREFILL, requests=16)], PlacementReason.PREFILL_WORKERS_BUSY),
+        ([a_candidate("p", Role.PREFILL)], PlacementReason.PROMPT_LONG_UNCACHED),
+        ([a_candidate("b", Role.BOTH, prompt_tokens=1000, requests=9)], PlacementReason.PROMPT_LONG_UNCACHED),
     ],
 )
 def test_a_long_prompt_goes_to_a_pair_unless_a_named_reason_forbids(others, why):
-    decision = placed(LONG, a_standing("d", prompt_tokens=1000), *others)
+    decision = placed(LONG, a_candidate("d", prompt_tokens=1000), *others)
 
     assert decision.why is why
-    assert (decision.prefill is not None) == (why is Why.PROMPT_LONG_UNCACHED)
+    assert (decision.prefill is not None) == (why is PlacementReason.PROMPT_LONG_UNCACHED)
 
 
 def test_workers_that_do_everything_prefill_for_each_other_only_when_asked():
-    standings = [a_standing("b1", Role.BOTH), a_standing("b2", Role.BOTH, requests=5)]
+    standings = [a_candidate("b1", Role.BOTH), a_candidate("b2", Role.BOTH, requests=5)]
 
-    assert placed(LONG, *standings).why is Why.NO_PREFILL_WORKER
+    assert placed(LONG, *standings).why is PlacementReason.NO_PREFILL_WORKER
     asked = placed(structs.replace(LONG, placement=Placement.DISAGGREGATED), *standings)
     assert (asked.decode, asked.prefill) == ("b1", "b2")
 
 
 def test_the_least_loaded_prefill_worker_is_taken_by_what_it_has_to_compute():
-    decode = a_standing("d", prompt_tokens=1000)
-    busy = a_standing("busy", Role.PREFILL, backlog_tokens=3000)
-    warm = a_standing("warm", Role.PREFILL, backlog_tokens=500, engine_blocks=20)
-    cold = a_standing("cold", Role.PREFILL)
+    decode = a_candidate("d", prompt_tokens=1000)
+    busy = a_candidate("busy", Role.PREFILL, backlog_tokens=3000)
+    warm = a_candidate("warm", Role.PREFILL, backlog_tokens=500, engine_blocks=20)
+    cold = a_candidate("cold", Role.PREFILL)
 
     decision = placed(LONG, decode, busy, warm, cold)
 
@@ -238,35 +248,40 @@ def test_the_least_loaded_prefill_worker_is_taken_by_what_it_has_to_compute():
 
 
 def test_an_override_decides_and_says_so():
-    short = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
-    standings = (a_standing("d"), a_standing("p", Role.PREFILL))
+    short = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    standings = (a_candidate("d"), a_candidate("p", Role.PREFILL))
 
     pair = placed(short, *standings)
     alone = placed(structs.replace(LONG, placement=Placement.AGGREGATED), *standings)
 
-    assert (pair.prefill, pair.why) == ("p", Why.ASKED_BY_CLIENT)
-    assert (alone.prefill, alone.why) == (None, Why.ASKED_BY_CLIENT)
+    assert (pair.prefill, pair.why) == ("p", PlacementReason.ASKED_BY_CLIENT)
+    assert (alone.prefill, alone.why) == (None, PlacementReason.ASKED_BY_CLIENT)
 
 
 @pytest.mark.parametrize(
     ("standings", "asked", "reason", "field"),
     [
-        ([a_standing("d")], Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED), Reason.NO_WORKER, "placement"),
         (
-            [a_standing("d"), a_standing("p", Role.PREFILL, fingerprint="other")],
-            Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED),
+            [a_candidate("d")],
+            PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED),
+            Reason.NO_WORKER,
+            "placement",
+        ),
+        (
+            [a_candidate("d"), a_candidate("p", Role.PREFILL, fingerprint="other")],
+            PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED),
             Reason.KV_MISMATCH,
             "placement",
         ),
         (
-            [a_standing("d"), a_standing("p", Role.PREFILL)],
-            Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED, kv_path=KvPath.DIRECT),
+            [a_candidate("d"), a_candidate("p", Role.PREFILL)],
+            PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED, kv_path=KvPath.DIRECT),
             Reason.KV_MISMATCH,
             "kv_path",
         ),
         (
-            [a_standing("d"), a_standing("p", Role.PREFILL)],
-            Asked(prompt_tokens=1000, kv_path=KvPath.DIRECT),
+            [a_candidate("d"), a_candidate("p", Role.PREFILL)],
+            PlacementRequest(prompt_tokens=1000, kv_path=KvPath.DIRECT),
             Reason.KV_MISMATCH,
             "kv_path",
         ),
@@ -279,21 +294,21 @@ def test_an_override_that_nobody_can_meet_is_refused_naming_the_field(standings,
 
 
 def test_a_pair_that_was_asked_for_waits_for_busy_prefill_workers():
-    asked = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
-    standings = [a_standing("d"), a_standing("p", Role.PREFILL, requests=16)]
+    asked = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    standings = [a_candidate("d"), a_candidate("p", Role.PREFILL, requests=16)]
 
-    assert decide(asked, standings, SETTINGS, random.Random(0)) == Wait()
+    assert decide(asked, standings, SETTINGS, random.Random(0)) == WaitForRoom()
 
 
 def test_a_pair_that_was_asked_for_is_found_behind_a_cheaper_worker_without_partner():
-    asked = Asked(prompt_tokens=10, placement=Placement.DISAGGREGATED)
-    lonely = a_standing("lonely", fingerprint="other")
-    paired = a_standing("paired", requests=9)
+    asked = PlacementRequest(prompt_tokens=10, placement=Placement.DISAGGREGATED)
+    lonely = a_candidate("lonely", fingerprint="other")
+    paired = a_candidate("paired", requests=9)
 
-    decision = placed(asked, lonely, paired, a_standing("p", Role.PREFILL))
+    decision = placed(asked, lonely, paired, a_candidate("p", Role.PREFILL))
 
     assert decision.decode == "paired"
-    assert dict(decision.unfit) == {WorkerId("lonely"): Unfit.NO_PAIR}
+    assert dict(decision.unfit) == {WorkerId("lonely"): IneligibleReason.NO_PAIR}
 
 
 # Ways for the blocks.

@@ -14,28 +14,28 @@ from fleet.errors import ConfigurationRefused
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Phase, Role
-from fleet.router.candidates import Asked
-from fleet.router.messages import Arrived, KvChanged, Stepped
+from fleet.router.candidates import PlacementRequest
+from fleet.router.messages import Arrived, KvChanged, WorkerStepped
 from fleet.router.policies.built_in import BUILT_IN, parameters, policy
 from fleet.router.policies.pickers import Softmax
 from fleet.router.settings import RouterSettings
 from fleet.work import KvStored
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_prompt, an_arrival, some_progress
-from tests.unit.router.driver import Dispatch, Driver, the
-from tests.unit.router.rows import a_standing, candidates_of, decide, score
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
+from tests.unit.router.rows import a_candidate, candidates_of, decide, score
 
 ALONE = {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}  # so that the figures are whole
 SETTINGS = RouterSettings(policies={"fleet": ALONE})
-ASKED = Asked(prompt_tokens=320)
+ASKED = PlacementRequest(prompt_tokens=320)
 
 
-def costs(name: str, asked: Asked, *standings, phase: Phase = Phase.AGGREGATED, **fields) -> list[float]:
+def costs(name: str, asked: PlacementRequest, *standings, phase: Phase = Phase.AGGREGATED, **fields) -> list[float]:
     parts = policy(name, fields).costs(asked, candidates_of(standings, SETTINGS), phase)
     return np.sum(list(parts.values()), axis=0).tolist()
 
 
-def choice(name: str, asked: Asked, *standings, rng: random.Random | None = None, **fields) -> str:
+def choice(name: str, asked: PlacementRequest, *standings, rng: random.Random | None = None, **fields) -> str:
     candidates = candidates_of(standings, SETTINGS)
     place, _ = policy(name, fields).choose(asked, candidates, Phase.AGGREGATED, rng or random.Random(0))
     return candidates.worker_ids[place]
@@ -101,9 +101,9 @@ GOLDEN = [
 def test_decoding_weighs_less_than_prefill_so_that_a_shared_prefix_stays_together():
     """A worker with all of the prompt and two requests that use it is better than an idle one without anything."""
     settings = RouterSettings()
-    cold = score(a_standing(prompt_tokens=2048), 2048, settings)
+    cold = score(a_candidate(prompt_tokens=2048), 2048, settings)
     warm = score(
-        a_standing(prompt_tokens=2048, engine_blocks=60, active_blocks=64, new_blocks=4, requests=2), 2048, settings
+        a_candidate(prompt_tokens=2048, engine_blocks=60, active_blocks=64, new_blocks=4, requests=2), 2048, settings
     )
     assert cold.cost == pytest.approx(64 + 19.2)
     assert warm.cost == pytest.approx(64 - 60 + 4 * 0.3 * 2 + 68 * 0.3 + 2)
@@ -125,7 +125,7 @@ PRICES = [  # workers in all, of these computing prompts now, requests on this o
 def test_work_has_a_price_that_grows_with_the_share_of_workers_that_compute(workers, busy, requests, price):
     """By hand from rule 4 of `fleet.router.policies.fleet`: a prompt of ten blocks, of which six have to be computed."""
     standings = [
-        a_standing(
+        a_candidate(
             f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests
         )
         for place in range(workers)
@@ -137,9 +137,9 @@ def test_work_has_a_price_that_grows_with_the_share_of_workers_that_compute(work
 
 def test_a_busy_cluster_waits_for_the_worker_that_has_the_prefix_and_an_idle_one_computes_it_again():
     """The same two workers: one has 8 of 10 blocks and 12 blocks to compute before it, the other nothing of either."""
-    warm = a_standing("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
-    cold = a_standing("cold", prompt_tokens=320)
-    others = [a_standing(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
+    warm = a_candidate("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
+    cold = a_candidate("cold", prompt_tokens=320)
+    others = [a_candidate(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
 
     assert choice("fleet", ASKED, warm, cold) == "cold"
     assert choice("fleet", ASKED, warm, cold, *others) == "warm"
@@ -148,8 +148,8 @@ def test_a_busy_cluster_waits_for_the_worker_that_has_the_prefix_and_an_idle_one
 
 def test_work_goes_where_it_holds_up_fewer_streams():
     """Of two that have to compute as much, and have the same to compute before it."""
-    few = a_standing("few", prompt_tokens=320, requests=1)
-    many = a_standing("many", prompt_tokens=320, requests=8)
+    few = a_candidate("few", prompt_tokens=320, requests=1)
+    many = a_candidate("many", prompt_tokens=320, requests=8)
     apart = {"running_request_blocks": 0.0, "decode_weight": 0.0}
 
     assert choice("fleet", ASKED, many, few, **apart) == "few"
@@ -162,23 +162,23 @@ def test_the_cost_is_that_of_the_golden_table(fields, cost):
     fields = dict(fields)
     prompt = fields.pop("prompt", 320)
     phase = Phase.PREFILL if fields.pop("prefill", False) else Phase.AGGREGATED
-    standing = a_standing(prompt_tokens=prompt, **fields)
+    standing = a_candidate(prompt_tokens=prompt, **fields)
 
     terms = score(standing, prompt, SETTINGS, phase=phase)
     alone = candidates_of([standing], SETTINGS)
-    hot_path = policy("fleet", ALONE)._scorers[0][2].costs(Asked(prompt_tokens=prompt), alone, phase)
+    hot_path = policy("fleet", ALONE)._scorers[0][2].costs(PlacementRequest(prompt_tokens=prompt), alone, phase)
 
     assert terms.cost == pytest.approx(cost, abs=1e-9)
     assert hot_path[0] == pytest.approx(cost, abs=1e-9), "what is explained is what was decided on"
 
 
 def test_a_credit_above_one_is_cut_off_at_zero_and_eats_into_the_backlog():
-    hot = a_standing(prompt_tokens=320, engine_blocks=10, new_blocks=0, backlog_tokens=320)
+    hot = a_candidate(prompt_tokens=320, engine_blocks=10, new_blocks=0, backlog_tokens=320)
     generous = RouterSettings(engine_hit_credit=3.0)
 
     assert score(hot, 320, generous).cost == 0
     assert (
-        score(a_standing(prompt_tokens=320, engine_blocks=10, new_blocks=0, backlog_tokens=3200), 320, generous).cost
+        score(a_candidate(prompt_tokens=320, engine_blocks=10, new_blocks=0, backlog_tokens=3200), 320, generous).cost
         == 80
     )
 
@@ -187,7 +187,7 @@ def test_explained_terms_are_what_was_decided_on_for_any_mixture():
     rng = random.Random(5)
     for _ in range(50):
         standings = [
-            a_standing(
+            a_candidate(
                 f"w{number}",
                 prompt_tokens=2048,
                 backlog_tokens=rng.choice([0, 100, 4096]),
@@ -201,7 +201,7 @@ def test_explained_terms_are_what_was_decided_on_for_any_mixture():
             )
             for number in range(12)
         ]
-        asked = Asked(prompt_tokens=2048, bound=WorkerId("w3"))
+        asked = PlacementRequest(prompt_tokens=2048, bound=WorkerId("w3"))
         candidates = candidates_of(standings, SETTINGS)
         decided = policy("fleet", {})._scorers[0][2].costs(asked, candidates, Phase.AGGREGATED)
 
@@ -210,8 +210,8 @@ def test_explained_terms_are_what_was_decided_on_for_any_mixture():
 
 def test_a_block_is_only_fetched_for_what_it_takes_less_than_computing_it():
     """Hardware that computes a block in a fifth of the time gains nothing from a transfer that takes a quarter of it."""
-    fast = a_standing("fast", prompt_tokens=320, prefill_speed=5.0, store_blocks=8)
-    slow = a_standing("slow", prompt_tokens=320, store_blocks=8)
+    fast = a_candidate("fast", prompt_tokens=320, prefill_speed=5.0, store_blocks=8)
+    slow = a_candidate("slow", prompt_tokens=320, store_blocks=8)
 
     assert score(fast, 320, SETTINGS).parts["credit"] == 0
     assert score(slow, 320, SETTINGS).parts["credit"] == -6
@@ -221,7 +221,8 @@ def test_a_block_is_only_fetched_for_what_it_takes_less_than_computing_it():
 def test_by_default_the_faster_the_tier_of_a_hit_the_better(backlog):
     tiers = ("", "below_blocks", "store_blocks", "engine_blocks")
     standings = [
-        a_standing(f"w{tier}", prompt_tokens=320, backlog_tokens=backlog, **{tier: 8} if tier else {}) for tier in tiers
+        a_candidate(f"w{tier}", prompt_tokens=320, backlog_tokens=backlog, **{tier: 8} if tier else {})
+        for tier in tiers
     ]
 
     cold, below, memory, hot = costs("fleet", ASKED, *standings)
@@ -230,27 +231,29 @@ def test_by_default_the_faster_the_tier_of_a_hit_the_better(backlog):
 
 
 def test_twice_as_fast_hardware_takes_twice_the_backlog():
-    fast = a_standing("fast", backlog_tokens=1000, prefill_speed=2.0)
-    slow = a_standing("slow", backlog_tokens=500)
+    fast = a_candidate("fast", backlog_tokens=1000, prefill_speed=2.0)
+    slow = a_candidate("slow", backlog_tokens=500)
 
     assert choice("fleet", ASKED, slow, fast) == "fast"
-    assert choice("fleet", ASKED, a_standing("slow", backlog_tokens=100), fast, **ALONE) == "slow"
+    assert choice("fleet", ASKED, a_candidate("slow", backlog_tokens=100), fast, **ALONE) == "slow"
 
 
 def test_a_first_token_in_time_goes_before_a_lower_cost():
-    hot = a_standing("hot", engine_blocks=10, backlog_tokens=0, token_seconds=1.0)
-    quick = a_standing("quick", backlog_tokens=64, token_seconds=0.001)
+    hot = a_candidate("hot", engine_blocks=10, backlog_tokens=0, token_seconds=1.0)
+    quick = a_candidate("quick", backlog_tokens=64, token_seconds=0.001)
 
-    assert choice("fleet", Asked(prompt_tokens=320), hot, quick) == "hot"
-    assert choice("fleet", Asked(prompt_tokens=320), hot, quick, ttft_goal_seconds=0.5) == "quick"
-    assert choice("fleet", Asked(prompt_tokens=320, seconds_left=0.5), hot, quick) == "quick"
-    assert choice("fleet", Asked(prompt_tokens=320, seconds_left=0.1), hot, quick) == "hot", "nobody keeps it"
+    assert choice("fleet", PlacementRequest(prompt_tokens=320), hot, quick) == "hot"
+    assert choice("fleet", PlacementRequest(prompt_tokens=320), hot, quick, ttft_goal_seconds=0.5) == "quick"
+    assert choice("fleet", PlacementRequest(prompt_tokens=320, seconds_left=0.5), hot, quick) == "quick"
+    assert choice("fleet", PlacementRequest(prompt_tokens=320, seconds_left=0.1), hot, quick) == "hot", (
+        "nobody keeps it"
+    )
 
 
 def test_a_session_and_a_temperature_count_in_the_choice_as_in_the_costs():
-    here, there = a_standing("here", requests=1), a_standing("there")
+    here, there = a_candidate("here", requests=1), a_candidate("there")
     assert choice("fleet", ASKED, here, there, **ALONE) == "there"
-    bound = Asked(prompt_tokens=320, session="s", bound=WorkerId("here"))
+    bound = PlacementRequest(prompt_tokens=320, session="s", bound=WorkerId("here"))
     assert choice("fleet", bound, here, there, **ALONE, session_blocks=1.5) == "here"
 
     rng = random.Random(3)
@@ -279,20 +282,20 @@ def test_a_session_and_a_temperature_count_in_the_choice_as_in_the_costs():
     ],
 )
 def test_dynamos_cost_is_the_published_one(fields, parameters, cost):
-    (found,) = costs("dynamo", ASKED, a_standing(prompt_tokens=320, **fields), **parameters)
+    (found,) = costs("dynamo", ASKED, a_candidate(prompt_tokens=320, **fields), **parameters)
 
     assert found == pytest.approx(cost, abs=1e-9)
 
 
 def test_dynamos_prefill_workers_are_scored_without_what_decodes_there():
-    busy = a_standing("busy", prompt_tokens=320, backlog_tokens=64, engine_blocks=4, active_blocks=100, requests=3)
+    busy = a_candidate("busy", prompt_tokens=320, backlog_tokens=64, engine_blocks=4, active_blocks=100, requests=3)
 
     assert costs("dynamo", ASKED, busy, phase=Phase.PREFILL) == [2 + 10 - 4]
 
 
 def test_dynamos_credit_decays_with_the_backlog_beyond_the_least():
-    hot = a_standing("hot", prompt_tokens=320, engine_blocks=10, backlog_tokens=32 * 10 + 64)
-    idle = a_standing("idle", prompt_tokens=320, backlog_tokens=64)
+    hot = a_candidate("hot", prompt_tokens=320, engine_blocks=10, backlog_tokens=32 * 10 + 64)
+    idle = a_candidate("idle", prompt_tokens=320, backlog_tokens=64)
 
     found = costs("dynamo", ASKED, hot, idle, overlap_score_credit_decay=1.0)
 
@@ -330,7 +333,7 @@ def test_round_robin_takes_turns_whoever_comes_and_goes():
     turns = policy("round_robin", {})
 
     def pick(*names: str) -> str:
-        candidates = candidates_of([a_standing(name) for name in names], SETTINGS)
+        candidates = candidates_of([a_candidate(name) for name in names], SETTINGS)
         return names[turns.choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))[0]]
 
     assert [pick("a", "b", "c") for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
@@ -340,7 +343,7 @@ def test_round_robin_takes_turns_whoever_comes_and_goes():
 
 def test_random_is_uniform():
     chosen = policy("random", {})
-    candidates = candidates_of([a_standing(f"d{number}", requests=number) for number in range(4)], SETTINGS)
+    candidates = candidates_of([a_candidate(f"d{number}", requests=number) for number in range(4)], SETTINGS)
     rng = random.Random(3)
 
     drawn = Counter(chosen.choose(ASKED, candidates, Phase.AGGREGATED, rng)[0] for _ in range(10_000))
@@ -352,7 +355,7 @@ def test_two_choices_take_the_less_loaded_of_a_uniform_pair():
     """Of four, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
-    candidates = candidates_of([a_standing(f"d{load}", requests=load) for load in loads], SETTINGS)
+    candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)
     rng = random.Random(4)
 
     places = (chosen.choose(ASKED, candidates, Phase.AGGREGATED, rng)[0] for _ in range(12_000))
@@ -364,7 +367,7 @@ def test_two_choices_take_the_less_loaded_of_a_uniform_pair():
 
 def test_the_least_loaded_has_the_fewest_requests_whatever_it_holds():
     assert (
-        choice("least_loaded", ASKED, a_standing("hot", requests=2, engine_blocks=9), a_standing("cold", requests=1))
+        choice("least_loaded", ASKED, a_candidate("hot", requests=2, engine_blocks=9), a_candidate("cold", requests=1))
         == "cold"
     )
 
@@ -375,10 +378,12 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
 
     def owners(members) -> dict[int, str]:
         ring = policy("consistent_hash", {})
-        candidates = candidates_of([a_standing(name) for name in members], SETTINGS)
+        candidates = candidates_of([a_candidate(name) for name in members], SETTINGS)
         return {
             key: members[
-                ring.choose(Asked(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0))[0]
+                ring.choose(
+                    PlacementRequest(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0)
+                )[0]
             ]
             for key in keys
         }
@@ -389,11 +394,13 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
     assert {before[key] for key in moved} == {"w7"}, "only what the lost worker had moves"
     counts = Counter(before.values())
     assert len(counts) == 8
-    ring, everybody = policy("consistent_hash", {}), candidates_of([a_standing(name) for name in names], SETTINGS)
+    ring, everybody = policy("consistent_hash", {}), candidates_of([a_candidate(name) for name in names], SETTINGS)
     candidates = everybody.only(np.array([6, 0, 1, 2, 3, 4, 5]))  # all but w7, which has no room, say
     chosen = {
         key: candidates.worker_ids[
-            ring.choose(Asked(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0))[0]
+            ring.choose(
+                PlacementRequest(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0)
+            )[0]
         ]
         for key in keys
     }
@@ -401,19 +408,22 @@ def test_consistent_hash_keeps_keys_in_place_but_never_overloads():
     # With bounded loads, one key alone fills nobody beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
-        standings = [a_standing(name, requests=count) for name, count in zip(names, requests, strict=True)]
+        standings = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]
         place, _ = ring.choose(
-            Asked(prompt_tokens=9, first_key=7), candidates_of(standings, SETTINGS), Phase.AGGREGATED, random.Random(0)
+            PlacementRequest(prompt_tokens=9, first_key=7),
+            candidates_of(standings, SETTINGS),
+            Phase.AGGREGATED,
+            random.Random(0),
         )
         requests[place] += 1
     assert max(requests) <= math.ceil(1.25 * 80 / 8)
 
 
 def test_sticky_stays_where_the_session_is_while_it_can():
-    bound = Asked(prompt_tokens=320, session="s", bound=WorkerId("busy"))
+    bound = PlacementRequest(prompt_tokens=320, session="s", bound=WorkerId("busy"))
 
-    assert choice("sticky", bound, a_standing("idle"), a_standing("busy", requests=9)) == "busy"
-    assert choice("sticky", bound, a_standing("idle"), a_standing("other", requests=9)) == "idle"
+    assert choice("sticky", bound, a_candidate("idle"), a_candidate("busy", requests=9)) == "busy"
+    assert choice("sticky", bound, a_candidate("idle"), a_candidate("other", requests=9)) == "idle"
 
 
 def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
@@ -424,10 +434,10 @@ def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
         "transfer_seconds_per_token": 1e-5,
         "quadratic_seconds": 0.0,
     }
-    best = a_standing("best", prompt_tokens=320, engine_blocks=8, backlog_tokens=1000)
-    near = a_standing("near", prompt_tokens=320, engine_blocks=3)  # 8 / 3 is below 4: computes
-    far = a_standing("far", prompt_tokens=320, engine_blocks=2, backlog_tokens=1000)  # 8 / 2 is not: fetches
-    cold = a_standing("cold", prompt_tokens=320)  # fetches
+    best = a_candidate("best", prompt_tokens=320, engine_blocks=8, backlog_tokens=1000)
+    near = a_candidate("near", prompt_tokens=320, engine_blocks=3)  # 8 / 3 is below 4: computes
+    far = a_candidate("far", prompt_tokens=320, engine_blocks=2, backlog_tokens=1000)  # 8 / 2 is not: fetches
+    cold = a_candidate("cold", prompt_tokens=320)  # fetches
 
     found = costs("mooncake", ASKED, best, near, far, cold, **parameters)
 
@@ -437,9 +447,9 @@ def test_mooncakes_rule_fetches_where_the_longest_match_is_much_longer():
 
 def test_llm_ds_scores_are_the_published_ones():
     """Costs are weight x (1 - score): queue 2, KV utilisation 2, prefix 3."""
-    queued = a_standing("queued", prompt_tokens=320, requests=20, max_running=16, engine_blocks=10, active_blocks=512)
-    half = a_standing("half", prompt_tokens=320, requests=18, max_running=16, engine_blocks=5, active_blocks=256)
-    free = a_standing("free", prompt_tokens=320)
+    queued = a_candidate("queued", prompt_tokens=320, requests=20, max_running=16, engine_blocks=10, active_blocks=512)
+    half = a_candidate("half", prompt_tokens=320, requests=18, max_running=16, engine_blocks=5, active_blocks=256)
+    free = a_candidate("free", prompt_tokens=320)
 
     found = costs("llm_d", ASKED, queued, half, free)
 
@@ -448,7 +458,7 @@ def test_llm_ds_scores_are_the_published_ones():
 
 @pytest.mark.parametrize("name", BUILT_IN.policies)
 def test_every_policy_places_every_request_and_can_explain_it(name):
-    router = Driver(("d1", Role.DECODE), ("d2", Role.BOTH), ("p1", Role.PREFILL), policy=name)
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.BOTH), ("p1", Role.PREFILL), policy=name)
     for number in range(20):
         request_id = f"r{number}"
         work = the(
@@ -467,7 +477,7 @@ def test_every_policy_places_every_request_and_can_explain_it(name):
 # Hot prefixes and siblings.
 
 
-def placements(router: Driver, *, prefix: int, requests: int, own: int = 64) -> list[tuple[str, int]]:
+def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: int = 64) -> list[tuple[str, int]]:
     """Worker and prompt tokens to compute, of requests that begin alike and arrive at once."""
     found = []
     for number in range(requests):
@@ -482,7 +492,7 @@ def placements(router: Driver, *, prefix: int, requests: int, own: int = 64) -> 
 @pytest.mark.parametrize(("requests", "full_prefills"), [(2, 1), (8, 1), (16, 1), (32, 2), (64, 4)])
 def test_siblings_that_arrive_together_compute_their_prompt_a_few_times_only(requests, full_prefills):
     """Before any cache has told of it. Sixteen idle workers; without foresight there would be one each."""
-    router = Driver(*((f"w{number}", Role.BOTH) for number in range(16)))
+    router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(16)))
 
     found = placements(router, prefix=1024, requests=requests, own=0)
 
@@ -494,7 +504,7 @@ def test_a_prefix_that_is_hot_spreads_over_more_workers_the_more_requests_there_
     """One hot prefix, from 4 to 64 at once; each further copy costs one prefill, so hits stay near all."""
     reach, hit_rates = [], []
     for requests in (4, 16, 32, 64):
-        router = Driver(*((f"w{number}", Role.BOTH) for number in range(8)))
+        router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
         hashes = tuple(chain(a_prompt(1024), BLOCK_TOKENS))
         router.send(KvChanged(worker_id=WorkerId("w0"), events=(KvStored(hashes),)))
         found = placements(router, prefix=1024, requests=requests, own=32)
@@ -516,7 +526,7 @@ def spread_at(rate: float) -> tuple[int, float]:
     Eight workers with batches of 16, of which one has the prefix; each computes 5,000 tokens a second, one prompt after the other,
     and answers for a second.
     """
-    router = Driver(*((f"w{number}", Role.BOTH) for number in range(8)))
+    router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
     machine, start = router.machine, router.now
     stored = (KvStored(tuple(chain(a_prompt(1024), BLOCK_TOKENS))),)
     machine.handle(KvChanged(worker_id=WorkerId("w0"), events=stored), start)
@@ -536,7 +546,7 @@ def spread_at(rate: float) -> tuple[int, float]:
         else:
             progress = some_progress(7, request_id=what.start.request_id, finish=finish)
             commands = machine.handle(KvChanged(worker_id=what.worker_id, events=stored), now)
-            commands += machine.handle(Stepped(worker_id=what.worker_id, progress=(progress,)), now)
+            commands += machine.handle(WorkerStepped(worker_id=what.worker_id, progress=(progress,)), now)
         for work in commands:
             if isinstance(work, Dispatch):
                 (placed,) = machine.explain(RequestId(work.start.request_id.partition("#")[0])).placements
@@ -562,7 +572,7 @@ def test_a_hot_prefix_at_a_rising_rate_spreads_to_as_many_workers_as_it_needs_an
 
 
 def test_cold_requests_are_not_drawn_to_the_worker_with_a_hot_prefix():
-    router = Driver(*((f"w{number}", Role.BOTH) for number in range(4)))
+    router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(4)))
     placements(router, prefix=1024, requests=8)
 
     work = the(Dispatch, router.send(an_arrival(request_id="cold", tokens=a_prompt(1024, first=50_000_000))))
@@ -604,15 +614,15 @@ def test_a_composed_policy_is_the_weighted_sum_of_its_parts():
         "filters": [{"name": "session"}],
         "picker": {"name": "softmax", "parameters": {"temperature": 0.0}},
     }
-    standings = [a_standing("a", prompt_tokens=320, requests=1, engine_blocks=10), a_standing("b", prompt_tokens=320)]
+    standings = [a_candidate("a", prompt_tokens=320, requests=1, engine_blocks=10), a_candidate("b", prompt_tokens=320)]
 
     assert costs("composed", ASKED, *standings, **fields) == pytest.approx([2, 3])
     assert choice("composed", ASKED, *standings, **fields) == "a"
-    assert choice("composed", Asked(prompt_tokens=320, bound=WorkerId("b")), *standings, **fields) == "b"
+    assert choice("composed", PlacementRequest(prompt_tokens=320, bound=WorkerId("b")), *standings, **fields) == "b"
 
 
 def test_the_order_of_workers_does_not_matter_to_a_policy_without_ties():
-    standings = [a_standing(f"d{number}", requests=number) for number in range(4)]
+    standings = [a_candidate(f"d{number}", requests=number) for number in range(4)]
 
     for order in itertools.permutations(standings):
         assert decide(ASKED, order, SETTINGS, random.Random(0)).decode == "d0"

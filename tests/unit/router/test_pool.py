@@ -8,21 +8,21 @@ from fleet.ids import StoreId, WorkerId
 from fleet.requests import Sampling
 from fleet.roles import KvPath, Role
 from fleet.router import candidates as quantity
-from fleet.router.index import engine_cache, store_namespace
+from fleet.router.index import engine_cache_holder, store_tier_holder
 from fleet.router.live import LiveRequest
 from fleet.router.messages import KvChanged, StoreChanged, WorkerDraining
-from fleet.router.pool import WorkerPool
+from fleet.router.pool import WorkerTable
 from fleet.work import KvRemoved, KvStored
 from kvstore.block import blocks_for, chain
 from kvstore.messages import POOL_TIER
 from tests.builders import a_prompt, an_arrival
-from tests.unit.router.driver import START, Dispatch, Driver
+from tests.unit.router.driver import START, Dispatch, RouterMachineDriver
 
 STORES = (StoreId("s1"), None)
 FINGERPRINTS = ("even", "odd")
 
 
-def by_hand(router: Driver, live: LiveRequest) -> list[list[float]]:
+def by_hand(router: RouterMachineDriver, live: LiveRequest) -> list[list[float]]:
     """Per worker: backlog, active, requests, live, new, engine, coming, store and below blocks."""
     roster = router.machine._roster
     found = []
@@ -30,13 +30,13 @@ def by_hand(router: Driver, live: LiveRequest) -> list[list[float]]:
         description, bookings = worker.description, worker.bookings
         keys = live.keys(description.block_tokens)
         leading = roster.index.longest(keys)
-        engine = leading.get(engine_cache(description.worker_id), 0)
+        engine = leading.get(engine_cache_holder(description.worker_id), 0)
         held = {key for chain in bookings.chains() for key in chain.keys}
         held_for_requests = next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
         memory = below = 0
         if description.store_id is not None and KvPath.STORE in description.kv_paths:
             for tier in (POOL_TIER, "ssd", "redis"):
-                holder = store_namespace(description.store_id, description.fingerprint, tier)
+                holder = store_tier_holder(description.store_id, description.fingerprint, tier)
                 depth = leading.get(holder, 0)
                 memory, below = (depth, below) if tier == POOL_TIER else (memory, max(below, depth))
         there = max(engine, held_for_requests)
@@ -73,7 +73,7 @@ LOOKED_AT = [
 def test_the_table_says_what_a_loop_over_the_workers_would(seed):
     """Workers of two block sizes, layouts and stores; caches with holes; requests that come, grow and go."""
     rng = random.Random(seed)
-    router = Driver(remote_prefill_min_tokens=256, oversubscribe=8.0)
+    router = RouterMachineDriver(remote_prefill_min_tokens=256, oversubscribe=8.0)
     works: list[Dispatch] = []
     up: list[str] = []
     for step in range(120):
@@ -116,7 +116,7 @@ def test_the_table_says_what_a_loop_over_the_workers_would(seed):
 
 
 def test_what_a_decision_was_made_on_does_not_change_afterwards():
-    router = Driver(("d1", Role.BOTH), ("d2", Role.BOTH))
+    router = RouterMachineDriver(("d1", Role.BOTH), ("d2", Role.BOTH))
     router.send(an_arrival(request_id="r1", tokens=320))
     before = router.machine.explain("r1")
 
@@ -129,19 +129,19 @@ def test_what_a_decision_was_made_on_does_not_change_afterwards():
 
 
 def test_bits_are_used_again_so_that_masks_stay_short():
-    router = Driver(("stays", Role.BOTH))
+    router = RouterMachineDriver(("stays", Role.BOTH))
     for number in range(300):
         router.join(f"w{number}", Role.BOTH)
         router.leave(f"w{number}")
 
     (pool,) = router.machine._roster._pools.values()
 
-    assert isinstance(pool, WorkerPool)
+    assert isinstance(pool, WorkerTable)
     assert pool.take_bit() == 2
 
 
 def test_nothing_is_held_for_requests_that_are_over():
-    router = Driver(("d1", Role.BOTH), ("d2", Role.BOTH))
+    router = RouterMachineDriver(("d1", Role.BOTH), ("d2", Role.BOTH))
     for number in range(8):
         router.send(an_arrival(request_id=f"r{number}", tokens=a_prompt(320) + a_prompt(64, first=1000 * number)))
     (pool,) = router.machine._roster._pools.values()

@@ -8,9 +8,9 @@ import pytest
 from fleet.ids import WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Role
-from fleet.router.messages import Booked, ReplicaBooked, ReplicaLeft
+from fleet.router.messages import PeerLeft, PeerReserved, ReservationTotals
 from tests.builders import a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 WORKERS = [(f"d{number}", Role.DECODE) for number in range(8)]
@@ -19,8 +19,9 @@ RUNNING = 12  # requests; with few a worker, a placement that is blind for the o
 
 def told(driver, replica="other", **booked):
     return driver.send(
-        ReplicaBooked(
-            replica=replica, booked={WorkerId(worker): Booked(*numbers) for worker, numbers in booked.items()}
+        PeerReserved(
+            replica=replica,
+            booked={WorkerId(worker): ReservationTotals(*numbers) for worker, numbers in booked.items()},
         )
     )
 
@@ -30,7 +31,7 @@ def arrive(driver, name, **fields):
 
 
 def test_a_worker_that_another_router_keeps_busy_is_spared():
-    router = Driver(("d1", Role.DECODE), ("d2", Role.DECODE))
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d2"
     told(router, d2=(1000, 40.0, 2))  # in place of what it had told
@@ -38,7 +39,7 @@ def test_a_worker_that_another_router_keeps_busy_is_spared():
 
 
 def test_a_worker_that_other_routers_have_filled_has_no_room():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=2)
     told(router, "one", d1=(0, 1.0, 1))
     told(router, "two", d1=(0, 1.0, 1))
@@ -48,25 +49,25 @@ def test_a_worker_that_other_routers_have_filled_has_no_room():
 
 
 def test_what_a_router_that_is_gone_had_booked_is_free():
-    router = Driver(oversubscribe=1.0)
+    router = RouterMachineDriver(oversubscribe=1.0)
     router.join("d1", max_running=1)
     told(router, d1=(0, 1.0, 1))
     assert not arrive(router, "r1")
-    assert the(Dispatch, router.send(ReplicaLeft(replica="other"))).worker_id == "d1"
+    assert the(Dispatch, router.send(PeerLeft(replica="other"))).worker_id == "d1"
 
 
 def test_what_is_told_of_a_worker_before_it_joins_counts_when_it_has():
-    router = Driver(("d1", Role.DECODE))
+    router = RouterMachineDriver(("d1", Role.DECODE))
     told(router, d2=(5000, 200.0, 9))
     router.join("d2")
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d1"
 
 
 def test_a_router_tells_what_it_has_booked_itself_and_not_what_it_was_told():
-    router = Driver(("d1", Role.DECODE), ("d2", Role.DECODE))
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     work = the(Dispatch, arrive(router, "r1", tokens=100))
-    assert router.machine.booked() == {WorkerId("d2"): Booked(100, 4.0, 1)}
+    assert router.machine.booked() == {WorkerId("d2"): ReservationTotals(100, 4.0, 1)}
     router.step(work, 1, finish=Finish.STOP)
     assert router.machine.booked() == {}
 
@@ -76,9 +77,9 @@ def test_routers_that_tell_each_other_balance_nearly_as_well_as_one(between):
     """The busiest worker has at most 1.2 times what it has with one router, told every few requests."""
 
     def busiest(routers: int) -> float:
-        drivers = [Driver(*WORKERS, seed=seed) for seed in range(routers)]
+        drivers = [RouterMachineDriver(*WORKERS, seed=seed) for seed in range(routers)]
         dice = random.Random(3)
-        running: list[tuple[Driver, Dispatch]] = []
+        running: list[tuple[RouterMachineDriver, Dispatch]] = []
         seen: list[float] = []
         for number in range(600):
             driver = drivers[number % routers]
@@ -91,7 +92,7 @@ def test_routers_that_tell_each_other_balance_nearly_as_well_as_one(between):
                 for one in drivers:
                     for index, other in enumerate(drivers):
                         if other is not one:
-                            one.send(ReplicaBooked(replica=str(index), booked=other.machine.booked()))
+                            one.send(PeerReserved(replica=str(index), booked=other.machine.booked()))
             tokens_by_worker: Counter[str] = Counter()
             for each in drivers:
                 for worker, booked in each.machine.booked().items():

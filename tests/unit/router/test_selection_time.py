@@ -10,7 +10,7 @@ from fleet.roles import Role
 from fleet.router.candidates import LIMIT, REQUESTS
 from fleet.router.live import LiveRequest
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import Cancelled, KvChanged
+from fleet.router.messages import KvChanged, RequestCancelled
 from fleet.router.placement import Decision, decide
 from fleet.router.policies.built_in import BUILT_IN
 from fleet.router.settings import RouterSettings
@@ -102,7 +102,7 @@ def test_with_a_million_blocks_on_512_workers_ten_thousand_events_a_second_leave
                 began = time.thread_time()
                 machine.handle(arrival, START)
                 requests.append(time.thread_time() - began)
-                machine.handle(Cancelled(request_id=arrival.request_id), START)
+                machine.handle(RequestCancelled(request_id=arrival.request_id), START)
         return spent / len(told), sorted(requests)[int(0.99 * len(requests))]
 
     measured = (rounds() for _ in range(TRIES))

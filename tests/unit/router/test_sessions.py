@@ -7,11 +7,11 @@ from fleet.errors import Reason
 from fleet.ids import WorkerId
 from fleet.roles import Role
 from fleet.router import sessions as sessions_module
-from fleet.router.impossible import Cause
+from fleet.router.impossible import RejectionCause
 from fleet.router.messages import SessionsBound, WorkerDraining
-from fleet.router.sessions import MOST_TOLD, SessionBinding, Sessions
+from fleet.router.sessions import MAX_SESSION_NEWS, SessionBinding, SessionTable
 from tests.builders import an_arrival
-from tests.unit.router.driver import Dispatch, Driver, Refuse, the
+from tests.unit.router.driver import Dispatch, Reject, RouterMachineDriver, the
 
 WORKERS = tuple((f"w{number}", Role.BOTH) for number in range(4))
 A = ("tenant", "a")
@@ -23,7 +23,7 @@ def at(seconds: float) -> Nanos:
 
 
 def test_a_binding_lives_as_long_as_it_is_used():
-    sessions = Sessions(ttl_seconds=10, capacity=10)
+    sessions = SessionTable(ttl_seconds=10, capacity=10)
     sessions.bind(A, W1, at(0))
 
     assert sessions.bound(A, at(10)) == W1
@@ -34,7 +34,7 @@ def test_a_binding_lives_as_long_as_it_is_used():
 
 
 def test_idle_ones_go_first_and_no_more_than_so_many_are_remembered():
-    sessions = Sessions(ttl_seconds=10, capacity=2)
+    sessions = SessionTable(ttl_seconds=10, capacity=2)
     for number, instant in ((1, 0), (2, 1), (1, 2), (3, 3)):
         sessions.bind(("", str(number)), W1, at(instant))
 
@@ -44,14 +44,14 @@ def test_idle_ones_go_first_and_no_more_than_so_many_are_remembered():
 
 
 def test_tenants_do_not_share_their_sessions_names():
-    sessions = Sessions(ttl_seconds=10, capacity=10)
+    sessions = SessionTable(ttl_seconds=10, capacity=10)
     sessions.bind(("x", "a"), W1, at(0))
 
     assert sessions.bound(("y", "a"), at(0)) is None
 
 
 def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
-    sessions = Sessions(ttl_seconds=10, capacity=10, telling=True)
+    sessions = SessionTable(ttl_seconds=10, capacity=10, telling=True)
     sessions.bind(A, W2, at(0))
     sessions.bind(A, W1, at(1))
     sessions.bind(("", "b"), W2, at(1))
@@ -64,8 +64,8 @@ def test_what_happened_here_is_news_once_and_what_was_heard_is_none():
 
 
 def test_news_that_nobody_asks_for_are_bounded(monkeypatch):
-    monkeypatch.setattr(sessions_module, "MOST_TOLD", 3)
-    silent, telling = (Sessions(ttl_seconds=10, capacity=100, telling=telling) for telling in (False, True))
+    monkeypatch.setattr(sessions_module, "MAX_SESSION_NEWS", 3)
+    silent, telling = (SessionTable(ttl_seconds=10, capacity=100, telling=telling) for telling in (False, True))
     for number in range(9):
         for sessions in (silent, telling):
             sessions.bind(("", str(number)), W1, at(0))
@@ -74,21 +74,21 @@ def test_news_that_nobody_asks_for_are_bounded(monkeypatch):
 
 
 def test_who_is_reached_later_is_told_the_latest():
-    sessions = Sessions(ttl_seconds=10, capacity=MOST_TOLD + 5)
-    for number in range(MOST_TOLD + 1):
+    sessions = SessionTable(ttl_seconds=10, capacity=MAX_SESSION_NEWS + 5)
+    for number in range(MAX_SESSION_NEWS + 1):
         sessions.bind(("", str(number)), W1, at(0))
     sessions.bind(("", "1"), W2, at(0))
 
     latest = sessions.latest()
 
-    assert len(latest) == MOST_TOLD
+    assert len(latest) == MAX_SESSION_NEWS
     assert latest[0].key == ("", "2")
     assert latest[-1] == SessionBinding(key=("", "1"), worker_id=W2)
 
 
-def routers_sessions(*clocks: float) -> list[tuple[Sessions, Nanos]]:
+def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
     """Of routers that have met, and what the clock of each says at the time 0."""
-    met = [(Sessions(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
+    met = [(SessionTable(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
     for one, now in met:
         for _, clock in met:
             one.clock_heard(clock, now)
@@ -121,7 +121,7 @@ def test_two_bindings_of_one_instant_are_settled_alike_everywhere():
 
 
 def test_what_is_bound_after_something_was_heard_counts_more_wherever_that_came_from():
-    one = Sessions(ttl_seconds=10, capacity=10, telling=True)
+    one = SessionTable(ttl_seconds=10, capacity=10, telling=True)
     one.heard(SessionBinding(key=A, worker_id=W2, stamp=at(1000)), at(1))
     one.bind(A, W1, at(1))
 
@@ -150,24 +150,24 @@ def test_what_a_router_of_an_older_version_says_counts_when_it_is_heard():
     assert one.bound(A, at(2)) == W2
 
 
-def ask(router: Driver, request_id: str, session: str = "s"):
+def ask(router: RouterMachineDriver, request_id: str, session: str = "s"):
     return router.send(an_arrival(request_id=request_id, session=session, tokens=10))
 
 
-def worker_of(router: Driver, request_id: str, session: str = "s") -> str:
+def worker_of(router: RouterMachineDriver, request_id: str, session: str = "s") -> str:
     return the(Dispatch, ask(router, request_id, session)).worker_id
 
 
 @pytest.mark.parametrize("fields", [{"policy": "sticky"}, {"session_affinity": "hard"}])
 def test_a_session_stays_where_it_is(fields):
-    router = Driver(*WORKERS, **fields)
+    router = RouterMachineDriver(*WORKERS, **fields)
     first = worker_of(router, "r0")
 
     assert {worker_of(router, f"r{number}") for number in range(1, 10)} == {first}
 
 
 def test_the_default_policy_keeps_a_session_among_equals_and_lets_it_go_for_load():
-    router = Driver(*WORKERS)
+    router = RouterMachineDriver(*WORKERS)
     first = worker_of(router, "r0")
     router.cancel("r0")
     assert {worker_of(router, f"r{number}") for number in range(1, 2)} == {first}
@@ -178,7 +178,7 @@ def test_the_default_policy_keeps_a_session_among_equals_and_lets_it_go_for_load
 
 
 def test_a_soft_binding_moves_on_when_its_worker_is_lost():
-    router = Driver(*WORKERS, policy="sticky")
+    router = RouterMachineDriver(*WORKERS, policy="sticky")
     first = worker_of(router, "r0")
     router.cancel("r0")
     router.leave(first)
@@ -191,7 +191,7 @@ def test_a_soft_binding_moves_on_when_its_worker_is_lost():
 
 @pytest.mark.parametrize("how", ["left", "draining"])
 def test_a_hard_binding_fails_at_once_when_its_worker_is_gone_and_begins_anew(how):
-    router = Driver(*WORKERS, session_affinity="hard")
+    router = RouterMachineDriver(*WORKERS, session_affinity="hard")
     first = worker_of(router, "r0")
     router.cancel("r0")
     if how == "left":
@@ -199,15 +199,15 @@ def test_a_hard_binding_fails_at_once_when_its_worker_is_gone_and_begins_anew(ho
     else:
         router.send(WorkerDraining(worker_id=WorkerId(first)))
 
-    refusal = the(Refuse, ask(router, "r1"))
+    refusal = the(Reject, ask(router, "r1"))
 
     assert (refusal.reason, refusal.field) == (Reason.WORKER_LOST, "session")
-    assert router.machine.snapshot().counters.impossible == {Cause.SESSION_LOST: 1}
+    assert router.machine.snapshot().counters.impossible == {RejectionCause.SESSION_LOST: 1}
     assert worker_of(router, "r2") != first
 
 
 def test_a_hard_binding_waits_for_its_worker_when_that_is_busy():
-    router = Driver(session_affinity="hard", oversubscribe=1.0)
+    router = RouterMachineDriver(session_affinity="hard", oversubscribe=1.0)
     for name in ("w1", "w2"):
         router.join(name, Role.BOTH, max_running=1)
     first = worker_of(router, "r0")
@@ -219,7 +219,7 @@ def test_a_hard_binding_waits_for_its_worker_when_that_is_busy():
 
 
 def test_a_session_that_was_idle_for_too_long_starts_anew():
-    router = Driver(*WORKERS, session_affinity="hard", session_ttl_seconds=5.0)
+    router = RouterMachineDriver(*WORKERS, session_affinity="hard", session_ttl_seconds=5.0)
     first = worker_of(router, "r0")
     router.cancel("r0")
     router.leave(first)
@@ -229,13 +229,15 @@ def test_a_session_that_was_idle_for_too_long_starts_anew():
 
 
 def test_without_affinity_sessions_are_not_looked_at():
-    router = Driver(*WORKERS, session_affinity="off", policy="sticky")
+    router = RouterMachineDriver(*WORKERS, session_affinity="off", policy="sticky")
 
     assert len({worker_of(router, f"r{number}") for number in range(4)}) == 4
 
 
 def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
-    routers = [Driver(*WORKERS, seed=seed, session_affinity="hard", replicas_listen="unix:r") for seed in range(3)]
+    routers = [
+        RouterMachineDriver(*WORKERS, seed=seed, session_affinity="hard", replicas_listen="unix:r") for seed in range(3)
+    ]
 
     def tell() -> None:
         for router in routers:
@@ -244,7 +246,7 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
                 if other is not router:
                     other.send(SessionsBound(bindings=news))
 
-    def served(router: Driver, request_id: str, session: str) -> str:
+    def served(router: RouterMachineDriver, request_id: str, session: str) -> str:
         worker = worker_of(router, request_id, session)
         router.cancel(request_id)
         tell()
@@ -258,7 +260,7 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
 
     for router in routers:
         router.leave(homes[0])
-    assert the(Refuse, ask(routers[0], "lost", "s0")).field == "session"
+    assert the(Reject, ask(routers[0], "lost", "s0")).field == "session"
     tell()
     home = served(routers[1], "again", "s0")  # refused once, and not by each of them
     assert served(routers[2], "and again", "s0") == home
@@ -269,7 +271,7 @@ def test_a_session_stays_where_it_is_whichever_router_its_requests_come_by():
 )
 @pytest.mark.parametrize("heard", [False, True])
 def test_who_waits_for_the_worker_of_a_session_that_is_forgotten_meanwhile_goes_to_another(settings, heard):
-    router = Driver(oversubscribe=1.0, session_affinity="hard", **settings)
+    router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard", **settings)
     for worker_id in ("w0", "w1"):
         router.join(worker_id, max_running=2)
     for name in ("first", "second"):

@@ -11,14 +11,14 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.router.silence import (
-    Ask,
-    GiveUp,
-    Outstanding,
-    ServerSilence,
-    StopAsking,
-    TakeBack,
-    TakeOut,
-    Trial,
+    AbandonRequest,
+    ForgetTrial,
+    OutstandingRequest,
+    ReturnToRotation,
+    SendTrial,
+    SilenceDetector,
+    TakeOutOfRotation,
+    TrialOutcome,
 )
 
 LOOK = 100 * MILLISECOND
@@ -43,7 +43,7 @@ class Asked:
 class Server:
     """One server, and what the router does about it."""
 
-    silence: ServerSilence
+    silence: SilenceDetector
     usual: int = USUAL
     hung: bool = False
     speaks: bool = True  # in streams that have begun
@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, count: int = 2, **fields: object) -> None:
         made = OpenAiWorkerSettings(worker_id="w", url="http://h:1", model="m", **fields)
-        self.servers = [Server(ServerSilence(made)) for _ in range(count)]
+        self.servers = [Server(SilenceDetector(made)) for _ in range(count)]
         self.now = Nanos(1000 * SECOND)
         self.sent = 0
 
@@ -79,12 +79,12 @@ class World:
     def finish(self, server: Server, asked: Asked) -> None:
         server.works.pop(asked.work_id, None)
 
-    def _seen(self, server: Server, asked: Asked) -> Outstanding:
+    def _seen(self, server: Server, asked: Asked) -> OutstandingRequest:
         begun = asked.begun_at is not None
         heard = begun and server.speaks and not server.hung
         if heard:
             asked.quiet_since = self.now
-        return Outstanding(
+        return OutstandingRequest(
             work_id=asked.work_id,
             sent_at=asked.sent_at,
             size=asked.size,
@@ -114,7 +114,9 @@ class World:
         if server.trial_at is not None and (server.refuses_trials or not server.hung):
             waited = Nanos(self.now - server.trial_at)
             server.trial_at = None
-            server.silence.told(self.now, waited, Trial.REFUSED if server.refuses_trials else Trial.ANSWERED)
+            server.silence.told(
+                self.now, waited, TrialOutcome.REFUSED if server.refuses_trials else TrialOutcome.ANSWERED
+            )
         for each in list(server.works.values()):
             if each.begun_at is None and each.answered_at <= self.now and not server.hung:
                 each.begun_at = each.answered_at
@@ -125,11 +127,11 @@ class World:
 
     def _obey(self, server: Server, command: object) -> None:
         match command:
-            case Ask():
+            case SendTrial():
                 server.trial_at = self.now
-            case StopAsking():
+            case ForgetTrial():
                 server.trial_at = None
-            case GiveUp(work_id=work_id):
+            case AbandonRequest(work_id=work_id):
                 server.works.pop(work_id, None)
 
     def warm(self, seconds: float | None = None, times: int = 40, **fields: object) -> None:
@@ -142,12 +144,12 @@ class World:
             server.said.clear()
 
 
-def outs(server: Server) -> list[TakeOut]:
-    return [each for each in server.said if isinstance(each, TakeOut)]
+def outs(server: Server) -> list[TakeOutOfRotation]:
+    return [each for each in server.said if isinstance(each, TakeOutOfRotation)]
 
 
 def given_up(server: Server) -> list[RequestId]:
-    return [each.work_id for each in server.said if isinstance(each, GiveUp)]
+    return [each.work_id for each in server.said if isinstance(each, AbandonRequest)]
 
 
 def a_hung_server(**fields):
@@ -211,7 +213,7 @@ def test_without_trial_requests_three_silent_requests_count_too():
     world.run(0.1)
 
     assert outs(hung)
-    assert not any(isinstance(each, Ask) for each in hung.said)
+    assert not any(isinstance(each, SendTrial) for each in hung.said)
 
 
 def test_a_server_that_answers_again_is_back():
@@ -223,7 +225,7 @@ def test_a_server_that_answers_again_is_back():
     world.run(0.3)
 
     assert not hung.silence.out
-    assert any(isinstance(each, TakeBack) for each in hung.said)
+    assert any(isinstance(each, ReturnToRotation) for each in hung.said)
 
 
 def test_a_stream_that_goes_on_brings_its_server_back():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused, Reason, RequestRejected
-from fleet.router.tenants import Left, Taken, Tenants, TenantSettings
+from fleet.router.tenants import BucketLevels, Tenants, TenantSettings, TenantUsageDelta
 
 START = Nanos(5 * SECOND)
 
@@ -194,10 +194,10 @@ def sharing(others=2, **settings):
 
 def test_what_is_taken_elsewhere_is_gone_here():
     here = sharing(requests_per_minute=3, tokens_per_minute=100)
-    here.took_elsewhere("acme", Taken(requests=2, tokens=10), START)
-    here.took_elsewhere("nobody", Taken(requests=2, tokens=10), START)
+    here.took_elsewhere("acme", TenantUsageDelta(requests=2, tokens=10), START)
+    here.took_elsewhere("nobody", TenantUsageDelta(requests=2, tokens=10), START)
 
-    assert here.left(START) == {"acme": Left(requests=1, tokens=90)}
+    assert here.left(START) == {"acme": BucketLevels(requests=1, tokens=90)}
     assert here.taken() == {}, "it is the other's to tell"
 
 
@@ -273,7 +273,7 @@ def test_lower_count_of_another_router_holds():
     for name, left in here.left(START).items():
         there.lower(name, left, START)
 
-    assert here.left(START) == there.left(START) == {"acme": Left(requests=6, tokens=0)}
+    assert here.left(START) == there.left(START) == {"acme": BucketLevels(requests=6, tokens=0)}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=60), st.integers(4, 30))

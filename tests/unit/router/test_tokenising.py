@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fleet.errors import Reason, RequestRejected
-from fleet.router.tokenising import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenisingThreads
+from fleet.router.tokenising import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenizerThreads
 
 SIZE = 10_000
 VERY_LONG = VERY_LONG_BYTES + 1
@@ -29,7 +29,7 @@ class Slow:
 
 @pytest.fixture
 async def threads():
-    threads = TokenisingThreads()
+    threads = TokenizerThreads()
     yield threads
     threads.close()
 

@@ -7,27 +7,27 @@ from hypothesis import strategies as st
 from fleet.ids import RequestId, WorkerId
 from fleet.requests import Finish
 from fleet.roles import Phase, Role
-from fleet.router.messages import CacheDrifts, CacheReported, KvChanged, WorkerJoined
-from fleet.router.truth import ENOUGH, WINDOW, CacheTruth, Compared, Knowledge, compare
+from fleet.router.messages import CacheDriftChanged, CacheReported, KvChanged, WorkerJoined
+from fleet.router.truth import ENOUGH, WINDOW, CacheAccuracy, CacheComparison, Knowledge, compare
 from fleet.work import KvStored
 from kvstore.block import chain
 from tests.builders import BLOCK_TOKENS, a_description, a_prompt, a_report, an_arrival
 from tests.unit.adapters.test_router_metrics import told
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
-HIT, MISS = Compared(320, 256, 256, 256), Compared(320, 256, 0, 0)
+HIT, MISS = CacheComparison(320, 256, 256, 256), CacheComparison(320, 256, 0, 0)
 
 
 @pytest.mark.parametrize(
     ("told", "compared"),
     [
-        ((100, 64, 64, 32), Compared(100, 64, 64, 64)),
-        ((100, 96, 32, 32), Compared(100, 96, 32, 32)),
-        ((100, 0, 64, 32), Compared(100, 0, 64, 0)),
-        ((96, 95, 64, 32), Compared(96, 64, 64, 64)),  # the last token is always computed, and with it its block
-        ((96, 96, 95, 32), Compared(96, 64, 64, 64)),
-        ((1, 0, 0, 32), Compared(1, 0, 0, 0)),
-        ((0, -1, 0, 32), Compared(0, 0, 0, 0)),  # no prompt that we know of, and one token to compute
+        ((100, 64, 64, 32), CacheComparison(100, 64, 64, 64)),
+        ((100, 96, 32, 32), CacheComparison(100, 96, 32, 32)),
+        ((100, 0, 64, 32), CacheComparison(100, 0, 64, 0)),
+        ((96, 95, 64, 32), CacheComparison(96, 64, 64, 64)),  # the last token is always computed, and with it its block
+        ((96, 96, 95, 32), CacheComparison(96, 64, 64, 64)),
+        ((1, 0, 0, 32), CacheComparison(1, 0, 0, 0)),
+        ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # no prompt that we know of, and one token to compute
     ],
 )
 def test_whole_blocks_before_the_last_token_are_compared(told, compared):
@@ -39,11 +39,11 @@ def test_precision_and_recall_are_those_of_the_tokens():
 
     assert (both.precision, both.recall) == (192 / 320, 192 / 256)
     assert both.hit_rate_error == (320 - 256) / 640
-    assert (Compared().precision, Compared().recall, Compared().hit_rate_error) == (1, 1, 0)
+    assert (CacheComparison().precision, CacheComparison().recall, CacheComparison().hit_rate_error) == (1, 1, 0)
 
 
 def test_a_cache_drifts_once_and_is_right_again_once():
-    truth = CacheTruth(Knowledge.EXACT)
+    truth = CacheAccuracy(Knowledge.EXACT)
     for _ in range(WINDOW):
         assert not truth.note(HIT)
 
@@ -57,7 +57,7 @@ def test_a_cache_drifts_once_and_is_right_again_once():
 
 
 def test_a_few_misses_are_no_drift():
-    truth = CacheTruth(Knowledge.EXACT)
+    truth = CacheAccuracy(Knowledge.EXACT)
 
     assert not any(truth.note(MISS) for _ in range(ENOUGH - 1))
     assert truth.note(MISS)
@@ -65,7 +65,7 @@ def test_a_few_misses_are_no_drift():
 
 @given(st.lists(st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)), max_size=200))
 def test_the_recent_sum_is_that_of_the_window(prompts):
-    truth = CacheTruth(Knowledge.EXACT)
+    truth = CacheAccuracy(Knowledge.EXACT)
     for prompt, predicted, reported in prompts:
         truth.note(compare(prompt, predicted, reported, 32))
         truth.check()
@@ -75,18 +75,18 @@ def test_the_recent_sum_is_that_of_the_window(prompts):
 # In the router
 
 
-def a_warm_router(blocks: int = 3) -> Driver:
-    router = Driver(("d1", Role.DECODE))
+def a_warm_router(blocks: int = 3) -> RouterMachineDriver:
+    router = RouterMachineDriver(("d1", Role.DECODE))
     names = tuple(chain(a_prompt(100), BLOCK_TOKENS)[:blocks])
     router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(names),)))
     return router
 
 
-def ask(router: Driver, number: int, *, cached_blocks: int) -> list[CacheDrifts]:
+def ask(router: RouterMachineDriver, number: int, *, cached_blocks: int) -> list[CacheDriftChanged]:
     work = the(Dispatch, router.send(an_arrival(request_id=f"r{number}", tokens=a_prompt(100))))
     report = a_report(100, cached_blocks=cached_blocks)
     told = router.step(work, 1, kv=report) + router.step(work, 2, kv=report, finish=Finish.STOP)
-    return [command for command in told if isinstance(command, CacheDrifts)]
+    return [command for command in told if isinstance(command, CacheDriftChanged)]
 
 
 def test_what_a_worker_reports_is_compared_once_a_request():
@@ -97,7 +97,7 @@ def test_what_a_worker_reports_is_compared_once_a_request():
 
     exact = router.machine.snapshot().knowledge[0]
     assert exact.knowledge is Knowledge.EXACT
-    assert (exact.workers, exact.prompts, exact.total) == (1, 2, Compared(200, 192, 128, 128))
+    assert (exact.workers, exact.prompts, exact.total) == (1, 2, CacheComparison(200, 192, 128, 128))
 
 
 def test_a_cache_that_parts_from_the_index_raises_one_alarm():
@@ -119,17 +119,17 @@ def test_hits_that_nobody_predicted_raise_the_alarm_too():
 
 
 def test_the_prefill_worker_is_compared_and_the_decode_worker_is_not():
-    router = Driver(("p1", Role.PREFILL), ("d1", Role.DECODE))
+    router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE))
     work = the(Dispatch, router.send(an_arrival(tokens=700)))
     assert work.start.phase is Phase.PREFILL
 
     router.step(work, 1, kv=a_report(700))
 
-    assert router.machine.snapshot().knowledge[0].total == Compared(700, 0, 0, 0)
+    assert router.machine.snapshot().knowledge[0].total == CacheComparison(700, 0, 0, 0)
 
 
 def test_servers_that_tell_nothing_else_are_compared_by_their_own_tokens():
-    router = Driver()
+    router = RouterMachineDriver()
     router.send(
         WorkerJoined(
             description=a_description(worker_id="w0", role=Role.BOTH), address="x", knowledge=Knowledge.APPROXIMATE
@@ -145,7 +145,7 @@ def test_servers_that_tell_nothing_else_are_compared_by_their_own_tokens():
 
     exact, approximate = router.machine.snapshot().knowledge
     assert (exact.workers, approximate.workers) == (0, 1)
-    assert approximate.total == Compared(320, 288, 160, 160)
+    assert approximate.total == CacheComparison(320, 288, 160, 160)
     router.send(
         CacheReported(worker_id=WorkerId("w0"), request_id=RequestId("gone#1"), prompt_tokens=1, cached_tokens=1)
     )

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import ModelName, RequestId
-from fleet.router.waiting import EVIDENCE, Waiting, WaitingRoom, rank
+from fleet.router.waiting import EVIDENCE, AdmissionQueue, QueuedRequest, rank
 
 MODEL = ModelName("tiny")
 NOBODY: dict[str, float] = {}
@@ -17,7 +17,7 @@ class Room:
     """A waiting room with a clock, that checks itself after each step."""
 
     def __init__(self, weights=NOBODY, *, priority_seconds=10.0, size_seconds=0.0):
-        self.room = WaitingRoom(weights)
+        self.room = AdmissionQueue(weights)
         self.now = Nanos(0)
         self._seq = count(1)
         self._worth = {"priority_seconds": priority_seconds, "size_seconds": size_seconds}
@@ -25,7 +25,7 @@ class Room:
 
     def add(self, name, tenant="", *, priority=0, tokens=100, stays=False, model=MODEL):
         self.tokens[name] = tokens
-        waiting = Waiting(
+        waiting = QueuedRequest(
             request_id=RequestId(name),
             model=model,
             tenant=tenant,

@@ -11,16 +11,23 @@ from fleet.errors import Reason
 from fleet.ids import ModelName, RequestId, WorkerId
 from fleet.requests import Finish, Sampling
 from fleet.roles import Phase, Placement, Role
-from fleet.router.impossible import Impossible
-from fleet.router.members import Sizes
-from fleet.router.messages import Booked, ReplicaBooked, SessionsBound, Tuned, WorkerDraining, WorkerJoined
+from fleet.router.impossible import Rejection
+from fleet.router.members import WorkerSizes
+from fleet.router.messages import (
+    PeerReserved,
+    ReservationTotals,
+    SessionsBound,
+    ThresholdsChanged,
+    WorkerDraining,
+    WorkerJoined,
+)
 from fleet.router.placement import Decision, decide
 from fleet.router.sessions import SessionBinding
-from fleet.router.waiting import Waiting, WaitingRoom
-from fleet.router.wishes import NOBODY_KNOWN
+from fleet.router.waiting import AdmissionQueue, QueuedRequest
+from fleet.router.wishes import UNKNOWN_WORKERS
 from fleet.work import LoraAdapter
 from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_prompt, an_arrival
-from tests.unit.router.driver import Dispatch, Driver, the
+from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 MODEL = ModelName("tiny")
 GREEDY = Sampling(temperature=0.0, max_tokens=4)
@@ -31,8 +38,8 @@ class World:
     """A room, and workers with some places each. A wish is the workers that it may go to."""
 
     def __init__(self, *, one_by_one: bool) -> None:
-        self.room = WaitingRoom({"a": 3.0, "b": 0.5})
-        self.room.sized(MODEL, Sizes((100, 200), (1000,)))
+        self.room = AdmissionQueue({"a": 3.0, "b": 0.5})
+        self.room.sized(MODEL, WorkerSizes((100, 200), (1000,)))
         self.free = dict.fromkeys(WORKERS, 0)
         self.meant: dict[RequestId, frozenset[WorkerId]] = {}
         self.served: list[RequestId] = []
@@ -41,8 +48,8 @@ class World:
     def arrives(self, request_id: RequestId, meant: frozenset[WorkerId], now: Nanos, **fields) -> None:
         self.meant[request_id] = meant
         wish = (meant, request_id) if self._one_by_one else meant
-        busy = meant if not self._one_by_one and not self._roomy(meant) else NOBODY_KNOWN
-        self.room.add(Waiting(request_id=request_id, model=MODEL, wish=wish, **fields), now, busy)
+        busy = meant if not self._one_by_one and not self._roomy(meant) else UNKNOWN_WORKERS
+        self.room.add(QueuedRequest(request_id=request_id, model=MODEL, wish=wish, **fields), now, busy)
 
     def _roomy(self, meant: frozenset[WorkerId]) -> list[WorkerId]:
         return [worker_id for worker_id in WORKERS if worker_id in meant and self.free[worker_id]]
@@ -63,7 +70,7 @@ class World:
                 self.room.served(request_id, MODEL, 50, 50, now)
                 self.served.append(request_id)
                 return True
-            search.in_vain(NOBODY_KNOWN if self._one_by_one else self.meant[request_id])
+            search.mark_rejected(UNKNOWN_WORKERS if self._one_by_one else self.meant[request_id])
         return False
 
 
@@ -84,7 +91,7 @@ def test_who_is_served_and_when_is_as_if_everybody_were_looked_at(seed):
             gone = dice.choice(waiting)
             assert all(world.room.discard(gone) for world in worlds)
         elif kind < 0.8:
-            sizes = Sizes(tuple(sorted(dice.sample([100, 120, 200], 2))), (1000,))
+            sizes = WorkerSizes(tuple(sorted(dice.sample([100, 120, 200], 2))), (1000,))
             for world in worlds:
                 world.room.sized(MODEL, sizes)
         else:
@@ -135,9 +142,9 @@ def test_a_tenant_with_many_wishes_has_its_requests_in_their_order():
 ADAPTERS = LoraAdapter(ModelName("ada")), LoraAdapter(ModelName("bob"))
 
 
-def a_router_with_small_and_large(**settings) -> tuple[Driver, Dispatch, Dispatch]:
+def a_router_with_small_and_large(**settings) -> tuple[RouterMachineDriver, Dispatch, Dispatch]:
     """A worker for 320 tokens and one for more, with a place each that is taken; what runs there."""
-    router = Driver(oversubscribe=1.0, **settings)
+    router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("small", max_running=1, kv_blocks=320 // BLOCK_TOKENS)
     router.join("large", max_running=1)
     on_large = router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("large")))
@@ -206,13 +213,13 @@ def an_arrival_of_any_kind(dice: random.Random, request_id: str):
     )
 
 
-def could_be_served(router: Driver, request_id: str) -> bool:
+def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
     machine = router.machine
     live = machine._live[request_id]
     asked = machine._chooser._asked(live, router.now)
     standings, settings = machine._roster.standings(live), machine._settings
     outcome = decide(asked, standings, machine._policy, settings, random.Random(0))
-    if isinstance(outcome, Impossible) and live.failures:  # then any worker is better than none
+    if isinstance(outcome, Rejection) and live.failures:  # then any worker is better than none
         asked = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
         outcome = decide(asked, standings, machine._policy, settings, random.Random(0))
     return isinstance(outcome, Decision)
@@ -222,7 +229,7 @@ def could_be_served(router: Driver, request_id: str) -> bool:
 def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
     """Requests of all kinds; workers of all kinds that come, go, drain, fail and are booked by others."""
     dice, incarnations = random.Random(seed), count()
-    router = Driver(oversubscribe=1.0, max_queued=25, max_queue_seconds=1e6, session_affinity="hard")
+    router = RouterMachineDriver(oversubscribe=1.0, max_queued=25, max_queue_seconds=1e6, session_affinity="hard")
     running: dict[str, Dispatch] = {}
     gated = 0
 
@@ -256,15 +263,15 @@ def test_nobody_waits_whom_somebody_could_serve_whatever_has_changed(seed):
         elif kind < 0.96:
             note(router.send(WorkerDraining(worker_id=dice.choice(WORKERS))))
         elif kind < 0.99:
-            booked = {each: Booked(100, 3.0, dice.randrange(3)) for each in dice.sample(WORKERS, 3)}
-            note(router.send(ReplicaBooked(replica="other", booked=booked)))
+            booked = {each: ReservationTotals(100, 3.0, dice.randrange(3)) for each in dice.sample(WORKERS, 3)}
+            note(router.send(PeerReserved(replica="other", booked=booked)))
         elif kind < 0.995:
             key = (dice.choice("abc"), dice.choice(["s1", "s2"]))
             binding = SessionBinding(key=key, worker_id=dice.choice([None, *WORKERS]))
             note(router.send(SessionsBound(bindings=(binding,))))
         else:
             tuned = structs.replace(router.machine.thresholds(), oversubscribe=dice.choice([1.0, 2.0]))
-            note(router.send(Tuned(thresholds=tuned)))
+            note(router.send(ThresholdsChanged(thresholds=tuned)))
         assert not [each for each in router.machine._waiting.ids() if could_be_served(router, each)], step
         gated += any(queue.wishes.gates for queue in router.machine._waiting._queues.values())
     assert gated > 5

@@ -10,9 +10,9 @@ from fleet.cli.main import run
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
 from fleet.roles import Phase
-from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Asked, Candidates
+from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
 from fleet.router.policies.built_in import policy
-from fleet.router.policies.price import Price
+from fleet.router.policies.price import PriceScorer
 from fleet.sim.objectives import Objective, ranked, spent
 from fleet.sim.sweep import Row
 from tests.model_shapes import LLAMA_8B
@@ -58,12 +58,12 @@ def test_what_cannot_be_a_price_is_refused():
 
 
 def test_a_request_costs_its_tokens_at_the_price_of_the_longest_name_that_fits():
-    price = Price(prompt={"": 2.0, "a": 1.0, "ab": 8.0}, answer={"": 5.0, "a": 3.0}, answer_tokens=10)
+    price = PriceScorer(prompt={"": 2.0, "a": 1.0, "ab": 8.0}, answer={"": 5.0, "a": 3.0}, answer_tokens=10)
     columns = np.zeros((QUANTITIES, 3))
     columns[BLOCK_TOKENS] = 16
     columns[ENGINE_BLOCKS] = (0, 2, 0)
     candidates = Candidates([WorkerId("ab-1"), WorkerId("a-2"), WorkerId("c")], columns)
-    asked = Asked(prompt_tokens=100, answer_tokens=4000)
+    asked = PlacementRequest(prompt_tokens=100, answer_tokens=4000)
     alone = [100 * 8.0, 68 * 1.0, 100 * 2.0]
     assert price.costs(asked, candidates, Phase.PREFILL).tolist() == [each / 16 for each in alone]
     whole = [each + 10 * answer for each, answer in zip(alone, (3.0, 3.0, 5.0), strict=True)]

@@ -8,8 +8,8 @@ import pytest
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.roles import Role
-from fleet.router.expectations import Expectations, Kind, Profile
-from fleet.router.messages import Stepped, Undelivered, WorkerLeft
+from fleet.router.expectations import LatencyPredictions, PredictionKind, WorkerProfile
+from fleet.router.messages import Undelivered, WorkerLeft, WorkerStepped
 from fleet.router.observed import ObservedMachine
 from fleet.router.settings import RouterSettings
 from fleet.sim.faults import WorkerLost, WorkerSlow
@@ -33,7 +33,7 @@ class HalfAsFast:
 def watched(plan, steps, count=400, rate=15.0, seed=4):
     """A run, and what was expected of it; prompts of 100 to 1,500 tokens."""
     kernel, luck = Kernel(plan.seed), Random(seed)
-    expectations = Expectations(lambda _: Profile(steps=steps, step_tokens=512))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=steps, step_tokens=512))
     world, ended = a_world(kernel, plan, expectations)
     expectations.machine = world.machine
     for fault in plan.faults:
@@ -54,7 +54,7 @@ def of_kind(expectations, kind):
     return [each for each in expectations.expected() if each.kind is kind]
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", PredictionKind)
 def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_is_known(kind):
     of_both = of_kind(watched(a_plan(), HalfAsFast()), kind)
     assert [each.worker_id for each in of_both] == ["both-0", "both-1"]
@@ -69,7 +69,7 @@ def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_i
 
 def test_what_a_profile_says_of_the_engine_that_it_is_of_holds_from_the_beginning():
     expectations = watched(a_plan(), StraightLine())
-    assert len(expectations.expected()) == 2 * len(Kind)
+    assert len(expectations.expected()) == 2 * len(PredictionKind)
     for each in expectations.expected():
         assert each.profile_error < 0.1, each
         assert each.error < 0.1, each
@@ -81,24 +81,24 @@ def test_a_worker_that_becomes_slow_is_told_and_no_other():
     slow = WorkerSlow(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), factor=2.5, lasting=Nanos(3600 * SECOND))
     expectations = watched(a_plan(faults=(slow,)), HalfAsFast(), count=600)
     assert {alarm.worker_id for alarm in expectations.alarms} == {"both-1"}
-    assert {alarm.kind for alarm in expectations.alarms} == set(Kind)
-    first = {kind: min(alarm.at for alarm in expectations.alarms if alarm.kind is kind) for kind in Kind}
-    assert 15 * SECOND < first[Kind.TTFT] < 20 * SECOND
-    assert 15 * SECOND < first[Kind.ITL] < 30 * SECOND
+    assert {alarm.kind for alarm in expectations.alarms} == set(PredictionKind)
+    first = {kind: min(alarm.at for alarm in expectations.alarms if alarm.kind is kind) for kind in PredictionKind}
+    assert 15 * SECOND < first[PredictionKind.TTFT] < 20 * SECOND
+    assert 15 * SECOND < first[PredictionKind.ITL] < 30 * SECOND
 
 
 def test_pairs_of_workers_are_judged_by_what_each_of_them_does():
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1), remote_prefill_min_tokens=0)
     kinds = {(each.worker_id, each.kind): each for each in watched(plan, HalfAsFast()).expected()}
-    assert kinds["prefill-0", Kind.TTFT].error < WITHIN / 2
-    assert kinds["decode-0", Kind.ITL].error < WITHIN / 2
-    assert ("prefill-0", Kind.ITL) not in kinds
+    assert kinds["prefill-0", PredictionKind.TTFT].error < WITHIN / 2
+    assert kinds["decode-0", PredictionKind.ITL].error < WITHIN / 2
+    assert ("prefill-0", PredictionKind.ITL) not in kinds
 
 
 def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing():
     lost = WorkerLost(at=Nanos(15 * SECOND), worker=WorkerId("both-1"), down=Nanos(SECOND))
     expectations = watched(a_plan(faults=(lost,)), HalfAsFast())
-    first, second = of_kind(expectations, Kind.TTFT)
+    first, second = of_kind(expectations, PredictionKind.TTFT)
     assert first.worker_id == "both-0"
     assert second.predictions < 0.7 * first.predictions
     assert not expectations.alarms
@@ -107,14 +107,14 @@ def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing(
 def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_them_in_its_steps():
     """Ten of 130 tokens at once, in steps of 128: one by one they would take twenty steps, and together they take eleven."""
     kernel = Kernel(1)
-    expectations = Expectations(lambda _: Profile(steps=StraightLine(), step_tokens=128))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=128))
     world, _ = a_world(kernel, a_plan(a_pool(workers=1, step_tokens=128), prefill_window_tokens=0), expectations)
     expectations.machine = world.machine
     for number in range(10):
         chain = tuple(1000 * number + index for index in range(8))
         kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 130, chain, 2)))
     kernel.run()
-    (first_tokens,) = of_kind(expectations, Kind.TTFT)
+    (first_tokens,) = of_kind(expectations, PredictionKind.TTFT)
     assert first_tokens.predictions == 10
     assert first_tokens.profile_error < 0.1
     assert first_tokens.error < 0.1
@@ -122,12 +122,12 @@ def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_
 
 def test_prompts_that_wait_for_answers_to_end_are_not_predicted_and_raise_no_alarm():
     expectations = watched(a_plan(), HalfAsFast(), rate=40.0)
-    assert sum(each.predictions for each in of_kind(expectations, Kind.TTFT)) < 100
+    assert sum(each.predictions for each in of_kind(expectations, PredictionKind.TTFT)) < 100
     assert not expectations.alarms
 
 
 def test_a_prompt_that_did_not_reach_its_worker_holds_up_no_other_there():
-    expectations = Expectations(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)
     lost = the(Dispatch, machine.handle(an_arrival(request_id="lost", tokens=a_prompt(1000)), START))
@@ -150,7 +150,7 @@ def test_of_a_worker_that_has_left_there_is_what_came_of_it_and_no_more():
 
 
 def test_of_workers_without_a_profile_nothing_is_expected():
-    expectations = Expectations(lambda _: None)
+    expectations = LatencyPredictions(lambda _: None)
     kernel = Kernel(1)
     world, _ = a_world(kernel, a_plan(), expectations)
     expectations.machine = world.machine
@@ -160,7 +160,7 @@ def test_of_workers_without_a_profile_nothing_is_expected():
 
 
 def test_a_clock_that_is_put_forward_by_weeks_teaches_nothing_and_breaks_nothing():
-    expectations = Expectations(lambda _: Profile(steps=StraightLine(), step_tokens=512))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)
     sent = the(Dispatch, machine.handle(an_arrival(tokens=a_prompt(1000)), START))
@@ -168,7 +168,7 @@ def test_a_clock_that_is_put_forward_by_weeks_teaches_nothing_and_breaks_nothing
     for weeks in (3, 6):
         progress = (Progress(request_id=sent.start.request_id, token_ids=(0,)),)
         expectations(
-            Nanos(START + weeks * 7 * 86_400 * SECOND), Stepped(worker_id=sent.worker_id, progress=progress), []
+            Nanos(START + weeks * 7 * 86_400 * SECOND), WorkerStepped(worker_id=sent.worker_id, progress=progress), []
         )
 
     assert {each.factor for each in expectations.expected()} == {1.0}

@@ -8,7 +8,7 @@ from msgspec import structs
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import Phase, Role
-from fleet.router.messages import CacheAssumed, Dispatch, Stepped, WorkerDraining, WorkerJoined, WorkerLeft
+from fleet.router.messages import CacheAssumed, Dispatch, WorkerDraining, WorkerJoined, WorkerLeft, WorkerStepped
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, WorkerLost, WorkerSlow
 from fleet.sim.kernel import Kernel
 from fleet.sim.results import Ended
@@ -108,7 +108,7 @@ def test_a_short_cut_delays_and_nobody_is_given_up():
     run.nothing_is_lost()
     assert run.retried == 0
     assert not run.instants(WorkerLeft, FIRST)
-    steps = run.instants(Stepped, FIRST)
+    steps = run.instants(WorkerStepped, FIRST)
     assert not [at for at in steps if 3.001 < at < 4.0]
     assert [at for at in steps if 4.0 <= at < 4.01]  # what was held back comes at once
 
@@ -198,7 +198,7 @@ def slow_links(*faults: Fault) -> Plan:
 
 def test_blocks_on_their_way_from_a_prefill_worker_that_dies_are_computed_where_they_are_needed():
     first = Watched(slow_links(), requests=1)
-    done = next(at for at, event in first.heard if isinstance(event, Stepped))  # the prefill
+    done = next(at for at, event in first.heard if isinstance(event, WorkerStepped))  # the prefill
     fault = WorkerLost(
         at=Nanos(round(done * SECOND) + 20 * MILLISECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND)
     )

@@ -13,7 +13,7 @@ from fleet.adapters.recording_format import FORMAT, RecordingHead
 from fleet.cli.main import run
 from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
-from fleet.router.expectations import Kind, Profile
+from fleet.router.expectations import PredictionKind, WorkerProfile
 from fleet.router.observed import ObservedMachine
 from fleet.sim.agreement import serve
 from fleet.sim.replay import Replay
@@ -77,11 +77,11 @@ def test_a_recording_replays_to_the_same_commands(lines, replay):
 def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(lines, tmp_path):
     path = tmp_path / "flight"
     path.write_bytes(b"".join(lines))
-    replayed = Replay(path, lambda _: Profile(steps=StraightLine(), step_tokens=512)).run()
+    replayed = Replay(path, lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512)).run()
     told = {(each.worker_id, each.kind): each for each in replayed.expected}
-    assert told["prefill-0", Kind.TTFT].predictions > 5
-    assert told["prefill-0", Kind.TTFT].error < 0.3
-    assert told["decode-0", Kind.ITL].error < 0.2
+    assert told["prefill-0", PredictionKind.TTFT].predictions > 5
+    assert told["prefill-0", PredictionKind.TTFT].error < 0.3
+    assert told["decode-0", PredictionKind.ITL].error < 0.2
     assert replayed.drifts == []
 
 

@@ -1,5 +1,5 @@
 """What keeps somebody out of a comparison."""
 
 
-class Absent(Exception):
+class SystemUnavailable(Exception):
     """A contestant cannot take part; says why, and what to do about it."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 
 INSTALL_SECONDS = 900
 
 
-class Distribution(Struct, frozen=True, kw_only=True):
+class SystemDistribution(Struct, frozen=True, kw_only=True):
     """What a peer needs. Each step is the arguments of one `pip install`; where it gives several, the first that works."""
 
     name: str
@@ -23,7 +23,7 @@ class Distribution(Struct, frozen=True, kw_only=True):
     system: str = ""  # what has to be there besides, as a command
 
 
-def python_of(distribution: Distribution, cache: Path) -> Path:
+def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     """The interpreter of an environment with that peer; made when it is not there, which takes minutes.
 
     Raises:
@@ -43,22 +43,24 @@ def python_of(distribution: Distribution, cache: Path) -> Path:
     return python
 
 
-def _install(python: Path, ways: Sequence[Sequence[str]], distribution: Distribution) -> None:
+def _install(python: Path, ways: Sequence[Sequence[str]], distribution: SystemDistribution) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
     for way in ways[:-1]:
         try:
             _run([*pip, *way], distribution)
-        except Absent:
+        except SystemUnavailable:
             continue
         return
     _run([*pip, *ways[-1]], distribution)
 
 
-def _run(command: Sequence[str], distribution: Distribution) -> None:
+def _run(command: Sequence[str], distribution: SystemDistribution) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Absent(f"{distribution.name} {distribution.version} could not be installed: {error}") from error
+        raise SystemUnavailable(
+            f"{distribution.name} {distribution.version} could not be installed: {error}"
+        ) from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no reason was given"]
-        raise Absent(f"{distribution.name} {distribution.version} could not be installed: {last[0]}")
+        raise SystemUnavailable(f"{distribution.name} {distribution.version} could not be installed: {last[0]}")

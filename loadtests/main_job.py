@@ -49,14 +49,14 @@ MAX_MODEL_LEN = 4096
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     ttft_ms: float
     tpot_ms: float
     fleet: dict[str, Any]
 
 
 @dataclass
-class Server:
+class ServerUnderTest:
     """A running system under test and every process of it."""
 
     port: int
@@ -99,13 +99,13 @@ class Server:
 
 
 @dataclass
-class Target:
+class ServingTarget:
     name: str
-    server: Server
+    server: ServerUnderTest
     model: str
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, tokens: Sequence[int], **extra: Any) -> Answer:
+    def ask(self, tokens: Sequence[int], **extra: Any) -> ServedAnswer:
         """One streamed completion; times are taken where the client's socket delivers the events."""
         body = {
             "model": self.model,
@@ -141,7 +141,7 @@ class Target:
         connection.close()
         assert texts, f"{self.name}: an answer without text"
         # Events and tokens are not one to one (incomplete characters, several tokens at once): the mean is over tokens.
-        return Answer(
+        return ServedAnswer(
             ttft_ms=(texts[0] - started) * 1e3,
             tpot_ms=(events[-1] - events[0]) * 1e3 / (ANSWER_TOKENS - 1),
             fleet=fleet,
@@ -149,7 +149,7 @@ class Target:
 
 
 @contextmanager
-def plain_vllm(model_dir: Path, log: Path) -> Iterator[Server]:
+def plain_vllm(model_dir: Path, log: Path) -> Iterator[ServerUnderTest]:
     port = free_port()
     command = [
         sys.executable,
@@ -171,7 +171,7 @@ def plain_vllm(model_dir: Path, log: Path) -> Iterator[Server]:
     }
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    server = Server(port=port, pids=[process.pid])
+    server = ServerUnderTest(port=port, pids=[process.pid])
     try:
         server.wait_until_healthy(START_SECONDS)
         yield server
@@ -180,7 +180,7 @@ def plain_vllm(model_dir: Path, log: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def fleet_cluster(kv_path: str, folder: Path) -> Iterator[Server]:
+def fleet_cluster(kv_path: str, folder: Path) -> Iterator[ServerUnderTest]:
     ready = folder / f"{kv_path}.json"
     port = free_port()
     topology = folder / f"{kv_path}.toml"
@@ -200,7 +200,7 @@ def fleet_cluster(kv_path: str, folder: Path) -> Iterator[Server]:
     command += ["--kv-paths", kv_path, "--ready-file", str(ready)]
     with (folder / f"{kv_path}.log").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    server = Server(port=port, pids=[process.pid])
+    server = ServerUnderTest(port=port, pids=[process.pid])
     try:
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
@@ -215,7 +215,7 @@ def fleet_cluster(kv_path: str, folder: Path) -> Iterator[Server]:
         stop(server, process)
 
 
-def stop(server: Server, process: subprocess.Popen[bytes]) -> None:
+def stop(server: ServerUnderTest, process: subprocess.Popen[bytes]) -> None:
     server.signal(signal.SIGCONT)
     process.send_signal(signal.SIGINT)
     try:
@@ -226,7 +226,7 @@ def stop(server: Server, process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
 
 
-def turn(servers: Sequence[Server], chosen: Server) -> None:
+def turn(servers: Sequence[ServerUnderTest], chosen: ServerUnderTest) -> None:
     """Let only the chosen server run."""
     for server in servers:
         if server is not chosen:
@@ -249,12 +249,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def measure_cost(targets: Sequence[Target], rounds: int, per_round: int, seed: int) -> dict[str, Any]:
+def measure_cost(targets: Sequence[ServingTarget], rounds: int, per_round: int, seed: int) -> dict[str, Any]:
     """TTFT, TPOT and router CPU of every target at both prompt lengths."""
     rng = random.Random(seed)
     servers = list({id(target.server): target.server for target in targets}.values())
     results: dict[str, dict[str, Any]] = {target.name: {} for target in targets}
-    samples: dict[tuple[str, int], list[Answer]] = {}
+    samples: dict[tuple[str, int], list[ServedAnswer]] = {}
     router: dict[tuple[str, int], list[float]] = {}
     for round_number in range(rounds + 1):  # round 0 warms up and is not counted
         for target in targets:
@@ -279,7 +279,7 @@ def measure_cost(targets: Sequence[Target], rounds: int, per_round: int, seed: i
     return results
 
 
-def measure_prefix(target: Target, servers: Sequence[Server], rounds: int, seed: int) -> dict[str, Any]:
+def measure_prefix(target: ServingTarget, servers: Sequence[ServerUnderTest], rounds: int, seed: int) -> dict[str, Any]:
     """TTFT of a 2k-token prompt whose blocks the store holds, on the worker that computed them and on the other one."""
     rng = random.Random(seed)
     turn(servers, target.server)
@@ -306,7 +306,7 @@ def measure_prefix(target: Target, servers: Sequence[Server], rounds: int, seed:
     }
 
 
-def stored_blocks(answer: Answer, phase: str) -> int:
+def stored_blocks(answer: ServedAnswer, phase: str) -> int:
     return sum(
         origin["blocks"]
         for each in answer.fleet.get("kv", [])
@@ -366,19 +366,21 @@ def main() -> None:
     model_dir = build_tiny_model(default_cache_dir())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-bench-")))
-        targets: list[Target] = []
+        targets: list[ServingTarget] = []
         if "vllm" in wanted:
-            targets.append(Target("vllm", stack.enter_context(plain_vllm(model_dir, folder / "vllm.log")), "tiny"))
+            targets.append(
+                ServingTarget("vllm", stack.enter_context(plain_vllm(model_dir, folder / "vllm.log")), "tiny")
+            )
             targets[-1].server.signal(signal.SIGSTOP)  # so that the next one starts undisturbed
         if {"fleet-aggregated", "fleet-store"} & set(wanted):
             store = stack.enter_context(fleet_cluster("store", folder))
             store.signal(signal.SIGSTOP)
             for name, placement in (("fleet-aggregated", "aggregated"), ("fleet-store", "disaggregated")):
                 if name in wanted:
-                    targets.append(Target(name, store, "tiny", {"fleet": {"placement": placement}}))
+                    targets.append(ServingTarget(name, store, "tiny", {"fleet": {"placement": placement}}))
         if "fleet-direct" in wanted:
             direct = stack.enter_context(fleet_cluster("direct", folder))
-            targets.append(Target("fleet-direct", direct, "tiny", {"fleet": {"placement": "disaggregated"}}))
+            targets.append(ServingTarget("fleet-direct", direct, "tiny", {"fleet": {"placement": "disaggregated"}}))
         servers = list({id(target.server): target.server for target in targets}.values())
         report: dict[str, Any] = {"machine": machine(), "answer_tokens": ANSWER_TOKENS, "rounds": arguments.rounds}
         report["cost"] = measure_cost(targets, arguments.rounds, arguments.per_round, arguments.seed)

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class End(Struct, frozen=True):
+class GroupEnding(Struct, frozen=True):
     """How a group's life ends."""
 
     victim: int  # rank
@@ -55,14 +55,14 @@ class End(Struct, frozen=True):
 
 EARLY = "rank killed while the engine starts"
 ENDS = {
-    "rank told": End(1, signal.SIGTERM, [0, 0]),
-    "rank killed": End(1, signal.SIGKILL, [1, -9]),
-    "leader killed": End(0, signal.SIGKILL, [-9, 1]),
-    EARLY: End(1, signal.SIGKILL, [1, -9]),
+    "rank told": GroupEnding(1, signal.SIGTERM, [0, 0]),
+    "rank killed": GroupEnding(1, signal.SIGKILL, [1, -9]),
+    "leader killed": GroupEnding(0, signal.SIGKILL, [-9, 1]),
+    EARLY: GroupEnding(1, signal.SIGKILL, [1, -9]),
 }
 
 
-class Process:
+class GroupProcess:
     """A worker; its log is in the folder."""
 
     def __init__(self, folder: Path, settings: WorkerSettings) -> None:
@@ -127,7 +127,7 @@ async def answers(stream_address: str) -> list[list[int]]:
 
 
 async def on_one_node(model: Path, folder: Path) -> list[list[int]]:
-    single = Process(folder, a_worker(model, "single", {}, None))
+    single = GroupProcess(folder, a_worker(model, "single", {}, None))
     await single.start()
     try:
         await single.ready()
@@ -138,7 +138,7 @@ async def on_one_node(model: Path, folder: Path) -> list[list[int]]:
 
 async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any]:
     """One group from its start to its end, which comes by `how`."""
-    both = [Process(folder, a_worker(model, f"{way}-{how}-{rank}", WAYS[way], a_group(rank))) for rank in range(2)]
+    both = [GroupProcess(folder, a_worker(model, f"{way}-{how}-{rank}", WAYS[way], a_group(rank))) for rank in range(2)]
     async with AsyncExitStack() as held:
         began = time.monotonic()
         for each in both:
@@ -156,7 +156,7 @@ async def a_life(model: Path, folder: Path, way: str, how: str) -> dict[str, Any
         return found | {"end_seconds": round(time.monotonic() - ended, 1)}
 
 
-async def ended_by(both: list[Process], how: str) -> list[int]:
+async def ended_by(both: list[GroupProcess], how: str) -> list[int]:
     both[ENDS[how].victim].process.send_signal(ENDS[how].sent)
     return [await each.ended() for each in both]
 

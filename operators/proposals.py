@@ -19,12 +19,23 @@ import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.coefficients import Basis, Estimate
+from fleet.hardware.coefficients import EstimateBasis, StepModelEstimate
 from fleet.hardware.gpus import Gpu, gpus
-from fleet.hardware.known import Sized, by_config, by_repository
-from fleet.hardware.open_loop import Request
+from fleet.hardware.known import SizedModel, model_by_repository, model_from_config
+from fleet.hardware.open_loop import RequestShape
 from fleet.hardware.prediction import BUDGET_TOKENS
-from fleet.hardware.sizing import MOST_GPUS, MOST_RUNNING, Demand, Goal, Goals, Pool, Shortfall, Sizing, Supply, size
+from fleet.hardware.sizing import (
+    MOST_GPUS,
+    MOST_RUNNING,
+    Demand,
+    GpuSupply,
+    LatencyGoals,
+    Shortfall,
+    SizedPool,
+    Sizing,
+    SizingGoal,
+    size,
+)
 from fleet.roles import Role as Work
 from operators.resources.deployment import (
     Balance,
@@ -63,9 +74,9 @@ field of them (`managedFields`): below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {
-    Basis.MODEL: "measurements of this model on these GPUs",
-    Basis.GPU: "measurements of other models on these GPUs",
-    Basis.ENGINE: "measurements on other GPUs",
+    EstimateBasis.MODEL: "measurements of this model on these GPUs",
+    EstimateBasis.GPU: "measurements of other models on these GPUs",
+    EstimateBasis.ENGINE: "measurements on other GPUs",
 }
 
 
@@ -110,7 +121,7 @@ def propose(asked: ServingRequestSpec) -> Reply:
     if sized is None:
         text = "spec.model: is in no repository whose model is known; give the content of its config.json as spec.modelConfig"
         return Infeasible(reason="ModelUnknown", message=text)
-    supply = Supply(gpu=gpu, gpus=asked.hardware.count, per_node=asked.hardware.per_node)
+    supply = GpuSupply(gpu=gpu, gpus=asked.hardware.count, per_node=asked.hardware.per_node)
     found = size(sized, _demand(asked), _goals(asked.objective), supply)
     if isinstance(found, Shortfall):
         return _infeasible(asked, sized, supply, found)
@@ -123,28 +134,30 @@ def propose(asked: ServingRequestSpec) -> Reply:
     return _proposed(asked, sized, found)
 
 
-def _model(asked: ServingRequestSpec) -> Sized | None:
+def _model(asked: ServingRequestSpec) -> SizedModel | None:
     if asked.model_config:
-        return by_config(asked.model_config, "modelConfig")
-    return by_repository(asked.model.uri or asked.model.name)
+        return model_from_config(asked.model_config, "modelConfig")
+    return model_by_repository(asked.model.uri or asked.model.name)
 
 
 def _demand(asked: ServingRequestSpec) -> Demand:
     work = asked.workload
     # At least one token is computed: whoever has all of a prompt has no first token yet.
     cached = min(work.prompt_tokens * work.cached_percent / 100, work.prompt_tokens - 1)
-    request = Request(prompt_tokens=work.prompt_tokens, answer_tokens=work.answer_tokens, cached_tokens=cached)
+    request = RequestShape(prompt_tokens=work.prompt_tokens, answer_tokens=work.answer_tokens, cached_tokens=cached)
     return Demand(request=request, rate=work.requests_per_minute / MINUTE, clients=work.concurrency)
 
 
-def _goals(objective: Objective) -> Goals:
-    return Goals(ttft=objective.ttft_ms / 1000, tpot=objective.tpot_ms / 1000, percentile=objective.percentile / 100)
+def _goals(objective: Objective) -> LatencyGoals:
+    return LatencyGoals(
+        ttft=objective.ttft_ms / 1000, tpot=objective.tpot_ms / 1000, percentile=objective.percentile / 100
+    )
 
 
 # What keeps them.
 
 
-def _proposed(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> Proposal:
+def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Proposal:
     objective, estimate = asked.objective, found.estimate
     per_minute = Target.CONCURRENCY if asked.workload.concurrency else Target.RATE
     load = asked.workload.concurrency or asked.workload.requests_per_minute
@@ -173,7 +186,7 @@ def _proposed(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> Proposa
     )
 
 
-def _deployment(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> DisaggDeploymentSpec:
+def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
     # A rollout makes a new replica of every role before an old one goes, if there are GPUs for that.
     surge = count - found.gpus >= each * len(found.pools)
@@ -196,7 +209,7 @@ def _deployment(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> Disag
 
 
 def _role(
-    asked: ServingRequestSpec, found: Sizing, pool: Pool, rollout: Rollout, drain: Drain, template: dict[str, Any]
+    asked: ServingRequestSpec, found: Sizing, pool: SizedPool, rollout: Rollout, drain: Drain, template: dict[str, Any]
 ) -> Role:
     tensor = found.placement.parallelism.tp
     return Role(
@@ -212,7 +225,7 @@ def _role(
     )
 
 
-def _context(asked: ServingRequestSpec, sized: Sized, found: Sizing) -> int:
+def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int:
     """Tokens of the longest request that is taken: as long as the model allows and an engine holds."""
     described = asked.workload.prompt_tokens + asked.workload.answer_tokens
     return min(sized.context or UNKNOWN_CONTEXT * described, found.room)
@@ -270,37 +283,37 @@ def _figure(goal: Target, asked: int, milliseconds: float, error: float) -> Figu
     )
 
 
-def _basis(estimate: Estimate) -> str:
+def _basis(estimate: StepModelEstimate) -> str:
     return f"{estimate.rows} {RESTS_ON[estimate.basis]}; errors are medians of such predictions"
 
 
 # What does not.
 
 
-def _infeasible(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+def _infeasible(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:
     match why.goal:
-        case Goal.MEMORY:
+        case SizingGoal.MEMORY:
             return _too_large(asked, sized, supply, why)
-        case Goal.CONTEXT:
+        case SizingGoal.CONTEXT:
             text = (
                 f"spec.workload: promptTokens and answerTokens are {ceil(why.wanted):,} together, and the model takes {ceil(why.best):,}; "
                 "ask for shorter ones, or take a model with a longer context"
             )
             figure = Figure(goal=Target.CONTEXT, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
             return Infeasible(reason="ContextTooLong", message=text, figures=(figure,))
-        case Goal.GPUS:
+        case SizingGoal.GPUS:
             return _too_few(asked, why)
-        case Goal.TTFT | Goal.TPOT:
+        case SizingGoal.TTFT | SizingGoal.TPOT:
             return _too_slow(asked, sized, supply, why)
 
 
-def _too_large(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+def _too_large(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:
     needs = f"takes {ceil(why.best)} of {supply.gpu.name}" if why.best else f"fits on no number of {supply.gpu.name}"
     have = f"a node has {supply.per_node}" if supply.gpus >= supply.per_node else f"there are {supply.gpus}"
     fitting = [
         other
         for other, found in _elsewhere(asked, sized, supply)
-        if isinstance(found, Sizing) or found.goal is not Goal.MEMORY
+        if isinstance(found, Sizing) or found.goal is not SizingGoal.MEMORY
     ]
     text = (
         f"spec.hardware: for the weights and one request's KV an engine {needs}, in one node, and {have}; take {_others(fitting)}, "
@@ -327,9 +340,9 @@ def _too_few(asked: ServingRequestSpec, why: Shortfall) -> Infeasible:
     return Infeasible(reason="TooFewGpus", message=text, figures=figures)
 
 
-def _too_slow(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shortfall) -> Infeasible:
+def _too_slow(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, why: Shortfall) -> Infeasible:
     assert why.placement is not None, "times are of a cut"
-    first = why.goal is Goal.TTFT
+    first = why.goal is SizingGoal.TTFT
     what, field = ("the first token takes", "ttftMs") if first else ("a token takes", "tpotMs")
     keep = [other for other, found in _elsewhere(asked, sized, supply) if isinstance(found, Sizing)]
     text = (
@@ -342,12 +355,14 @@ def _too_slow(asked: ServingRequestSpec, sized: Sized, supply: Supply, why: Shor
     return Infeasible(reason="TtftOutOfReach" if first else "TpotOutOfReach", message=text, figures=(figure,))
 
 
-def _elsewhere(asked: ServingRequestSpec, sized: Sized, supply: Supply) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
+def _elsewhere(
+    asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply
+) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
     """On any number of every other GPU."""
     within = min(supply.per_node, supply.gpus)
     for other in gpus().values():
         if other.id != supply.gpu.id:
-            there = Supply(gpu=other, gpus=MOST_GPUS, per_node=within)
+            there = GpuSupply(gpu=other, gpus=MOST_GPUS, per_node=within)
             yield other, size(sized, _demand(asked), _goals(asked.objective), there)
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from fleet.hardware.gpus import gpu
-from fleet.hardware.models import Model, read_model
-from fleet.hardware.placement import Parallelism, Placement, place
+from fleet.hardware.models import ModelSizes, read_model
+from fleet.hardware.placement import ShardedModel, ShardingDegrees, shard_model
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -79,9 +79,9 @@ GPT_OSS: dict[str, Any] = {
 }
 
 
-def a_model(config: dict[str, Any] = LLAMA_70B, **changes: Any) -> Model:
+def a_model(config: dict[str, Any] = LLAMA_70B, **changes: Any) -> ModelSizes:
     return read_model({**config, **changes}, "a-model")
 
 
-def a_placement(config: dict[str, Any] = LLAMA_70B, on: str = "h100", **cuts: int) -> Placement:
-    return place(a_model(config), gpu(on), Parallelism(**(cuts or {"tp": 8})))
+def a_placement(config: dict[str, Any] = LLAMA_70B, on: str = "h100", **cuts: int) -> ShardedModel:
+    return shard_model(a_model(config), gpu(on), ShardingDegrees(**(cuts or {"tp": 8})))

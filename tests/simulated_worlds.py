@@ -6,11 +6,11 @@ from fleet.router.settings import RouterSettings
 from fleet.sim.faults import Fault
 from fleet.sim.kernel import Kernel
 from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Ended, Slo
-from fleet.sim.run import Plan, Run, simulate
+from fleet.sim.results import EndedRequest, Slo
+from fleet.sim.run import RunPlan, RunResult, simulate
 from fleet.sim.store import StoreProfile
 from fleet.sim.work import EngineLimits
-from fleet.sim.workloads import Drawn, requests_of
+from fleet.sim.workloads import DrawnWorkload, requests_of
 from fleet.sim.world import World
 
 BLOCK = 16
@@ -48,8 +48,8 @@ def a_plan(
     faults: tuple[Fault, ...] = (),
     store: StoreProfile | None = None,
     **router: object,
-) -> Plan:
-    return Plan(
+) -> RunPlan:
+    return RunPlan(
         pools=pools or (a_pool(),),
         router=RouterSettings(**router),
         slo=Slo(ttft_ms=200.0, tpot_ms=20.0),
@@ -61,9 +61,9 @@ def a_plan(
     )
 
 
-def a_world(kernel: Kernel, plan: Plan, record=None) -> tuple[World, list[Ended]]:
+def a_world(kernel: Kernel, plan: RunPlan, record=None) -> tuple[World, list[EndedRequest]]:
     """A cluster, and the requests that are over."""
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     world = World(
         kernel,
         plan.pools,
@@ -78,7 +78,7 @@ def a_world(kernel: Kernel, plan: Plan, record=None) -> tuple[World, list[Ended]
     return world, ended
 
 
-def a_run(plan: Plan, ended: list[Ended] | None = None, **drawn: object) -> Run:
-    workload = Drawn(**{"requests": 200, "rate": 20.0, "prompt_tokens": 300, "output_tokens": 40, **drawn})
+def a_run(plan: RunPlan, ended: list[EndedRequest] | None = None, **drawn: object) -> RunResult:
+    workload = DrawnWorkload(**{"requests": 200, "rate": 20.0, "prompt_tokens": 300, "output_tokens": 40, **drawn})
     requests = requests_of(workload, None, block_tokens=BLOCK, seed=plan.seed)
     return simulate(plan, requests, told=None if ended is None else ended.append)

@@ -26,9 +26,9 @@ from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.measurements import Measurement, Phase, Side, distinct
-from fleet.hardware.models import Model, Precision, read_model
-from fleet.hardware.placement import Parallelism
+from fleet.hardware.measurements import MeasuredPhase, MeasuredRole, Measurement, distinct
+from fleet.hardware.models import ModelSizes, Precision, read_model
+from fleet.hardware.placement import ShardingDegrees
 
 ROOT = "aiconfigurator_core"
 SAMPLE = f"{ROOT}/systems/silicon_sample.csv"
@@ -66,7 +66,7 @@ class Sample(Struct, frozen=True, kw_only=True):
 
     rows: int
     measurements: tuple[Measurement, ...]  # distinct, and complete enough to be predicted
-    models: dict[str, Model]  # in bf16; precision is each measurement's own
+    models: dict[str, ModelSizes]  # in bf16; precision is each measurement's own
     left_out: int  # distinct measurements that do not say what was run, mostly on how many workers
 
 
@@ -121,7 +121,7 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
         answer_tokens=int(row["osl"]),
         prefill=prefill,
         decode=decode,
-        phase=Phase.AGGREGATED if row["mode"] == "agg" else Phase.DISAGGREGATED,
+        phase=MeasuredPhase.AGGREGATED if row["mode"] == "agg" else MeasuredPhase.DISAGGREGATED,
         ttft_ms=float(row["silicon_ttft_ms"]),
         tpot_ms=float(row["silicon_tpot_ms"]),
     )
@@ -142,19 +142,19 @@ def _precision(row: Mapping[str, str], name: str) -> Precision:
     return Precision(weights=weights, experts=experts, kv=Number.FP8 if narrow else Number.BF16)
 
 
-def _sides(row: Mapping[str, str]) -> Iterator[Side]:
+def _sides(row: Mapping[str, str]) -> Iterator[MeasuredRole]:
     if row["mode"] == "agg":
         if row["tp_size"]:
-            yield Side(parallelism=_parallelism(row, ""))
+            yield MeasuredRole(parallelism=_parallelism(row, ""))
         return
     for role in ("prefill_", "decode_"):
         if not row[f"{role}num_workers"]:
             return
     for role in ("prefill_", "decode_"):
-        yield Side(parallelism=_parallelism(row, role), workers=int(row[f"{role}num_workers"]))
+        yield MeasuredRole(parallelism=_parallelism(row, role), workers=int(row[f"{role}num_workers"]))
 
 
-def _parallelism(row: Mapping[str, str], role: str) -> Parallelism:
+def _parallelism(row: Mapping[str, str], role: str) -> ShardingDegrees:
     tp = int(row[f"{role}tp_size"])
     dp = max(1, int(row[f"{role}attention_dp_size"] or 1))
     ep = max(1, int(row[f"{role}moe_ep_size"] or 1))
@@ -162,10 +162,10 @@ def _parallelism(row: Mapping[str, str], role: str) -> Parallelism:
     source = row["silicon_data_source"]
     multiplied = any(each in source for each in MULTIPLIED) and row["mode"] == "agg" and ep > 1
     if multiplied and row["backend"] == "vllm" and tp == dp:
-        return Parallelism(tp=tp, pp=pp, ep=tp)
+        return ShardingDegrees(tp=tp, pp=pp, ep=tp)
     if multiplied:
         gpus = tp * dp // ep
         tp, dp, ep = (1, gpus, gpus) if dp > 1 else (gpus, 1, gpus)
     if ep not in (1, tp * dp):
         ep = 1  # experts cut both ways: as slices
-    return Parallelism(tp=tp, pp=pp, dp=dp, ep=ep)
+    return ShardingDegrees(tp=tp, pp=pp, dp=dp, ep=ep)

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from fleet.adapters.connector_virtual import Intent, Kept, Report
 from fleet.adapters.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
-from fleet.planner.ports import Unreachable
+from fleet.planner.ports import ConnectorUnreachable
 from fleet.planner.settings import EtcdTarget
 
 Record = TypeVar("Record", bound=Struct)
@@ -58,13 +58,13 @@ class EtcdRecords:
         try:
             return await self._channels.call(ask)
         except grpc.aio.AioRpcError as error:
-            raise Unreachable(etcd_error_text(error)) from error
+            raise ConnectorUnreachable(etcd_error_text(error)) from error
 
     def _decoded(self, pair: Any, of: type[Record]) -> Record:
         try:
             return msgspec.json.decode(pair.value, type=of)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-            raise Unreachable(f"etcd: {pair.key.decode(errors='replace')}: {error}") from error
+            raise ConnectorUnreachable(f"etcd: {pair.key.decode(errors='replace')}: {error}") from error
 
 
 @asynccontextmanager

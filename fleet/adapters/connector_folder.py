@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from fleet.adapters.connector_virtual import Intent, Kept, Report
 from fleet.adapters.held_files import hold_lock_file, is_abandoned
-from fleet.planner.ports import Gone, Unreachable
+from fleet.planner.ports import ConnectorUnreachable, OrchestratorGone
 
 PLAN, REPORT, LOCK, ORCHESTRATOR = "plan.json", "report.json", ".lock", ".orchestrator"
 MOST_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class FolderRecords:
 
     def _read(self) -> Kept:
         if is_abandoned(self._folder / ORCHESTRATOR):
-            raise Gone(f"{self._folder}: whoever obeyed plans there was killed; start it again (fleet up)")
+            raise OrchestratorGone(f"{self._folder}: whoever obeyed plans there was killed; start it again (fleet up)")
         intent = self.intent()
         return Kept(intent=intent, report=self._file(REPORT, Report), token=intent.revision)
 
@@ -88,16 +88,18 @@ class FolderRecords:
                 content = file.read(MOST_BYTES + 1)
         except FileNotFoundError:
             if not self._folder.is_dir():
-                raise Unreachable(f"{self._folder}: is not there; is the orchestrator running?") from None
+                raise ConnectorUnreachable(f"{self._folder}: is not there; is the orchestrator running?") from None
             return None
         except OSError as error:
             raise _unreachable(path, error) from error
         if len(content) > MOST_BYTES:
-            raise Unreachable(f"{path}: is longer than {MOST_BYTES} bytes, so it is not from whom it should be")
+            raise ConnectorUnreachable(
+                f"{path}: is longer than {MOST_BYTES} bytes, so it is not from whom it should be"
+            )
         try:
             return msgspec.json.decode(content, type=of)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-            raise Unreachable(f"{path}: {error}") from error
+            raise ConnectorUnreachable(f"{path}: {error}") from error
 
     def _replace(self, name: str, record: Struct) -> None:
         beside = self._folder / f".{name}.{os.getpid()}"
@@ -115,5 +117,5 @@ def _at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _unreachable(path: Path, error: OSError) -> Unreachable:
-    return Unreachable(f"{path}: {error.strerror or error}")
+def _unreachable(path: Path, error: OSError) -> ConnectorUnreachable:
+    return ConnectorUnreachable(f"{path}: {error.strerror or error}")

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 from fleet.errors import ConfigurationRefused
 from fleet.planner import ports
 from fleet.planner.execution import to_write
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Why, Writer
+from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.settings import KubernetesTarget
 from operators import kinds
 from operators.cluster import MANAGER, open_api_server
@@ -100,7 +100,7 @@ class _Scaler(Named, frozen=True, kw_only=True):
 
     def _annotation(self, name: str) -> str:
         """Of a number of ours; somebody else's may stand beside what an older plan has left."""
-        ours = any(each in tuple(Writer) for each in self.owners)
+        ours = any(each in tuple(PlanWriter) for each in self.owners)
         return self.metadata.annotations.get(name, "") if ours else ""
 
 
@@ -121,9 +121,9 @@ class _Status(Struct, frozen=True, rename="camel"):
 
 
 class KubernetesConnector:
-    """Implements `fleet.planner.ports.Connector`. The cluster's writes carry the name of the writer."""
+    """Implements `fleet.planner.ports.PlanConnector`. The cluster's writes carry the name of the writer."""
 
-    def __init__(self, cluster: Cluster, target: KubernetesTarget, writer: Writer) -> None:
+    def __init__(self, cluster: Cluster, target: KubernetesTarget, writer: PlanWriter) -> None:
         self._cluster = cluster
         self._target = target
         self._writer = writer
@@ -133,7 +133,7 @@ class KubernetesConnector:
             async with asyncio.timeout(ports.CALL_SECONDS):
                 return await self._look()
         except TimeoutError as error:
-            raise ports.Unreachable("the API server does not answer in time") from error
+            raise ports.ConnectorUnreachable("the API server does not answer in time") from error
         except ClusterError as error:
             raise _unreachable(error) from error
 
@@ -143,11 +143,13 @@ class KubernetesConnector:
                 for each in to_write(plan, seen, await self._look()):
                     await self._write(each, plan)
         except TimeoutError as error:
-            raise ports.Unreachable("the API server does not answer in time; perhaps it has done it") from error
+            raise ports.ConnectorUnreachable(
+                "the API server does not answer in time; perhaps it has done it"
+            ) from error
         except ClusterError as error:
             raise _unreachable(error) from error
 
-    async def _write(self, pool: PoolSeen, plan: Plan) -> None:
+    async def _write(self, pool: PoolObservation, plan: Plan) -> None:
         """Over the number that was seen; a status that is written at the same time is none."""
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
@@ -166,16 +168,16 @@ class KubernetesConnector:
             except Stale:
                 continue
             except Denied as error:
-                raise ports.Refused(pool.name, str(error)) from error
+                raise ports.PlanRefused(pool.name, str(error)) from error
             return
-        raise ports.Stale(pool.name)
+        raise ports.PlanConflict(pool.name)
 
     async def _look(self) -> Observation:
         target = self._target
         try:
             found = await self._cluster.get(kinds.DISAGG_DEPLOYMENT, Custom, target.namespace, target.deployment)
         except Missing as error:
-            raise ports.Unreachable(
+            raise ports.ConnectorUnreachable(
                 f"there is no DisaggDeployment {target.deployment} in namespace {target.namespace}"
             ) from error
         spec = _understood(found.spec, DisaggDeploymentSpec, "specification")
@@ -203,10 +205,10 @@ class KubernetesConnector:
                 found[role] = each
         return found
 
-    def _pool(self, role: Role, scaler: _Scaler | None, status: _Status, current: bool, pods: str) -> PoolSeen:
+    def _pool(self, role: Role, scaler: _Scaler | None, status: _Status, current: bool, pods: str) -> PoolObservation:
         there = next((each for each in status.roles if each.name == role.name), None)
         static = role.scaling.mode is ScalingMode.STATIC
-        seen = PoolSeen(
+        seen = PoolObservation(
             name=PoolName(role.name),
             wanted=role.replicas if static or scaler is None else scaler.spec.replicas,
             ready=_serving(there, status) if there is not None else 0,
@@ -220,7 +222,7 @@ class KubernetesConnector:
             return seen
         if not current:
             return structs.replace(
-                seen, why=Why.NOT_TAKEN_UP, message="the operator has not seen the deployment as it is"
+                seen, why=PoolGapReason.NOT_TAKEN_UP, message="the operator has not seen the deployment as it is"
             )
         why, message = _why(seen, None if static else scaler, there, status, pods)
         return structs.replace(seen, why=why, message=message)
@@ -230,11 +232,11 @@ class KubernetesConnector:
             return "scaling.mode is Static: its replicas are those of the DisaggDeployment's specification"
         if scaler is None:
             return "the operator has not made its RoleScaler yet"
-        if self._writer is Writer.PERSON:
+        if self._writer is PlanWriter.PERSON:
             return ""
         if role.scaling.mode is ScalingMode.EXTERNAL:
             return "scaling.mode is External: it is scaled by others than a planner"
-        others = [each for each in scaler.owners if each not in (MANAGER, Writer.PLANNER)]
+        others = [each for each in scaler.owners if each not in (MANAGER, PlanWriter.PLANNER)]
         return f"pinned: {others[0]} has set it to {scaler.spec.replicas}" if others else ""
 
 
@@ -245,23 +247,23 @@ def _serving(role: _RoleStatus, status: _Status) -> int:
 
 
 def _why(
-    seen: PoolSeen, scaler: _Scaler | None, there: _RoleStatus | None, status: _Status, pods: str
-) -> tuple[Why, str]:
+    seen: PoolObservation, scaler: _Scaler | None, there: _RoleStatus | None, status: _Status, pods: str
+) -> tuple[PoolGapReason, str]:
     """Why a pool has other replicas than are wanted. `pods`: how the names of its pods and their controllers begin."""
     if scaler is not None and scaler.status.observed_generation != scaler.metadata.generation:
-        return Why.NOT_TAKEN_UP, "the operator has not seen it yet"
+        return PoolGapReason.NOT_TAKEN_UP, "the operator has not seen it yet"
     if there is None or there.desired != seen.wanted:
         bounds = _condition(scaler.status.conditions if scaler is not None else (), "WithinBounds", "False")
         if bounds is not None:
-            return Why.LIMITED, bounds.message
-        return Why.NOT_TAKEN_UP, "the operator has not acted on it yet"
+            return PoolGapReason.LIMITED, bounds.message
+        return PoolGapReason.NOT_TAKEN_UP, "the operator has not acted on it yet"
     unplaced = _condition(status.conditions, "Scheduled", "False")
     if unplaced is not None and pods in unplaced.message:
-        return Why.NO_ROOM, unplaced.message
+        return PoolGapReason.NO_ROOM, unplaced.message
     degraded = _condition(status.conditions, "Degraded", "True")
     if degraded is not None and pods in degraded.message and degraded.reason not in {each.name for each in UNPLACED}:
-        return Why.FAILING, degraded.message
-    return Why.UNDER_WAY, ""
+        return PoolGapReason.FAILING, degraded.message
+    return PoolGapReason.UNDER_WAY, ""
 
 
 def _condition(conditions: tuple[_Condition, ...], kind: str, status: str) -> _Condition | None:
@@ -272,15 +274,15 @@ def _understood(content: Mapping[str, Any], of: type[Decoded], what: str) -> Dec
     try:
         return msgspec.convert(content, of)
     except msgspec.ValidationError as error:
-        raise ports.Unreachable(f"the deployment's {what} is written for another version: {error}") from error
+        raise ports.ConnectorUnreachable(f"the deployment's {what} is written for another version: {error}") from error
 
 
-def _unreachable(error: ClusterError) -> ports.Unreachable:
-    return ports.Unreachable(f"the API server: {error}")
+def _unreachable(error: ClusterError) -> ports.ConnectorUnreachable:
+    return ports.ConnectorUnreachable(f"the API server: {error}")
 
 
 @asynccontextmanager
-async def kubernetes_connector(target: KubernetesTarget, writer: Writer) -> AsyncIterator[KubernetesConnector]:
+async def kubernetes_connector(target: KubernetesTarget, writer: PlanWriter) -> AsyncIterator[KubernetesConnector]:
     """Raises ConfigurationRefused: there is no such kubeconfig, or it cannot be used."""
     async with AsyncExitStack() as stack:
         try:

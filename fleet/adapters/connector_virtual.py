@@ -21,8 +21,17 @@ from msgspec import Meta, Struct, structs
 
 from fleet.clock import SECOND
 from fleet.planner.execution import to_write
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Replicas, Why, Writer
-from fleet.planner.ports import CALL_SECONDS, Stale, Unreachable
+from fleet.planner.messages import (
+    Observation,
+    Plan,
+    PlanId,
+    PlanWriter,
+    PoolGapReason,
+    PoolName,
+    PoolObservation,
+    Replicas,
+)
+from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 
 TRIES = 4  # to write a plan while others write theirs, of other pools
 
@@ -61,7 +70,7 @@ class PoolReport(Struct, frozen=True, kw_only=True):
 
     ready: Count
     draining: Count = 0
-    why: Why | None = None
+    why: PoolGapReason | None = None
     """Why others are ready than the plan wants; null: they are, or will be."""
 
     message: str = ""
@@ -100,9 +109,9 @@ class Records(Protocol):
 
 
 class VirtualConnector:
-    """Implements `fleet.planner.ports.Connector`."""
+    """Implements `fleet.planner.ports.PlanConnector`."""
 
-    def __init__(self, records: Records, writer: Writer, wall: Callable[[], datetime]) -> None:
+    def __init__(self, records: Records, writer: PlanWriter, wall: Callable[[], datetime]) -> None:
         self._records = records
         self._writer = writer
         self._wall = wall
@@ -112,14 +121,14 @@ class VirtualConnector:
             async with asyncio.timeout(CALL_SECONDS):
                 return self._seen(await self._records.read())
         except TimeoutError as error:
-            raise Unreachable("plan and report cannot be read in time") from error
+            raise ConnectorUnreachable("plan and report cannot be read in time") from error
 
     async def apply(self, plan: Plan, seen: Observation) -> None:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 await self._apply(plan, seen)
         except TimeoutError as error:
-            raise Unreachable("the plan cannot be written in time; perhaps it is") from error
+            raise ConnectorUnreachable("the plan cannot be written in time; perhaps it is") from error
 
     async def _apply(self, plan: Plan, seen: Observation) -> None:
         for _ in range(TRIES):
@@ -127,9 +136,9 @@ class VirtualConnector:
             left = to_write(plan, seen, self._seen(kept))
             if not left or await self._write(plan, left, kept):
                 return
-        raise Stale(next(iter(plan.replicas)))
+        raise PlanConflict(next(iter(plan.replicas)))
 
-    async def _write(self, plan: Plan, pools: Sequence[PoolSeen], kept: Kept) -> bool:
+    async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: Kept) -> bool:
         assert kept.report is not None, "what was seen was seen in it"
         revision = max(kept.intent.revision, kept.report.revision) + 1  # whoever lost the plan has not lost the report
         written = {
@@ -148,17 +157,17 @@ class VirtualConnector:
 
     def _seen(self, kept: Kept) -> Observation:
         if kept.report is None:
-            raise Unreachable("no orchestrator has written a report there; is it running?")
+            raise ConnectorUnreachable("no orchestrator has written a report there; is it running?")
         reports = kept.report.pools
         return Observation(tuple(self._pool(name, reports[name], kept) for name in sorted(reports)))
 
-    def _pool(self, name: PoolName, report: PoolReport, kept: Kept) -> PoolSeen:
+    def _pool(self, name: PoolName, report: PoolReport, kept: Kept) -> PoolObservation:
         assert kept.report is not None
         intent = kept.intent.pools.get(name)
         if intent is None:
-            seen = PoolSeen(name=name, wanted=report.asked, ready=report.ready, draining=report.draining)
+            seen = PoolObservation(name=name, wanted=report.asked, ready=report.ready, draining=report.draining)
         else:
-            seen = PoolSeen(
+            seen = PoolObservation(
                 name=name,
                 wanted=intent.replicas,
                 ready=report.ready,
@@ -169,12 +178,12 @@ class VirtualConnector:
             )
         if intent is not None and kept.report.revision < intent.revision:
             unread = f"the orchestrator has not read revision {intent.revision} of the plan"
-            seen = structs.replace(seen, why=Why.NOT_TAKEN_UP, message=unread)
+            seen = structs.replace(seen, why=PoolGapReason.NOT_TAKEN_UP, message=unread)
         elif seen.ready != seen.wanted:
-            seen = structs.replace(seen, why=report.why or Why.UNDER_WAY, message=report.message)
+            seen = structs.replace(seen, why=report.why or PoolGapReason.UNDER_WAY, message=report.message)
         return structs.replace(seen, pinned=report.pinned or self._pinned(intent))
 
     def _pinned(self, intent: PoolIntent | None) -> str:
-        if intent is None or self._writer is Writer.PERSON or intent.writer == self._writer:
+        if intent is None or self._writer is PlanWriter.PERSON or intent.writer == self._writer:
             return ""
         return f"pinned: {intent.writer} has set it to {intent.replicas}"

@@ -9,13 +9,13 @@ from fleet.adapters.clock import utc_now
 from fleet.adapters.connector_folder import FolderRecords
 from fleet.adapters.connector_virtual import VirtualConnector
 from fleet.errors import ConfigurationRefused
-from fleet.planner.messages import Writer
-from fleet.planner.ports import Connector
+from fleet.planner.messages import PlanWriter
+from fleet.planner.ports import PlanConnector
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
 
 
 @asynccontextmanager
-async def connector_of(target: Target, writer: Writer) -> AsyncIterator[Connector]:
+async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[PlanConnector]:
     """A way to the pools, while the context is open.
 
     Raises:

@@ -14,7 +14,7 @@ from fleet.clock import Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.coefficients import estimate
 from fleet.hardware.gpus import gpu
-from fleet.hardware.placement import Parallelism, place
+from fleet.hardware.placement import ShardingDegrees, shard_model
 from fleet.ids import longest_prefix
 from fleet.router.expectations import LatencyPredictions, WorkerProfile
 from fleet.router.messages import Command, RouterEvent
@@ -88,7 +88,9 @@ def _profile(where: str, settings: ProfileSettings) -> WorkerProfile:
     try:
         model = read_model_config(Path(settings.model))
         device = gpu(settings.gpu, "gpu")
-        placement = place(model, device, Parallelism(tp=settings.tp, pp=settings.pp, dp=settings.dp, ep=settings.ep))
+        placement = shard_model(
+            model, device, ShardingDegrees(tp=settings.tp, pp=settings.pp, dp=settings.dp, ep=settings.ep)
+        )
         return WorkerProfile(steps=estimate(placement, settings.backend).step, step_tokens=settings.step_tokens)
     except ConfigurationRefused as error:
         raise ConfigurationRefused(f"{where}: {error}") from error

@@ -29,8 +29,8 @@ from fleet.config import Topology
 from fleet.control.supervision import ChildState
 from fleet.errors import ConfigurationRefused
 from fleet.ids import WorkerId
-from fleet.planner.messages import PoolName, Why
-from fleet.planner.ports import Unreachable
+from fleet.planner.messages import PoolGapReason, PoolName
+from fleet.planner.ports import ConnectorUnreachable
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
@@ -86,7 +86,7 @@ class LocalPools:
                 try:
                     self.step()
                     trouble = ""
-                except (Unreachable, OSError) as error:  # a full disk, say
+                except (ConnectorUnreachable, OSError) as error:  # a full disk, say
                     if str(error) != trouble:
                         trouble = str(error)
                         self._say(trouble)
@@ -168,12 +168,15 @@ class LocalPools:
         child_states, failing = self._processes.child_states(), sorted(self._processes.failing() & set(pool.staying))
         why, message = None, ""
         if name in self._limited:
-            why, message = Why.LIMITED, self._limited[name]
+            why, message = PoolGapReason.LIMITED, self._limited[name]
         elif failing:
-            why, message = Why.FAILING, f"{failing[0]} does not start; the output of fleet up has the end of its log"
+            why, message = (
+                PoolGapReason.FAILING,
+                f"{failing[0]} does not start; the output of fleet up has the end of its log",
+            )
         elif len(pool.staying) < pool.target:
             most = self._topology.cluster.most_workers
-            why, message = Why.NO_ROOM, f"the machine has room for {most} workers (cluster.most_workers)"
+            why, message = PoolGapReason.NO_ROOM, f"the machine has room for {most} workers (cluster.most_workers)"
         return PoolReport(
             asked=pool.target,
             ready=sum(child_states.get(each) is ChildState.READY for each in pool.staying),

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.models import Model, read_model
+from fleet.hardware.models import ModelSizes, read_model
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"
 """Where NVIDIA's checkpoints keep what others have in `quantization_config`."""
 
 
-def read_model_config(path: Path) -> Model:
+def read_model_config(path: Path) -> ModelSizes:
     """What a model is to the hardware. Weights are not looked at.
 
     Raises:

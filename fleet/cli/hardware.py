@@ -10,8 +10,8 @@ from fleet.cli.exits import DONE
 
 if TYPE_CHECKING:
     from fleet.hardware.coefficients import AccuracyRow
-    from fleet.hardware.models import Model, Precision
-    from fleet.hardware.placement import Placement
+    from fleet.hardware.models import ModelSizes, Precision
+    from fleet.hardware.placement import ShardedModel
     from fleet.hardware.steps import StepModel
 
 NUMBERS = ("bf16", "fp8", "fp4", "int4")
@@ -113,7 +113,7 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
     """The held-out measurements of a wheel, predicted with the coefficients of this version."""
     from fleet.adapters.aiconfigurator import read_sample  # noqa: PLC0415
-    from fleet.hardware.coefficients import AccuracyRow, Basis, coefficients  # noqa: PLC0415
+    from fleet.hardware.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.measurements import accuracy, cells  # noqa: PLC0415
     from fleet.hardware.prediction import can_be_placed, predict  # noqa: PLC0415
 
@@ -131,7 +131,7 @@ def _predicted(wheel: Path) -> "list[AccuracyRow]":
         assert found is not None, "every cell has a measurement"
         rows.append(
             AccuracyRow(
-                basis=Basis.MODEL,
+                basis=EstimateBasis.MODEL,
                 system=cell.system,
                 backend=cell.backend,
                 phase=cell.phase,
@@ -164,14 +164,14 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
     from fleet.hardware.closed_loop import closed_loop  # noqa: PLC0415
     from fleet.hardware.coefficients import estimate  # noqa: PLC0415
     from fleet.hardware.gpus import GIB, gpu  # noqa: PLC0415
-    from fleet.hardware.placement import Parallelism, place  # noqa: PLC0415
+    from fleet.hardware.placement import ShardingDegrees, shard_model  # noqa: PLC0415
     from fleet.hardware.power import ERROR  # noqa: PLC0415
     from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
 
     device = gpu(arguments.gpu, "--gpu")
     model = _stored(_model(arguments.model), arguments.weights, arguments.kv)
-    way = Parallelism(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp, ep=arguments.ep)
-    placement = place(model, device, way)
+    way = ShardingDegrees(tp=arguments.tp, pp=arguments.pp, dp=arguments.dp, ep=arguments.ep)
+    placement = shard_model(model, device, way)
     estimated = estimate(placement, arguments.backend)
     seen = closed_loop(
         estimated.step,
@@ -231,16 +231,16 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
     return answer, lines
 
 
-def _model(named: Path) -> "Model":
+def _model(named: Path) -> "ModelSizes":
     """What is there, or else what is known by that name."""
     from fleet.adapters.model_configs import read_model_config  # noqa: PLC0415
-    from fleet.hardware.known import by_repository  # noqa: PLC0415
+    from fleet.hardware.known import model_by_repository  # noqa: PLC0415
 
-    known = None if named.exists() else by_repository(str(named))
+    known = None if named.exists() else model_by_repository(str(named))
     return read_model_config(named) if known is None else known.model
 
 
-def _stored(model: "Model", weights: str | None, kv: str | None) -> "Model":
+def _stored(model: "ModelSizes", weights: str | None, kv: str | None) -> "ModelSizes":
     import msgspec  # noqa: PLC0415
 
     from fleet.hardware.gpus import Number  # noqa: PLC0415
@@ -253,14 +253,14 @@ def _stored(model: "Model", weights: str | None, kv: str | None) -> "Model":
     return msgspec.structs.replace(model, precision=precision)
 
 
-def _watts(placement: "Placement", step: "StepModel", prompt: int, running: float, rate: float) -> float:
+def _watts(placement: "ShardedModel", step: "StepModel", prompt: int, running: float, rate: float) -> float:
     """Of all GPUs of a replica whose attention groups each take so many requests a second, so many at once."""
-    from fleet.hardware.power import load, watts  # noqa: PLC0415
+    from fleet.hardware.power import power_share, watts  # noqa: PLC0415
     from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
     from fleet.hardware.steps import pairs  # noqa: PLC0415
 
     prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # of the time
-    share = prompts * load(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * load(running)
+    share = prompts * power_share(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * power_share(running)
     return placement.parallelism.gpus * watts(placement.gpu, share)
 
 
@@ -270,7 +270,7 @@ def _cost_in_words(answer: Mapping[str, Any]) -> str:
     return f", ${answer['dollars_per_million_answer_tokens']:.3g} a million of them ({answer['price']})"
 
 
-def _cost(placement: "Placement", tokens_per_second: float) -> float | None:
+def _cost(placement: "ShardedModel", tokens_per_second: float) -> float | None:
     price = placement.gpu.price
     if price is None:
         return None

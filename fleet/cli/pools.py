@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fleet.planner.messages import Observation, PoolSeen
+from fleet.planner.messages import Observation, PoolObservation
 
 
 def table(seen: Observation) -> Iterator[str]:
@@ -10,7 +10,7 @@ def table(seen: Observation) -> Iterator[str]:
     return (pool_line(each, width) for each in seen.pools)
 
 
-def pool_line(pool: PoolSeen, width: int = 0) -> str:
+def pool_line(pool: PoolObservation, width: int = 0) -> str:
     parts = [f"{pool.name:{width}}  wanted {pool.wanted}  ready {pool.ready}"]
     if pool.draining:
         parts.append(f"draining {pool.draining}")

@@ -20,10 +20,10 @@ from fleet.clock import SECOND, Nanos
 from fleet.config import load
 from fleet.errors import ConfigurationRefused
 from fleet.planner.execution import PlanOutcome
-from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PoolName, Writer
-from fleet.planner.ports import Connector, ConnectorError
+from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PlanWriter, PoolName
+from fleet.planner.ports import ConnectorError, PlanConnector
 from fleet.planner.server import carry_out
-from fleet.planner.settings import ConnectorSettings, FolderTarget, KubernetesTarget, Target
+from fleet.planner.settings import FolderTarget, KubernetesTarget, PlanConnectorSettings, Target
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
     if wishes and threading.current_thread() is threading.main_thread():  # the one that signals reach
         for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    async with connector_of(target, Writer.PERSON) as connector:
+    async with connector_of(target, PlanWriter.PERSON) as connector:
         before = await connector.observe()
         outcome, seen = PlanOutcome.SETTLED, before
         if wishes:
@@ -99,7 +99,7 @@ async def _scale(target: Target, wishes: dict[PoolName, int], within_seconds: fl
 
 
 async def _change(
-    connector: Connector, wishes: dict[PoolName, int], before: Observation, within_seconds: float
+    connector: PlanConnector, wishes: dict[PoolName, int], before: Observation, within_seconds: float
 ) -> tuple[PlanOutcome, Observation]:
     plan = Plan(
         id=PlanId(f"scale-{unix_milliseconds()}-{os.getpid()}"),
@@ -127,7 +127,7 @@ async def _change(
 
 def _target(arguments: argparse.Namespace) -> Target:
     if arguments.connector is not None:
-        return load(arguments.connector, ConnectorSettings).connector
+        return load(arguments.connector, PlanConnectorSettings).connector
     if arguments.deployment is not None:
         namespace, slash, name = arguments.deployment.rpartition("/")
         if not name or (slash and not namespace):

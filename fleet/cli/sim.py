@@ -19,7 +19,7 @@ from fleet.cli.stopping import raise_interrupt_on
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from fleet.sim.capacity import Point
+    from fleet.sim.capacity import CapacityPoint
     from fleet.sim.scenario import Scenario
 
 COMPARED_SEEDS = tuple(range(1, 6))
@@ -208,10 +208,10 @@ def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
     return DONE
 
 
-def _point_line(point: "Point") -> None:
+def _point_line(point: "CapacityPoint") -> None:
     print(_point_json(point), file=sys.stderr, flush=True)
 
 
-def _point_json(point: "Point") -> str:
+def _point_json(point: "CapacityPoint") -> str:
     load = f"{point.users:,} users, " if point.users else ""
     return f"{load}{point.rate:.3f} requests a second: {point.attainment:.1%} keep the SLO"

@@ -12,10 +12,10 @@ from fleet.cli.sim_outputs import SimulationOutputs, say
 from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from fleet.sim.compare import Comparison, Difference
-    from fleet.sim.intervals import Interval
-    from fleet.sim.objectives import Objective, Ranked
-    from fleet.sim.sweep import Case, Row
+    from fleet.sim.compare import Comparison, FigureDifference
+    from fleet.sim.intervals import ConfidenceInterval
+    from fleet.sim.objectives import RankedScenario, SweepObjective
+    from fleet.sim.sweep import SweepCase, SweepRow
 
 
 def run_seeds(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
@@ -66,7 +66,7 @@ def compare_two(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
 
 
 def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
-    from fleet.sim.objectives import Objective, ranked  # noqa: PLC0415
+    from fleet.sim.objectives import SweepObjective, ranked  # noqa: PLC0415
     from fleet.sim.sweep import cases  # noqa: PLC0415
 
     _check_seeds(changes)
@@ -79,7 +79,7 @@ def sweep(arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
         answer: Any = rows
         lines = [_line(row) for row in rows]
         if arguments.best is not None:
-            objective = Objective(arguments.best)
+            objective = SweepObjective(arguments.best)
             order = ranked(rows, objective, arguments.attainment)
             answer = {"objective": objective, "attainment": arguments.attainment, "ranked": order, "rows": rows}
             lines += ["", *(_place(number, each, objective) for number, each in enumerate(order, 1))]
@@ -110,7 +110,7 @@ def _check_seeds(changed: Mapping[str, object], option: str = "--set") -> None:
         raise ConfigurationRefused(f"{option}: seed: many runs take theirs from --seeds A:B")
 
 
-def _rows(arguments: argparse.Namespace, made: Sequence["Case"]) -> list["Row"]:
+def _rows(arguments: argparse.Namespace, made: Sequence["SweepCase"]) -> list["SweepRow"]:
     """All runs, on the cores or the cluster that were asked for."""
     from fleet.sim.sweep import run_all  # noqa: PLC0415
 
@@ -125,7 +125,7 @@ def _rows(arguments: argparse.Namespace, made: Sequence["Case"]) -> list["Row"]:
     return rows
 
 
-def _place(number: int, each: "Ranked", objective: "Objective") -> str:
+def _place(number: int, each: "RankedScenario", objective: "SweepObjective") -> str:
     changes = " ".join(f"{path}={value}" for path, value in each.changes.items())
     label = " ".join(filter(None, (Path(each.scenario).stem, changes)))
     unit = {"cost": "$ a thousand good requests", "energy": "kJ a good request"}[objective]
@@ -134,12 +134,12 @@ def _place(number: int, each: "Ranked", objective: "Objective") -> str:
     return f"{number:>3}. {label:<56} {figure}, attainment {each.attainment:.1%}{missed}"
 
 
-def _label(row: "Row") -> str:
+def _label(row: "SweepRow") -> str:
     changes = " ".join(f"{path}={value}" for path, value in row.changes.items())
     return " ".join(filter(None, (Path(row.scenario).stem, changes, f"seed={row.seed}")))
 
 
-def _line(row: "Row") -> str:
+def _line(row: "SweepRow") -> str:
     outcome = row.outcome
     return (
         f"{_label(row):<60} attainment {outcome.attainment:6.1%}  goodput {outcome.goodput_rps:8.3f}  "
@@ -159,7 +159,7 @@ def _comparison(compared: "Comparison") -> list[str]:
     return lines
 
 
-def _compared(figure: "Difference", width: int) -> str:
+def _compared(figure: "FigureDifference", width: int) -> str:
     mean, low, high = figure.difference.mean, figure.difference.low, figure.difference.high
     relative = f"{mean / figure.a:+.1%}" if figure.a else ""
     sure = "one pair says nothing of it" if low is None or high is None else f"{_figure(low)} to {_figure(high)}"
@@ -169,7 +169,7 @@ def _compared(figure: "Difference", width: int) -> str:
     ).rstrip()
 
 
-def _mean(figure: "Interval") -> str:
+def _mean(figure: "ConfidenceInterval") -> str:
     if figure.low is None or figure.high is None:
         return _figure(figure.mean)
     return f"{_figure(figure.mean):>12}  {_figure(figure.low)} to {_figure(figure.high)}"

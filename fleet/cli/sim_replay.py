@@ -19,7 +19,7 @@ from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
     from fleet.router.expectations import WorkerProfile
-    from fleet.sim.replay import Difference, Replayed
+    from fleet.sim.replay import RecordingReplayResult, ReplayDifference
     from fleet.work import WorkerDescription
 
 MOST_SHOWN = 12  # commands of an event
@@ -40,12 +40,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fleet.sim.replay import Replay  # noqa: PLC0415 - help needs none of it
+    from fleet.sim.replay import RecordingReplay  # noqa: PLC0415 - help needs none of it
 
     if arguments.json == arguments.decisions == "-":
         raise ConfigurationRefused("--decisions: standard output takes --json already; name a file")
     check_outputs(arguments, ("json", "decisions"))
-    replay = Replay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
+    replay = RecordingReplay(arguments.recording, None if arguments.expect is None else _profiles(arguments.expect))
     with ExitStack() as files:
         decisions = _open_outputs(files, arguments.decisions, "--decisions")
         answer = _open_outputs(files, arguments.json, "--json")
@@ -91,7 +91,7 @@ def _write(file: TextIO, lines: Sequence[str]) -> None:
     file.writelines(f"{line}\n" for line in lines)
 
 
-def _summary(replayed: "Replayed") -> list[str]:
+def _summary(replayed: "RecordingReplayResult") -> list[str]:
     told = (
         f"{replayed.events:,} events, {replayed.requests:,} requests, {replayed.commands:,} commands in "
         f"{replayed.recorded_seconds:,.1f} s, recorded by Fleet {replayed.recorded_by}"
@@ -101,7 +101,7 @@ def _summary(replayed: "Replayed") -> list[str]:
     return [told, *_difference_lines(replayed.difference)]
 
 
-def _expectation_lines(replayed: "Replayed") -> list[str]:
+def _expectation_lines(replayed: "RecordingReplayResult") -> list[str]:
     """A table, and what drifted."""
     if not replayed.expected:
         return []
@@ -118,7 +118,7 @@ def _expectation_lines(replayed: "Replayed") -> list[str]:
     return [head, *rows, *drifts]
 
 
-def _difference_lines(difference: "Difference") -> list[str]:
+def _difference_lines(difference: "ReplayDifference") -> list[str]:
     return [
         f"line {difference.line}, {difference.seconds:.6f} s after the beginning: the machine says something else",
         f"it hears      {difference.event} {_json(difference.fields)}",

@@ -13,8 +13,8 @@ from fleet.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
     from fleet.sim.history import History
-    from fleet.sim.results import Ended
-    from fleet.sim.run import Run
+    from fleet.sim.results import EndedRequest
+    from fleet.sim.run import RunResult
     from fleet.sim.scenario import Scenario
 
 
@@ -24,7 +24,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
     from fleet.sim.report import summary  # noqa: PLC0415
     from fleet.sim.rows import row_writer  # noqa: PLC0415
     from fleet.sim.run import simulate  # noqa: PLC0415
-    from fleet.sim.workloads import number_of  # noqa: PLC0415
+    from fleet.sim.workloads import request_count  # noqa: PLC0415
 
     if arguments.with_blocks and arguments.requests is None:
         raise ConfigurationRefused("--with-blocks: says what --requests writes; name its FILE")
@@ -42,11 +42,11 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
         if outputs.report is not None:
             listeners.append(history.add)
 
-        def told(ended: "Ended") -> None:
+        def told(ended: "EndedRequest") -> None:
             for listener in listeners:
                 listener(ended)
 
-        total = number_of(scenario.workload, folder, seed=scenario.seed) if sys.stderr.isatty() else None
+        total = request_count(scenario.workload, folder, seed=scenario.seed) if sys.stderr.isatty() else None
         with ProgressBar(total) as progress:
             run_ = simulate(
                 planned,
@@ -64,7 +64,7 @@ def run_one(arguments: argparse.Namespace, scenario: "Scenario") -> int:
 
 
 def _write_report(
-    path: Path, arguments: argparse.Namespace, scenario: "Scenario", run_: "Run", history: "History"
+    path: Path, arguments: argparse.Namespace, scenario: "Scenario", run_: "RunResult", history: "History"
 ) -> None:
     from fleet.sim.load_curve import LOADS, LoadPoint, load_curve  # noqa: PLC0415
     from fleet.sim.report import write_report  # noqa: PLC0415

@@ -13,7 +13,7 @@ from fleet.cli.address import add_control, control_client, describe_control_erro
 from fleet.cli.exits import DONE, FAILED
 from fleet.cli.pools import unfinished
 from fleet.client import ClusterStatus, FleetError
-from fleet.planner.messages import Writer
+from fleet.planner.messages import PlanWriter
 from fleet.planner.ports import ConnectorError
 from fleet.planner.settings import FolderTarget
 
@@ -57,7 +57,7 @@ async def _scaling(address: str) -> list[str]:
     if run_ is None:
         return []
     try:
-        async with connector_of(FolderTarget(folder=str(run_.plans)), Writer.PERSON) as connector:
+        async with connector_of(FolderTarget(folder=str(run_.plans)), PlanWriter.PERSON) as connector:
             return list(unfinished(await connector.observe(), f" --plans {run_.plans}"))
     except ConnectorError:  # it has just ended, or is not ready yet
         return []

@@ -17,7 +17,7 @@ from msgspec import Struct
 from fleet.hardware.steps import StepModel, pairs
 
 
-class Client(Struct, frozen=True, kw_only=True):
+class BenchmarkClient(Struct, frozen=True, kw_only=True):
     """How a benchmark asked, and what lies between its clock and the engine's."""
 
     waves: float = 10.0  # requests in all, in units of the concurrency
@@ -27,21 +27,21 @@ class Client(Struct, frozen=True, kw_only=True):
     late_slots: float = 0.0  # clients that wait although there is room: engines that free a slot too late
 
 
-class Seen(Struct, frozen=True, kw_only=True):
+class ClientMeasurement(Struct, frozen=True, kw_only=True):
     ttft: float
     tpot: float
 
 
 def closed_loop(
     step: StepModel,
-    client: Client,
+    client: BenchmarkClient,
     *,
     concurrency: float,
     prompt_tokens: float,
     answer_tokens: float,
     capacity_tokens: float,
     budget_tokens: float,
-) -> Seen:
+) -> ClientMeasurement:
     """What a client sees at an engine that mixes prefills with decoding.
 
     Args:
@@ -64,13 +64,13 @@ def closed_loop(
     own = prefill + decode * (0.5 + _chunks(prompt, budget_tokens))
     first = own + client.front + client.front_token * prompt
     burst = 0.5 * (running - 1.0) * prefill / client.waves
-    return Seen(ttft=first + burst + waiting, tpot=_most((turn - own) / answer, decode))
+    return ClientMeasurement(ttft=first + burst + waiting, tpot=_most((turn - own) / answer, decode))
 
 
-def apart(
+def closed_loop_disaggregated(
     prefill: StepModel,
     decode: StepModel,
-    client: Client,
+    client: BenchmarkClient,
     *,
     concurrency: float,
     prefill_groups: float,
@@ -80,7 +80,7 @@ def apart(
     capacity_tokens: float,
     budget_tokens: float,
     transfer: float,
-) -> Seen:
+) -> ClientMeasurement:
     """What a client sees where some engines make prefills and others decode.
 
     Args:
@@ -107,7 +107,7 @@ def apart(
     behind = _most(0.0, queued * full - own - answer * tpot)  # the prefill engines are what limits the rate
     burst = 0.5 * (queued - 1.0) * full / client.waves
     first = own + client.front + client.front_token * prompt + transfer
-    return Seen(ttft=first + burst + behind, tpot=tpot)
+    return ClientMeasurement(ttft=first + burst + behind, tpot=tpot)
 
 
 def _prefill(step: StepModel, prompt: float, budget: float, running: float, context: float) -> float:

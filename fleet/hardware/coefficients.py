@@ -6,10 +6,10 @@ it was from measurements that it was not fitted to. Rules:
 1. A coefficient is where the fit began, times one factor for each level of grouping that its subject belongs to: its engine,
    its GPU, how its numbers are stored, its kind of model, and finally this very model on this GPU and engine (`LEVELS`). What was
    never measured has the factor 1, so an estimate always exists, and rests on whatever comes nearest.
-2. How near that is, is its `Basis`. Each basis has an error of its own, measured by leaving out of the fit curves, whole
+2. How near that is, is its `EstimateBasis`. Each basis has an error of its own, measured by leaving out of the fit curves, whole
    models, and whole GPUs.
 3. On a GPU that was not measured at all, shares of compute and bandwidth are scaled by what matrix products reach there in
-   comparison with those that were (`Operators`), where that is known.
+   comparison with those that were (`OperatorEfficiency`), where that is known.
 4. Models are recognised by their shape, so fine-tunes of one base are one model.
 """
 
@@ -23,18 +23,18 @@ import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.closed_loop import Client
+from fleet.hardware.closed_loop import BenchmarkClient
 from fleet.hardware.gpus import Number, gpus
-from fleet.hardware.measurements import Accuracy, Phase
-from fleet.hardware.models import Model
-from fleet.hardware.placement import Placement
+from fleet.hardware.measurements import Accuracy, MeasuredPhase
+from fleet.hardware.models import ModelSizes
+from fleet.hardware.placement import ShardedModel
 from fleet.hardware.steps import Efficiency, StepModel, step_model, work
 
 FILE = "coefficients.json"
 EFFICIENCIES = Efficiency.__struct_fields__
 CLIENTS = ("waves", "front", "front_token", "late_slots")
 NAMES = (*EFFICIENCIES, *CLIENTS)
-"""Of all coefficients, in the order of `Factors.of`."""
+"""Of all coefficients, in the order of `GroupFactors.of`."""
 
 INFERENCEX = "inferencex"
 OTHER_MAKERS_ERRORS = (0.5, 0.35)
@@ -44,7 +44,7 @@ figures of the MI300X, none of them fitted to (docs/hardware.md); to the first t
 LEAST_ROWS = 10  # of a set of measurements, for its error to mean something
 
 
-class Subject(Struct, frozen=True, kw_only=True):
+class CoefficientSubject(Struct, frozen=True, kw_only=True):
     """What a coefficient may depend on."""
 
     gpu: str
@@ -54,10 +54,10 @@ class Subject(Struct, frozen=True, kw_only=True):
     weights: str
     experts: str
     client: str = INFERENCEX
-    phase: Phase = Phase.AGGREGATED
+    phase: MeasuredPhase = MeasuredPhase.AGGREGATED
 
 
-LEVELS: dict[str, Callable[[Subject], str]] = {
+LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
     "all": lambda _: "",
     "backend": lambda of: of.backend,
     "gpu": lambda of: of.gpu,
@@ -75,7 +75,7 @@ LEVELS: dict[str, Callable[[Subject], str]] = {
 """Groupings from the widest to the narrowest, and a subject's group in each."""
 
 
-class Basis(StrEnum):
+class EstimateBasis(StrEnum):
     """Whose measurements an estimate rests on, and so which measurements its error was found with."""
 
     MODEL = "model"  # this one, at other lengths, concurrencies or cuts
@@ -83,7 +83,7 @@ class Basis(StrEnum):
     ENGINE = "engine"  # this engine on other GPUs
 
 
-class Factors(Struct, frozen=True, kw_only=True):
+class GroupFactors(Struct, frozen=True, kw_only=True):
     """Of one group."""
 
     level: str
@@ -92,7 +92,7 @@ class Factors(Struct, frozen=True, kw_only=True):
     of: tuple[float, ...]
 
 
-class Operators(Struct, frozen=True, kw_only=True):
+class OperatorEfficiency(Struct, frozen=True, kw_only=True):
     """What single matrix products reach on a GPU: shares of its data sheet, by what they compute with."""
 
     gpu: str
@@ -108,10 +108,10 @@ class Operators(Struct, frozen=True, kw_only=True):
 class AccuracyRow(Struct, frozen=True, kw_only=True):
     """Errors on measurements that were not used to fit."""
 
-    basis: Basis
+    basis: EstimateBasis
     system: str  # "all": every GPU
     backend: str  # "all": every engine
-    phase: Phase
+    phase: MeasuredPhase
     model: str = "all"  # "all": every model; else as `fleet.adapters.aiconfigurator` calls it
     accuracy: Accuracy
     fitted_on: str
@@ -129,20 +129,20 @@ class Provenance(Struct, frozen=True, kw_only=True):
 class Coefficients(Struct, frozen=True, kw_only=True):
     provenance: Provenance
     start: tuple[float, ...]  # where the fit began, in the order of NAMES
-    factors: tuple[Factors, ...]
-    operators: tuple[Operators, ...]
+    factors: tuple[GroupFactors, ...]
+    operators: tuple[OperatorEfficiency, ...]
     accuracy: tuple[AccuracyRow, ...]
 
-    def groups(self) -> dict[tuple[str, str], Factors]:
+    def groups(self) -> dict[tuple[str, str], GroupFactors]:
         return {(each.level, each.key): each for each in self.factors}
 
 
-class Estimate(Struct, frozen=True, kw_only=True):
+class StepModelEstimate(Struct, frozen=True, kw_only=True):
     """A step model, and what it rests on."""
 
     step: StepModel
-    client: Client  # what clients measure on top of steps
-    basis: Basis
+    client: BenchmarkClient  # what clients measure on top of steps
+    basis: EstimateBasis
     rows: int  # measurements of the nearest group
     ttft_error: float  # median, relative, on measurements of that basis that were not used to fit
     tpot_error: float
@@ -155,19 +155,24 @@ def coefficients() -> Coefficients:
     return msgspec.json.decode(content, type=Coefficients)
 
 
-def shape_of(model: Model) -> str:
+def shape_of(model: ModelSizes) -> str:
     """What tells one model from others, whatever it is called."""
     return f"{model.layers}x{model.hidden}/{model.heads}/{model.vocabulary}/{model.experts}"
 
 
-def kind_of(model: Model) -> str:
+def kind_of(model: ModelSizes) -> str:
     return f"{model.attention}{'-moe' if model.moe_layers else ''}{'-linear' if model.linear_layers else ''}"
 
 
 def subject_of(
-    model: Model, gpu: str, backend: str, *, client: str = INFERENCEX, phase: Phase = Phase.AGGREGATED
-) -> Subject:
-    return Subject(
+    model: ModelSizes,
+    gpu: str,
+    backend: str,
+    *,
+    client: str = INFERENCEX,
+    phase: MeasuredPhase = MeasuredPhase.AGGREGATED,
+) -> CoefficientSubject:
+    return CoefficientSubject(
         gpu=gpu,
         backend=backend,
         shape=shape_of(model),
@@ -179,7 +184,7 @@ def subject_of(
     )
 
 
-def estimate(placement: Placement, backend: str, known: Coefficients | None = None) -> Estimate:
+def estimate(placement: ShardedModel, backend: str, known: Coefficients | None = None) -> StepModelEstimate:
     """The step model of a placement under an engine.
 
     Args:
@@ -199,12 +204,12 @@ def estimate(placement: Placement, backend: str, known: Coefficients | None = No
         raise ConfigurationRefused(f"backend: {backend!r} is not one of {', '.join(backends)}")
     basis, nearest = _basis(groups, subject)
     efficiency, client = compose(known.start, groups, subject)
-    if basis is Basis.ENGINE:
+    if basis is EstimateBasis.ENGINE:
         efficiency = scaled(efficiency, placement, known)
     ttft_error, tpot_error = _errors(known.accuracy, basis, gpu, backend)
-    if basis is Basis.ENGINE and placement.gpu.maker not in _measured_makers(groups):
+    if basis is EstimateBasis.ENGINE and placement.gpu.maker not in _measured_makers(groups):
         ttft_error, tpot_error = OTHER_MAKERS_ERRORS
-    return Estimate(
+    return StepModelEstimate(
         step=step_model(work(placement), efficiency),
         client=client,
         basis=basis,
@@ -215,8 +220,8 @@ def estimate(placement: Placement, backend: str, known: Coefficients | None = No
 
 
 def compose(
-    start: Sequence[float], groups: dict[tuple[str, str], Factors], subject: Subject
-) -> tuple[Efficiency, Client]:
+    start: Sequence[float], groups: dict[tuple[str, str], GroupFactors], subject: CoefficientSubject
+) -> tuple[Efficiency, BenchmarkClient]:
     """The coefficients of a subject."""
     values = list(start)
     for level, key in LEVELS.items():
@@ -225,11 +230,11 @@ def compose(
     named = dict(zip(NAMES, values, strict=True))
     return (
         Efficiency(**{name: named[name] for name in EFFICIENCIES}),
-        Client(**{name: named[name] for name in CLIENTS}),
+        BenchmarkClient(**{name: named[name] for name in CLIENTS}),
     )
 
 
-def scaled(efficiency: Efficiency, placement: Placement, known: Coefficients) -> Efficiency:
+def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
     """An efficiency of other GPUs, for this one: in proportion to what matrix products reach on both.
 
     Attention and reading KV follow products on GPUs of one maker, who share kernels. Of another maker's they say nothing: these stay as they are.
@@ -251,7 +256,9 @@ def scaled(efficiency: Efficiency, placement: Placement, known: Coefficients) ->
     return msgspec.structs.replace(made, attention=efficiency.attention * compute, kv=efficiency.kv * memory)
 
 
-def _relative(operators: Sequence[Operators], gpu: str, measured: set[str], number: Number) -> tuple[float, float]:
+def _relative(
+    operators: Sequence[OperatorEfficiency], gpu: str, measured: set[str], number: Number
+) -> tuple[float, float]:
     """Shares of compute and bandwidth over the measured GPUs' in the same numbers; 1 where not known."""
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]
@@ -267,22 +274,28 @@ def _mean(shares: Sequence[float]) -> float:
     return exp(sum(map(log, shares)) / len(shares))
 
 
-def _measured_makers(groups: dict[tuple[str, str], Factors]) -> set[str]:
+def _measured_makers(groups: dict[tuple[str, str], GroupFactors]) -> set[str]:
     return {gpus()[key].maker for level, key in groups if level == "gpu"}
 
 
-def _basis(groups: dict[tuple[str, str], Factors], subject: Subject) -> tuple[Basis, Factors]:
-    for basis, level in ((Basis.MODEL, "measured"), (Basis.GPU, "gpu_backend"), (Basis.ENGINE, "backend")):
+def _basis(
+    groups: dict[tuple[str, str], GroupFactors], subject: CoefficientSubject
+) -> tuple[EstimateBasis, GroupFactors]:
+    for basis, level in (
+        (EstimateBasis.MODEL, "measured"),
+        (EstimateBasis.GPU, "gpu_backend"),
+        (EstimateBasis.ENGINE, "backend"),
+    ):
         if (found := groups.get((level, LEVELS[level](subject)))) is not None:
             return basis, found
     raise AssertionError(subject)
 
 
-def _errors(rows: Sequence[AccuracyRow], basis: Basis, gpu: str, backend: str) -> tuple[float, float]:
+def _errors(rows: Sequence[AccuracyRow], basis: EstimateBasis, gpu: str, backend: str) -> tuple[float, float]:
     """Medians of the nearest set of measurements that says how good that basis is."""
     for system, engine in ((gpu, backend), ("all", backend), ("all", "all")):
         for row in rows:
-            found = (row.basis, row.phase, row.system, row.backend) == (basis, Phase.AGGREGATED, system, engine)
+            found = (row.basis, row.phase, row.system, row.backend) == (basis, MeasuredPhase.AGGREGATED, system, engine)
             if found and row.model == "all" and row.accuracy.rows >= LEAST_ROWS:
                 return row.accuracy.ttft_median, row.accuracy.tpot_median
     return 1.0, 1.0

@@ -30,7 +30,7 @@ _KEPT = exp(-log(2.0) / HALF_LIFE)
 _SMALL, _LARGE = 0.01, 0.1  # seconds: of the steps of the prior
 
 
-class Learnt(Struct, frozen=True, kw_only=True):
+class LearnedCorrection(Struct, frozen=True, kw_only=True):
     """How an engine differs from its profile."""
 
     factor: float
@@ -76,8 +76,8 @@ class Correction:
         return self._drifted(unexplained)
 
     @property
-    def learnt(self) -> Learnt:
-        return Learnt(
+    def learnt(self) -> LearnedCorrection:
+        return LearnedCorrection(
             factor=self._factor,
             added=self._added,
             samples=self._samples,

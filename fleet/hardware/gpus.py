@@ -34,7 +34,7 @@ SCALES = {Number.BF16: 1.0, Number.FP8: 1.0, Number.FP4: 1.125, Number.INT4: 1.0
 """What stored weights take besides, as a factor: an 8-bit scale for 16 numbers (NVFP4), 16 bits for 32 pairs (INT4, group 32)."""
 
 
-class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A way for bytes out of one GPU; the way in is another one, as wide."""
 
     bandwidth: Positive
@@ -47,7 +47,7 @@ class Link(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """That many go to different ends at once, where GPUs are wired pair by pair; 1 where a switch shares out one."""
 
 
-class Price(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dollars: Positive  # one GPU, one hour
     source: str
     date: str  # of the list, as in 2025-06
@@ -62,15 +62,15 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory_gib: Positive
     bandwidth: Positive  # of its memory, bytes a second
     flops: dict[Number, Positive]  # dense operations a second, by what is computed with
-    in_node: Link
-    between_nodes: Link
-    host: Link
+    in_node: GpuLink
+    between_nodes: GpuLink
+    host: GpuLink
     gpus_per_node: Annotated[int, Meta(ge=1)]
     watts: Positive  # the board's limit
     idle_watts: Positive  # with a model loaded, and nothing running
     idle_source: str  # where that is from; says so where it is an assumption
     source: str
-    price: Price | None = None
+    price: GpuPrice | None = None
 
     @property
     def memory_bytes(self) -> float:

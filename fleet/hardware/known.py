@@ -11,21 +11,21 @@ from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.models import Model, Precision, read_model
+from fleet.hardware.models import ModelSizes, Precision, read_model
 
 AS_CONFIG = "config"
 """Among numbers that weights are stored as: whatever the config says."""
 
 
-class Sized(Struct, frozen=True, kw_only=True):
+class SizedModel(Struct, frozen=True, kw_only=True):
     """A model, and how much it takes at once."""
 
-    model: Model
+    model: ModelSizes
     context: int
     """Most tokens of prompt and answer together; 0: the config does not say."""
 
 
-class Known(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of the table."""
 
     parameters: float  # as its makers say
@@ -34,18 +34,18 @@ class Known(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 @cache
-def known() -> Mapping[str, Known]:
+def known() -> Mapping[str, KnownModel]:
     """All there are, by a short name."""
     text = resources.files(__package__).joinpath("known.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Known])
+    return msgspec.convert(tomllib.loads(text), dict[str, KnownModel])
 
 
-def by_repository(repository: str) -> Sized | None:
+def model_by_repository(repository: str) -> SizedModel | None:
     """The model in that repository; None: it is not known. Case does not count, nor does it on Hugging Face."""
     return _by_repository().get(repository.lower())
 
 
-def by_config(config: Mapping[str, Any], name: str = "") -> Sized:
+def model_from_config(config: Mapping[str, Any], name: str = "") -> SizedModel:
     """The model whose `config.json` says this.
 
     Raises:
@@ -56,14 +56,14 @@ def by_config(config: Mapping[str, Any], name: str = "") -> Sized:
     context = inner.get("max_position_embeddings", 0)
     if not isinstance(context, int) or isinstance(context, bool) or context < 0:
         raise ConfigurationRefused(f"{model.name}: max_position_embeddings must be a whole number")
-    return Sized(model=model, context=context)
+    return SizedModel(model=model, context=context)
 
 
 @cache
-def _by_repository() -> Mapping[str, Sized]:
-    found: dict[str, Sized] = {}
+def _by_repository() -> Mapping[str, SizedModel]:
+    found: dict[str, SizedModel] = {}
     for name, each in known().items():
-        as_config = by_config(each.config, name)
+        as_config = model_from_config(each.config, name)
         for stored, repositories in each.repositories.items():
             sized = as_config
             if stored != AS_CONFIG:

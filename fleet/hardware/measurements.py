@@ -17,7 +17,7 @@ from statistics import fmean, median
 from msgspec import Struct
 
 from fleet.hardware.models import Precision
-from fleet.hardware.placement import Parallelism
+from fleet.hardware.placement import ShardingDegrees
 
 ALL = "all"
 """Whatever it is."""
@@ -26,17 +26,17 @@ HELD_OUT_OF = 5
 """One curve in so many is not used to fit."""
 
 
-class Phase(StrEnum):
+class MeasuredPhase(StrEnum):
     """What one engine did for a request."""
 
     AGGREGATED = "aggregated"
     DISAGGREGATED = "disaggregated"
 
 
-class Side(Struct, frozen=True, kw_only=True):
+class MeasuredRole(Struct, frozen=True, kw_only=True):
     """The workers of one role."""
 
-    parallelism: Parallelism
+    parallelism: ShardingDegrees
     workers: int = 1
 
 
@@ -50,9 +50,9 @@ class Measurement(Struct, frozen=True, kw_only=True):
     concurrency: int  # of the whole deployment
     prompt_tokens: int
     answer_tokens: int
-    prefill: Side  # of aggregated serving: the same as `decode`
-    decode: Side
-    phase: Phase
+    prefill: MeasuredRole  # of aggregated serving: the same as `decode`
+    decode: MeasuredRole
+    phase: MeasuredPhase
     ttft_ms: float
     tpot_ms: float
 
@@ -110,12 +110,12 @@ def accuracy(
     )
 
 
-class Cell(Struct, frozen=True, order=True):
+class AccuracyCell(Struct, frozen=True, order=True):
     """A set of measurements that errors are told of: one system, engine, phase and model, or all of them."""
 
     system: str
     backend: str
-    phase: Phase
+    phase: MeasuredPhase
     model: str = ALL
 
     def holds(self, measured: Measurement) -> bool:
@@ -129,14 +129,14 @@ class Cell(Struct, frozen=True, order=True):
         )
 
 
-def cells(measurements: Iterable[Measurement]) -> list[Cell]:
+def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
     """All together, each engine, each GPU with each engine, each model."""
-    found: set[Cell] = set()
+    found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {
-            Cell(ALL, ALL, each.phase),
-            Cell(ALL, each.backend, each.phase),
-            Cell(each.gpu, each.backend, each.phase),
-            Cell(ALL, ALL, each.phase, each.model),
+            AccuracyCell(ALL, ALL, each.phase),
+            AccuracyCell(ALL, each.backend, each.phase),
+            AccuracyCell(each.gpu, each.backend, each.phase),
+            AccuracyCell(ALL, ALL, each.phase, each.model),
         }
     return sorted(found, key=lambda cell: (cell.model != ALL, cell))

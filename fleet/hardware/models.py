@@ -41,7 +41,7 @@ class Precision(Struct, frozen=True, kw_only=True):
     kv: Number = Number.BF16
 
 
-class Model(Struct, frozen=True, kw_only=True):
+class ModelSizes(Struct, frozen=True, kw_only=True):
     """Sizes of one decoder-only model. Counts of numbers, not of bytes."""
 
     name: str
@@ -134,7 +134,7 @@ def stored_bytes(number: Number) -> float:
     return number.num_bytes * SCALES[number]
 
 
-def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precision | None = None) -> Model:
+def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precision | None = None) -> ModelSizes:
     """A model from the content of its `config.json`.
 
     Args:
@@ -165,7 +165,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
     moe_layers = _moe_layers(fields, layers) if experts else 0
     expert_width = fields.count("moe_intermediate_size", "intermediate_size") if experts else 0
     dense_width = fields.count("intermediate_size", "intermediate_size_mlp", default=expert_width)
-    return Model(
+    return ModelSizes(
         name=fields.name,
         layers=layers,
         hidden=hidden,

@@ -23,11 +23,11 @@ from statistics import NormalDist
 
 from msgspec import Struct
 
-from fleet.hardware.closed_loop import Client
+from fleet.hardware.closed_loop import BenchmarkClient
 from fleet.hardware.steps import StepModel, pairs
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class RequestShape(Struct, frozen=True, kw_only=True):
     """What all of them are like."""
 
     prompt_tokens: float
@@ -45,11 +45,11 @@ class Request(Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + 0.5 * self.answer_tokens
 
 
-class Engine(Struct, frozen=True, kw_only=True):
+class EngineReplica(Struct, frozen=True, kw_only=True):
     """One replica of a model."""
 
     step: StepModel
-    client: Client
+    client: BenchmarkClient
     capacity_tokens: float
     """KV that it holds."""
 
@@ -58,7 +58,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Prompt tokens in one step."""
 
 
-class Crowd(Struct, frozen=True, kw_only=True):
+class BatchOccupancy(Struct, frozen=True, kw_only=True):
     """How many others there are when a request runs."""
 
     percentile: float
@@ -91,68 +91,72 @@ class Crowd(Struct, frozen=True, kw_only=True):
         return min(max(queued + min(0.5 * queued, beside * share), residual), longest)
 
 
-def together_rate(engine: Engine, request: Request, running: float) -> float:
+def aggregated_rate(engine: EngineReplica, request: RequestShape, running: float) -> float:
     """Requests a second of an engine that computes prompts and answers, with so many of them running."""
     decode = _decode(engine, request, running)
     return running / (request.answer_tokens * decode + running * _added(engine, request, running))
 
 
-def together_token(engine: Engine, request: Request, crowd: Crowd, running: float) -> float:
+def aggregated_tpot(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
     """A token's time at such an engine."""
-    others = crowd.others(running)
+    others = occupancy.others(running)
     return _decode(engine, request, 1.0 + others) + others * _added(engine, request, others) / request.answer_tokens
 
 
-def together_first(engine: Engine, request: Request, crowd: Crowd, running: float) -> float:
+def aggregated_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float) -> float:
     """The first token's at such an engine."""
-    others = crowd.others(running)
+    others = occupancy.others(running)
     own = _prompt(engine, request, others)
     share = max(_added(engine, request, running), _full(engine, request))
     busy = _chunk(engine, request, others)
-    longest = others * own if crowd.waiting_clients else inf
-    wait = crowd.wait(together_rate(engine, request, running), busy, share, _beside(engine, request), longest)
+    longest = others * own if occupancy.waiting_clients else inf
+    wait = occupancy.wait(aggregated_rate(engine, request, running), busy, share, _beside(engine, request), longest)
     return own + wait + (_decode(engine, request, others) if others else 0.0) + _around(engine, request)
 
 
-def prompts_first(engine: Engine, request: Request, crowd: Crowd, rate: float) -> float:
+def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, rate: float) -> float:
     """The first token's time at an engine that computes prompts alone, so many a second."""
     own = _prompt(engine, request, 0.0)
     busy = _chunk(engine, request, 0.0)
     return (
-        own + crowd.wait(rate, busy, _full(engine, request), _beside(engine, request), inf) + _around(engine, request)
+        own
+        + occupancy.wait(rate, busy, _full(engine, request), _beside(engine, request), inf)
+        + _around(engine, request)
     )
 
 
-def prompts_most(engine: Engine, request: Request) -> float:
+def highest_prefill_rate(engine: EngineReplica, request: RequestShape) -> float:
     """Requests a second beyond which prompts would pile up at such an engine."""
     return 1.0 / _full(engine, request)
 
 
-def answers_rate(engine: Engine, request: Request, running: float) -> float:
+def decode_rate(engine: EngineReplica, request: RequestShape, running: float) -> float:
     """Requests a second of an engine that computes answers alone, with so many of them running."""
     return running / (request.answer_tokens * _decode(engine, request, running))
 
 
-def answers_token(engine: Engine, request: Request, crowd: Crowd, running: float, transfer: float) -> float:
+def decode_tpot(
+    engine: EngineReplica, request: RequestShape, occupancy: BatchOccupancy, running: float, transfer: float
+) -> float:
     """A token's time at such an engine; `transfer`: until a prompt's KV has come, which is shared out among the answer's tokens."""
-    return _decode(engine, request, 1.0 + crowd.others(running)) + transfer / request.answer_tokens
+    return _decode(engine, request, 1.0 + occupancy.others(running)) + transfer / request.answer_tokens
 
 
-def most_at_once(engine: Engine, request: Request) -> float:
+def highest_concurrency(engine: EngineReplica, request: RequestShape) -> float:
     """Requests for which there is room."""
     return min(engine.most_running, engine.capacity_tokens / (request.prompt_tokens + request.answer_tokens))
 
 
-def _decode(engine: Engine, request: Request, running: float) -> float:
+def _decode(engine: EngineReplica, request: RequestShape, running: float) -> float:
     running = max(1.0, running)
     return engine.step.seconds(0.0, 0.0, running, running * request.context)
 
 
-def _chunks(engine: Engine, request: Request) -> float:
+def _chunks(engine: EngineReplica, request: RequestShape) -> float:
     return max(1.0, request.new_tokens / engine.budget_tokens)
 
 
-def _chunk(engine: Engine, request: Request, others: float) -> float:
+def _chunk(engine: EngineReplica, request: RequestShape, others: float) -> float:
     """One step with a chunk of a prompt, along with the others' tokens."""
     chunks = _chunks(engine, request)
     new = request.new_tokens
@@ -161,18 +165,18 @@ def _chunk(engine: Engine, request: Request, others: float) -> float:
     )
 
 
-def _prompt(engine: Engine, request: Request, others: float) -> float:
+def _prompt(engine: EngineReplica, request: RequestShape, others: float) -> float:
     """All chunks of a prompt."""
     return _chunks(engine, request) * _chunk(engine, request, others)
 
 
-def _added(engine: Engine, request: Request, others: float) -> float:
+def _added(engine: EngineReplica, request: RequestShape, others: float) -> float:
     """What a prompt adds to the steps of those who run."""
     others = max(1.0, others)
     return _prompt(engine, request, others) - _chunks(engine, request) * _decode(engine, request, others)
 
 
-def _full(engine: Engine, request: Request) -> float:
+def _full(engine: EngineReplica, request: RequestShape) -> float:
     """A prompt's share of full steps."""
     share = engine.budget_tokens / request.new_tokens
     return (
@@ -181,10 +185,10 @@ def _full(engine: Engine, request: Request) -> float:
     )
 
 
-def _beside(engine: Engine, request: Request) -> float:
+def _beside(engine: EngineReplica, request: RequestShape) -> float:
     return max(0.0, engine.budget_tokens / request.new_tokens - 1.0)
 
 
-def _around(engine: Engine, request: Request) -> float:
+def _around(engine: EngineReplica, request: RequestShape) -> float:
     """What lies between the client's clock and the engine's."""
     return engine.client.front + engine.client.front_token * request.prompt_tokens

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import GIB, Gpu, gpus
-from fleet.hardware.models import Attention, Model, stored_bytes
+from fleet.hardware.models import Attention, ModelSizes, stored_bytes
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -30,7 +30,7 @@ MOST_TRIED = 64
 """GPUs of one replica, when looking for what would hold a model: beyond that, nobody asks for it by accident."""
 
 
-class Parallelism(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one replica is cut."""
 
     tp: Positive = 1  # tensor
@@ -43,12 +43,12 @@ class Parallelism(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.tp * self.pp * self.dp
 
 
-class Placement(Struct, frozen=True, kw_only=True):
-    """A model cut that way, on that GPU. `place` makes them and refuses what cannot be."""
+class ShardedModel(Struct, frozen=True, kw_only=True):
+    """A model cut that way, on that GPU. `shard_model` makes them and refuses what cannot be."""
 
-    model: Model
+    model: ModelSizes
     gpu: Gpu
-    parallelism: Parallelism
+    parallelism: ShardingDegrees
 
     @property
     def weights_bytes(self) -> float:
@@ -88,7 +88,9 @@ class Placement(Struct, frozen=True, kw_only=True):
         return self.kv_capacity_tokens(share) // block_tokens
 
 
-def place(model: Model, gpu: Gpu, parallelism: Parallelism, *, share: float = MEMORY_SHARE) -> Placement:
+def shard_model(
+    model: ModelSizes, gpu: Gpu, parallelism: ShardingDegrees, *, share: float = MEMORY_SHARE
+) -> ShardedModel:
     """Put a model on GPUs.
 
     Raises:
@@ -96,7 +98,7 @@ def place(model: Model, gpu: Gpu, parallelism: Parallelism, *, share: float = ME
     """
     for field, cause in _obstacles(model, gpu, parallelism):
         raise ConfigurationRefused(f"{model.name}: parallelism.{field}: {cause}")
-    placement = Placement(model=model, gpu=gpu, parallelism=parallelism)
+    placement = ShardedModel(model=model, gpu=gpu, parallelism=parallelism)
     if placement.kv_room_bytes(share) <= 0:
         needed = (placement.weights_bytes + RESERVE_BYTES) / GIB
         raise ConfigurationRefused(
@@ -107,8 +109,8 @@ def place(model: Model, gpu: Gpu, parallelism: Parallelism, *, share: float = ME
 
 
 def feasible(
-    model: Model, gpu: Gpu, most_gpus: int, *, room_tokens: int = 1, share: float = MEMORY_SHARE
-) -> Iterator[Placement]:
+    model: ModelSizes, gpu: Gpu, most_gpus: int, *, room_tokens: int = 1, share: float = MEMORY_SHARE
+) -> Iterator[ShardedModel]:
     """All placements on up to that many GPUs that leave room for `room_tokens` tokens of KV, fewest GPUs first.
 
     Sizes are powers of two, as nodes are. Pipelines are tried only across nodes: within one, tensor parallelism wins.
@@ -116,19 +118,19 @@ def feasible(
     for size in (1 << power for power in range(most_gpus.bit_length())):
         for tp in (1 << power for power in range(size.bit_length())):
             for way in _ways(model, gpu, size, tp):
-                placement = Placement(model=model, gpu=gpu, parallelism=way)
+                placement = ShardedModel(model=model, gpu=gpu, parallelism=way)
                 possible = next(_obstacles(model, gpu, way), None) is None
                 if possible and placement.kv_capacity_tokens(share) >= room_tokens:
                     yield placement
 
 
-def _remedy(tried: Placement, share: float) -> str:
+def _remedy(tried: ShardedModel, share: float) -> str:
     """What would hold the model: more of the same GPUs, else narrower weights, and larger GPUs cut the same way."""
     model, way = tried.model, tried.parallelism
     larger = [
         other.id
         for other in gpus().values()
-        if Placement(model=model, gpu=other, parallelism=way).kv_room_bytes(share) > 0
+        if ShardedModel(model=model, gpu=other, parallelism=way).kv_room_bytes(share) > 0
         and next(_obstacles(model, other, way), None) is None
     ]
     ways = [each.parallelism for each in feasible(model, tried.gpu, MOST_TRIED, share=share)]
@@ -141,20 +143,20 @@ def _remedy(tried: Placement, share: float) -> str:
     return said + (f", or cut like that on {', '.join(larger)}" if larger else "")
 
 
-def _in_words(way: Parallelism) -> str:
+def _in_words(way: ShardingDegrees) -> str:
     chosen = ((name, getattr(way, name)) for name in way.__struct_fields__)
     return " ".join(f"{name}={degree}" for name, degree in chosen if degree > 1)
 
 
-def _ways(model: Model, gpu: Gpu, size: int, tp: int) -> Iterator[Parallelism]:
+def _ways(model: ModelSizes, gpu: Gpu, size: int, tp: int) -> Iterator[ShardingDegrees]:
     rest = size // tp
     if rest == 1 or size > gpu.gpus_per_node >= tp:
-        yield Parallelism(tp=tp, pp=rest)
+        yield ShardingDegrees(tp=tp, pp=rest)
     if model.experts and size > 1:
-        yield Parallelism(tp=tp, dp=rest, ep=size)
+        yield ShardingDegrees(tp=tp, dp=rest, ep=size)
 
 
-def _obstacles(model: Model, gpu: Gpu, way: Parallelism) -> Iterator[tuple[str, str]]:
+def _obstacles(model: ModelSizes, gpu: Gpu, way: ShardingDegrees) -> Iterator[tuple[str, str]]:
     if way.tp > 1 and model.heads % way.tp:
         yield "tp", f"{way.tp} does not divide the {model.heads} heads"
     if way.tp > 1 and way.tp > model.kv_heads and way.tp % model.kv_heads and model.attention is not Attention.LATENT:

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A GPU draws `idle_watts` while nothing runs (with a model loaded: its memory is refreshed, its clocks are up), and a share (`load`)
+1. A GPU draws `idle_watts` while nothing runs (with a model loaded: its memory is refreshed, its clocks are up), and a share (`power_share`)
    of what lies between that and the board's limit while a step runs.
 2. The share grows with the logarithm of the step's tokens: one sequence's decoding waits for memory, a full chunk of a prompt
    keeps all units at work. `ALONE` and `DOUBLED` are drawn through published figures (`PUBLISHED`), not fitted to each GPU.
@@ -31,7 +31,7 @@ ERROR = 0.30
 decoding (arXiv 2605.11999)."""
 
 
-class Draw(Struct, frozen=True, kw_only=True):
+class PublishedPower(Struct, frozen=True, kw_only=True):
     """A published figure."""
 
     gpu: str
@@ -41,19 +41,23 @@ class Draw(Struct, frozen=True, kw_only=True):
 
 
 PUBLISHED = (
-    Draw(
+    PublishedPower(
         gpu="h100",
         tokens=1,
         watts=300,
         source="ML.ENERGY Benchmark 3.0, as vLLM Semantic Router's power model cites it",
     ),
-    Draw(gpu="h100", tokens=128, watts=600, source="the same"),
-    Draw(gpu="h100", tokens=64, watts=480, source="Llama-3.3-70B in fp8, tp 4, vLLM 0.6.6: gist lhl/bf81a9c7, 2025-01"),
-    Draw(gpu="h100", tokens=128, watts=520, source="the same"),
-    Draw(gpu="h100", tokens=4, watts=317, source="InferenceX, pull request 2323, 2026-07: 8k + 1k tokens, 4 at once"),
-    Draw(gpu="h200", tokens=4, watts=298, source="the same"),
-    Draw(gpu="a100", tokens=48, watts=272, source="InternLM, issue 248, 2023-08: 48 at once, three GPUs"),
-    Draw(
+    PublishedPower(gpu="h100", tokens=128, watts=600, source="the same"),
+    PublishedPower(
+        gpu="h100", tokens=64, watts=480, source="Llama-3.3-70B in fp8, tp 4, vLLM 0.6.6: gist lhl/bf81a9c7, 2025-01"
+    ),
+    PublishedPower(gpu="h100", tokens=128, watts=520, source="the same"),
+    PublishedPower(
+        gpu="h100", tokens=4, watts=317, source="InferenceX, pull request 2323, 2026-07: 8k + 1k tokens, 4 at once"
+    ),
+    PublishedPower(gpu="h200", tokens=4, watts=298, source="the same"),
+    PublishedPower(gpu="a100", tokens=48, watts=272, source="InternLM, issue 248, 2023-08: 48 at once, three GPUs"),
+    PublishedPower(
         gpu="mi300x",
         tokens=16,
         watts=400,
@@ -62,7 +66,7 @@ PUBLISHED = (
 )
 
 
-def load(tokens: float) -> float:
+def power_share(tokens: float) -> float:
     """The share of its range that a GPU draws during a step of so many tokens, prompts and answers together."""
     return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
 

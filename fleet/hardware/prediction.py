@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import msgspec
 
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.closed_loop import Seen, apart, closed_loop
-from fleet.hardware.coefficients import Coefficients, Subject, compose, subject_of
+from fleet.hardware.closed_loop import ClientMeasurement, closed_loop, closed_loop_disaggregated
+from fleet.hardware.coefficients import Coefficients, CoefficientSubject, compose, subject_of
 from fleet.hardware.gpus import gpu
-from fleet.hardware.measurements import Measurement, Phase, Side
-from fleet.hardware.models import Model
-from fleet.hardware.placement import Placement, place
+from fleet.hardware.measurements import MeasuredPhase, MeasuredRole, Measurement
+from fleet.hardware.models import ModelSizes
+from fleet.hardware.placement import ShardedModel, shard_model
 from fleet.hardware.steps import step_model, work
 from fleet.hardware.transfers import REACHED, kv_bytes_per_link, link_between
 
@@ -24,24 +24,24 @@ MEMORY_SHARE = 0.95
 """Of the GPU that benchmarks gave to engines, at most; what fits only beyond that was not run as it says."""
 
 
-def can_be_placed(measured: Measurement, models: Mapping[str, Model]) -> bool:
+def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bool:
     """Whether the configuration is possible as it is written down."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     try:
         for side in (measured.prefill, measured.decode):
-            place(model, gpu(measured.gpu), side.parallelism, share=MEMORY_SHARE)
+            shard_model(model, gpu(measured.gpu), side.parallelism, share=MEMORY_SHARE)
     except ConfigurationRefused:
         return False
     return True
 
 
-def cut(measured: Measurement, models: Mapping[str, Model], side: Side) -> Placement:
+def cut(measured: Measurement, models: Mapping[str, ModelSizes], side: MeasuredRole) -> ShardedModel:
     """One side of a measurement, whether it fits or not."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
-    return Placement(model=model, gpu=gpu(measured.gpu), parallelism=side.parallelism)
+    return ShardedModel(model=model, gpu=gpu(measured.gpu), parallelism=side.parallelism)
 
 
-def predict(measured: Measurement, models: Mapping[str, Model], known: Coefficients) -> tuple[float, float]:
+def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coefficients) -> tuple[float, float]:
     """Milliseconds to the first token, and per token, as the measurement's client would see them."""
     prefill, decode = (cut(measured, models, side) for side in (measured.prefill, measured.decode))
     efficiency, client = compose(known.start, known.groups(), subject(measured, models))
@@ -49,8 +49,8 @@ def predict(measured: Measurement, models: Mapping[str, Model], known: Coefficie
     groups = decode.parallelism.dp
     step = step_model(work(decode), efficiency)
     capacity = decode.kv_capacity_tokens(MEMORY_SHARE) / groups
-    seen: Seen
-    if measured.phase is Phase.AGGREGATED:
+    seen: ClientMeasurement
+    if measured.phase is MeasuredPhase.AGGREGATED:
         seen = closed_loop(
             step,
             client,
@@ -61,7 +61,7 @@ def predict(measured: Measurement, models: Mapping[str, Model], known: Coefficie
             budget_tokens=BUDGET_TOKENS,
         )
     else:
-        seen = apart(
+        seen = closed_loop_disaggregated(
             step_model(work(prefill), efficiency),
             step,
             client,
@@ -77,13 +77,13 @@ def predict(measured: Measurement, models: Mapping[str, Model], known: Coefficie
     return seen.ttft * 1e3, seen.tpot * 1e3
 
 
-def subject(measured: Measurement, models: Mapping[str, Model]) -> Subject:
+def subject(measured: Measurement, models: Mapping[str, ModelSizes]) -> CoefficientSubject:
     """What its coefficients depend on."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return subject_of(model, measured.gpu, measured.backend, client=measured.client, phase=measured.phase)
 
 
-def transfer_seconds(source: Placement, target: Placement, tokens: int) -> float:
+def transfer_seconds(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
     """Of one prompt's KV between two replicas that share no node."""
     link = link_between(source.gpu, same_node=source.gpu.gpus_per_node > 8)
     return link.latency_us * 1e-6 + kv_bytes_per_link(source, target, tokens) / (link.bandwidth * REACHED)

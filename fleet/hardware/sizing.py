@@ -19,23 +19,23 @@ from math import ceil
 
 from msgspec import Struct, structs
 
-from fleet.hardware.coefficients import Estimate, estimate
+from fleet.hardware.coefficients import StepModelEstimate, estimate
 from fleet.hardware.gpus import Gpu
-from fleet.hardware.known import Sized
+from fleet.hardware.known import SizedModel
 from fleet.hardware.open_loop import (
-    Crowd,
-    Engine,
-    Request,
-    answers_rate,
-    answers_token,
-    most_at_once,
-    prompts_first,
-    prompts_most,
-    together_first,
-    together_rate,
-    together_token,
+    BatchOccupancy,
+    EngineReplica,
+    RequestShape,
+    aggregated_rate,
+    aggregated_tpot,
+    aggregated_ttft,
+    decode_rate,
+    decode_tpot,
+    highest_concurrency,
+    highest_prefill_rate,
+    prefill_ttft,
 )
-from fleet.hardware.placement import Placement, feasible
+from fleet.hardware.placement import ShardedModel, feasible
 from fleet.hardware.prediction import BUDGET_TOKENS, transfer_seconds
 from fleet.roles import Role
 
@@ -63,7 +63,7 @@ LARGEST_REPLICA = 64
 """GPUs, when it is looked for what would hold a model."""
 
 
-class Goal(StrEnum):
+class SizingGoal(StrEnum):
     """What may stand in the way."""
 
     MEMORY = "memory"
@@ -80,7 +80,7 @@ class Goal(StrEnum):
 class Demand(Struct, frozen=True, kw_only=True):
     """What comes; either `rate` or `clients` is above 0."""
 
-    request: Request
+    request: RequestShape
     rate: float = 0.0
     """Requests a second."""
 
@@ -91,7 +91,7 @@ class Demand(Struct, frozen=True, kw_only=True):
         assert (self.rate > 0) != (self.clients > 0), "one of rate and clients"
 
 
-class Goals(Struct, frozen=True, kw_only=True):
+class LatencyGoals(Struct, frozen=True, kw_only=True):
     ttft: float
     """Seconds to the first token."""
 
@@ -102,7 +102,7 @@ class Goals(Struct, frozen=True, kw_only=True):
     """Share of all requests that keep each of them."""
 
 
-class Supply(Struct, frozen=True, kw_only=True):
+class GpuSupply(Struct, frozen=True, kw_only=True):
     """GPUs that there are."""
 
     gpu: Gpu
@@ -110,7 +110,7 @@ class Supply(Struct, frozen=True, kw_only=True):
     per_node: int
 
 
-class Pool(Struct, frozen=True, kw_only=True):
+class SizedPool(Struct, frozen=True, kw_only=True):
     """Engines that are alike."""
 
     role: Role
@@ -120,13 +120,13 @@ class Pool(Struct, frozen=True, kw_only=True):
 class Sizing(Struct, frozen=True, kw_only=True):
     """Enough."""
 
-    placement: Placement
+    placement: ShardedModel
     """Of each engine."""
 
-    estimate: Estimate
+    estimate: StepModelEstimate
     """What its step times rest on."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[SizedPool, ...]
     ttft: float
     """Seconds, at the percentile that was asked for."""
 
@@ -147,7 +147,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 class Shortfall(Struct, frozen=True, kw_only=True):
     """A goal that cannot be kept."""
 
-    goal: Goal
+    goal: SizingGoal
     wanted: float
     """Seconds, GPUs or tokens: what was asked for, or what there is."""
 
@@ -157,11 +157,13 @@ class Shortfall(Struct, frozen=True, kw_only=True):
     most: float = 0.0
     """Of GPUs: requests a second, or clients, that those that there are would do for."""
 
-    placement: Placement | None = None
+    placement: ShardedModel | None = None
     """Of an engine that reaches the best."""
 
 
-def size(sized: Sized, demand: Demand, goals: Goals, supply: Supply, backend: str = "vllm") -> Sizing | Shortfall:
+def size(
+    sized: SizedModel, demand: Demand, goals: LatencyGoals, supply: GpuSupply, backend: str = "vllm"
+) -> Sizing | Shortfall:
     """Find out.
 
     Args:
@@ -173,13 +175,13 @@ def size(sized: Sized, demand: Demand, goals: Goals, supply: Supply, backend: st
     """
     needed = demand.request.prompt_tokens + demand.request.answer_tokens
     if sized.context and needed > sized.context:
-        return Shortfall(goal=Goal.CONTEXT, wanted=needed, best=sized.context)
+        return Shortfall(goal=SizingGoal.CONTEXT, wanted=needed, best=sized.context)
     within, room = min(supply.per_node, supply.gpus), ceil(needed / ONE_CONTEXT)
-    cuts = [_Cut(each, demand, goals, backend) for each in _cuts(sized, supply.gpu, within, room)]
+    cuts = [_SizedSharding(each, demand, goals, backend) for each in _cuts(sized, supply.gpu, within, room)]
     if not cuts:
         larger = next(_cuts(sized, supply.gpu, LARGEST_REPLICA, room), None)
         best = larger.parallelism.gpus if larger is not None else 0
-        return Shortfall(goal=Goal.MEMORY, wanted=within, best=best, placement=larger)
+        return Shortfall(goal=SizingGoal.MEMORY, wanted=within, best=best, placement=larger)
     enough = [way for cut in cuts if (way := _fewest(cut, demand)) is not None]
     if not enough:
         return _out_of_reach(cuts, goals)
@@ -187,26 +189,28 @@ def size(sized: Sized, demand: Demand, goals: Goals, supply: Supply, backend: st
     if best_way.gpus <= supply.gpus:
         return best_way
     most = max(_most_of(cut, demand, supply.gpus) for cut in cuts)
-    return Shortfall(goal=Goal.GPUS, wanted=supply.gpus, best=best_way.gpus, most=most, placement=best_way.placement)
+    return Shortfall(
+        goal=SizingGoal.GPUS, wanted=supply.gpus, best=best_way.gpus, most=most, placement=best_way.placement
+    )
 
 
-class _Cut:
+class _SizedSharding:
     """A cut, and the limits of one engine of it."""
 
-    def __init__(self, placement: Placement, demand: Demand, goals: Goals, backend: str) -> None:
+    def __init__(self, placement: ShardedModel, demand: Demand, goals: LatencyGoals, backend: str) -> None:
         self.placement = placement
         self.estimate = estimate(placement, backend)
         self.request = demand.request
         self.goals = goals
-        self.crowd = Crowd(percentile=goals.percentile, waiting_clients=demand.clients > 0)
-        self.engine = Engine(
+        self.occupancy = BatchOccupancy(percentile=goals.percentile, waiting_clients=demand.clients > 0)
+        self.engine = EngineReplica(
             step=self.estimate.step,
             client=self.estimate.client,
             capacity_tokens=placement.kv_capacity_tokens(),
             most_running=MOST_RUNNING,
             budget_tokens=BUDGET_TOKENS,
         )
-        self.room = most_at_once(self.engine, self.request)
+        self.room = highest_concurrency(self.engine, self.request)
         self.transfer = transfer_seconds(placement, placement, ceil(self.request.prompt_tokens))
 
     @property
@@ -216,7 +220,7 @@ class _Cut:
     @property
     def idle(self) -> float:
         """How many run on average, while hardly anybody comes."""
-        return 1.0 if self.crowd.waiting_clients else 0.0
+        return 1.0 if self.occupancy.waiting_clients else 0.0
 
     # Prompts and answers together.
 
@@ -229,16 +233,16 @@ class _Cut:
                 self.first(running) <= self.goals.ttft
                 and self.token(running) <= self.goals.tpot
                 and self._has_room(running)
-                and self._has_headroom(together_rate, running)
+                and self._has_headroom(aggregated_rate, running)
             )
 
         return _unbroken(kept, self.idle, self.room)
 
     def first(self, running: float) -> float:
-        return together_first(self.engine, self.request, self.crowd, running)
+        return aggregated_ttft(self.engine, self.request, self.occupancy, running)
 
     def token(self, running: float) -> float:
-        return together_token(self.engine, self.request, self.crowd, running)
+        return aggregated_tpot(self.engine, self.request, self.occupancy, running)
 
     # Apart.
 
@@ -250,34 +254,34 @@ class _Cut:
             return (
                 self.answer(running) <= self.goals.tpot
                 and self._has_room(running)
-                and self._has_headroom(answers_rate, running)
+                and self._has_headroom(decode_rate, running)
             )
 
         return _highest(kept, self.idle, self.room)
 
     def answer(self, running: float) -> float:
-        return answers_token(self.engine, self.request, self.crowd, running, self.transfer)
+        return decode_tpot(self.engine, self.request, self.occupancy, running, self.transfer)
 
     @cached_property
     def prompts(self) -> float:
         """Most prompts a second of an engine that computes them alone; 0: none."""
-        most = HEADROOM * prompts_most(self.engine, self.request)
+        most = HEADROOM * highest_prefill_rate(self.engine, self.request)
         return _highest(lambda rate: self.prompt(rate) <= self.goals.ttft, 0.0, most)
 
     def prompt(self, rate: float) -> float:
-        return prompts_first(self.engine, self.request, self.crowd, rate)
+        return prefill_ttft(self.engine, self.request, self.occupancy, rate)
 
     def _has_room(self, running: float) -> bool:
-        return self.crowd.others(running) + 1.0 <= max(1.0, self.room)
+        return self.occupancy.others(running) + 1.0 <= max(1.0, self.room)
 
-    def _has_headroom(self, rate: Callable[[Engine, Request, float], float], running: float) -> bool:
+    def _has_headroom(self, rate: Callable[[EngineReplica, RequestShape, float], float], running: float) -> bool:
         """Clients that wait bring no more than there are of them."""
-        if self.crowd.waiting_clients:
+        if self.occupancy.waiting_clients:
             return True
         return rate(self.engine, self.request, running) <= HEADROOM * rate(self.engine, self.request, self.room)
 
 
-def _cuts(sized: Sized, gpu: Gpu, most: int, room_tokens: int) -> Iterator[Placement]:
+def _cuts(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
     """By tensor parallelism alone: all that our workers start on one node."""
     for each in feasible(sized.model, gpu, most, room_tokens=room_tokens):
         way = each.parallelism
@@ -285,7 +289,7 @@ def _cuts(sized: Sized, gpu: Gpu, most: int, room_tokens: int) -> Iterator[Place
             yield each
 
 
-def _fewest(cut: _Cut, demand: Demand) -> Sizing | None:
+def _fewest(cut: _SizedSharding, demand: Demand) -> Sizing | None:
     ways = [way for way in (_together(cut, demand), _apart(cut, demand)) if way is not None]
     return min(ways, key=_order, default=None)
 
@@ -294,21 +298,21 @@ def _order(way: Sizing) -> tuple[int, int, float]:
     return way.gpus, len(way.pools), -way.most
 
 
-def _together(cut: _Cut, demand: Demand) -> Sizing | None:
+def _together(cut: _SizedSharding, demand: Demand) -> Sizing | None:
     if not (running := cut.together):
         return None
     if demand.clients:
         replicas = _times(demand.clients, running)
         most, here = replicas * running, max(1.0, demand.clients / replicas)
     else:
-        limit = together_rate(cut.engine, cut.request, running)
+        limit = aggregated_rate(cut.engine, cut.request, running)
         replicas = _times(demand.rate, limit)
-        most, here = replicas * limit, _running(cut, together_rate, demand.rate / replicas)
-    pools = (Pool(role=Role.BOTH, replicas=replicas),)
+        most, here = replicas * limit, _running(cut, aggregated_rate, demand.rate / replicas)
+    pools = (SizedPool(role=Role.BOTH, replicas=replicas),)
     return _sizing(cut, pools, cut.first(here), cut.token(here), most)
 
 
-def _apart(cut: _Cut, demand: Demand) -> Sizing | None:
+def _apart(cut: _SizedSharding, demand: Demand) -> Sizing | None:
     running, prompts = cut.answers, cut.prompts
     if not running or not prompts:
         return None
@@ -319,22 +323,22 @@ def _apart(cut: _Cut, demand: Demand) -> Sizing | None:
         # Were prefill what limits them, clients would wait there, and ask less often.
         most = decode * running
     else:
-        limit = answers_rate(cut.engine, cut.request, running)
+        limit = decode_rate(cut.engine, cut.request, running)
         rate = demand.rate
         decode, prefill = _times(rate, limit), _times(rate, prompts)
         most = min(decode * limit, prefill * prompts)
-        here = _running(cut, answers_rate, rate / decode)
-    pools = (Pool(role=Role.PREFILL, replicas=prefill), Pool(role=Role.DECODE, replicas=decode))
+        here = _running(cut, decode_rate, rate / decode)
+    pools = (SizedPool(role=Role.PREFILL, replicas=prefill), SizedPool(role=Role.DECODE, replicas=decode))
     return _sizing(cut, pools, cut.prompt(rate / prefill), cut.answer(here), most)
 
 
-def _asked(cut: _Cut, clients: float, running: float) -> float:
+def _asked(cut: _SizedSharding, clients: float, running: float) -> float:
     """Requests a second of clients that wait, at most: as if no prompt had to wait for another one."""
     answer = cut.request.answer_tokens * cut.answer(running)
     return clients / (cut.prompt(0.0) + answer)
 
 
-def _sizing(cut: _Cut, pools: tuple[Pool, ...], ttft: float, tpot: float, most: float) -> Sizing:
+def _sizing(cut: _SizedSharding, pools: tuple[SizedPool, ...], ttft: float, tpot: float, most: float) -> Sizing:
     return Sizing(placement=cut.placement, estimate=cut.estimate, pools=pools, ttft=ttft, tpot=tpot, most=most)
 
 
@@ -343,12 +347,12 @@ def _times(load: float, limit: float) -> int:
     return max(1, ceil(min(load / limit, MOST_GPUS) - 1e-9))
 
 
-def _running(cut: _Cut, rate: Callable[[Engine, Request, float], float], wanted: float) -> float:
+def _running(cut: _SizedSharding, rate: Callable[[EngineReplica, RequestShape, float], float], wanted: float) -> float:
     """How many run at that rate."""
     return _highest(lambda running: rate(cut.engine, cut.request, running) <= wanted, 0.0, cut.room)
 
 
-def _most_of(cut: _Cut, demand: Demand, gpus: int) -> float:
+def _most_of(cut: _SizedSharding, demand: Demand, gpus: int) -> float:
     """Requests a second, or clients, that so many GPUs would do for."""
 
     def enough(load: float) -> bool:
@@ -360,10 +364,10 @@ def _most_of(cut: _Cut, demand: Demand, gpus: int) -> float:
     return _highest(enough, 1e-6 * load, load)
 
 
-def _out_of_reach(cuts: list[_Cut], goals: Goals) -> Shortfall:
+def _out_of_reach(cuts: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
     """The goal that is missed by most, on the cut that comes nearest to keeping both, with nobody else there."""
 
-    def missed(cut: _Cut) -> tuple[float, float, float, float]:
+    def missed(cut: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (
             (cut.first(cut.idle), cut.token(cut.idle)),
             (cut.prompt(0.0), cut.answer(cut.idle)),
@@ -373,8 +377,8 @@ def _out_of_reach(cuts: list[_Cut], goals: Goals) -> Shortfall:
     nearest = min(cuts, key=missed)
     _, ttft, tpot, _ = missed(nearest)
     if ttft / goals.ttft >= tpot / goals.tpot:
-        return Shortfall(goal=Goal.TTFT, wanted=goals.ttft, best=ttft, placement=nearest.placement)
-    return Shortfall(goal=Goal.TPOT, wanted=goals.tpot, best=tpot, placement=nearest.placement)
+        return Shortfall(goal=SizingGoal.TTFT, wanted=goals.ttft, best=ttft, placement=nearest.placement)
+    return Shortfall(goal=SizingGoal.TPOT, wanted=goals.tpot, best=tpot, placement=nearest.placement)
 
 
 def _unbroken(kept: Callable[[float], bool], least: float, most: float) -> float:

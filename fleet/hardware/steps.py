@@ -18,14 +18,14 @@ from math import log2
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
-from fleet.hardware.gpus import Gpu, Link, Number
+from fleet.hardware.gpus import Gpu, GpuLink, Number
 from fleet.hardware.models import Attention, stored_bytes
-from fleet.hardware.placement import Placement
+from fleet.hardware.placement import ShardedModel
 
 MICROSECOND = 1e-6
 
 
-class Work(Struct, frozen=True, kw_only=True):
+class StepWork(Struct, frozen=True, kw_only=True):
     """What a step takes at the hardware's limits, in seconds, on the busiest GPU of one attention group."""
 
     dense_read: float  # all dense weights, once
@@ -114,7 +114,7 @@ def pairs(new_tokens: float, context_tokens: float) -> float:
     return new_tokens * (context_tokens + 0.5 * new_tokens)
 
 
-def step_model(work: Work, efficiency: Efficiency) -> StepModel:
+def step_model(work: StepWork, efficiency: Efficiency) -> StepModel:
     return StepModel(
         base=(
             efficiency.step_us
@@ -137,7 +137,7 @@ def step_model(work: Work, efficiency: Efficiency) -> StepModel:
     )
 
 
-def work(placement: Placement) -> Work:
+def work(placement: ShardedModel) -> StepWork:
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     number = model.precision
     ranks = way.tp * way.dp
@@ -146,7 +146,7 @@ def work(placement: Placement) -> Work:
     routed = model.moe_layers * model.expert_parameters
     seen = model.window_layers * model.window * model.heads * (model.key_dim + model.value_dim)
     bf16 = gpu.flops[Number.BF16]
-    return Work(
+    return StepWork(
         dense_read=dense / way.tp / gpu.bandwidth,
         dense_token=(2.0 * model.dense_parameters / gpu.flops[gpu.computes_in(number.weights)] + 2.0 * seen / bf16)
         / way.tp,
@@ -165,7 +165,7 @@ def work(placement: Placement) -> Work:
     )
 
 
-def _context_seconds(placement: Placement) -> float:
+def _context_seconds(placement: ShardedModel) -> float:
     """Reading one token's KV; with MLA, multiplying with it weighs as much: all heads share one vector."""
     model, gpu = placement.model, placement.gpu
     read = model.kv_bytes_per_token / placement.kv_ranks / gpu.bandwidth
@@ -175,7 +175,7 @@ def _context_seconds(placement: Placement) -> float:
     return read + operations / gpu.flops[gpu.computes_in(model.precision.kv)]
 
 
-def _exchanges(placement: Placement) -> float:
+def _exchanges(placement: ShardedModel) -> float:
     """Collective operations of a step; among 2 GPUs each counts 1, and half more for every doubling."""
     model, way = placement.model, placement.parallelism
     attention = model.layers * _rounds(way.tp)
@@ -188,7 +188,7 @@ def _rounds(ranks: int) -> float:
     return 0.0 if ranks == 1 else 0.5 + 0.5 * log2(ranks)
 
 
-def _exchange_seconds(placement: Placement) -> float:
+def _exchange_seconds(placement: ShardedModel) -> float:
     """Of one token's hidden states, in bf16, through the links: all-reduces, and where groups meet, to the experts and back."""
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     num_bytes = 2.0 * model.hidden
@@ -202,5 +202,5 @@ def _exchange_seconds(placement: Placement) -> float:
 
 def group_bandwidth(gpu: Gpu, ranks: int) -> float:
     """Bytes a second that one of so many GPUs can send to the others, the slowest link on the way."""
-    link: Link = gpu.in_node if ranks <= gpu.gpus_per_node else gpu.between_nodes
+    link: GpuLink = gpu.in_node if ranks <= gpu.gpus_per_node else gpu.between_nodes
     return link.bandwidth * min(link.links, max(1, ranks - 1))

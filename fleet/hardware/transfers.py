@@ -9,14 +9,14 @@ Rules:
 """
 
 from fleet.clock import SECOND, Nanos
-from fleet.hardware.gpus import Gpu, Link
-from fleet.hardware.placement import Placement
+from fleet.hardware.gpus import Gpu, GpuLink
+from fleet.hardware.placement import ShardedModel
 
 REACHED = 0.8
 """Of a link's bandwidth; aiconfigurator 0.12 has large NCCL messages at 75 to 85 % of NVLink's, and 400 Gb/s NICs do better."""
 
 
-def transfer_time(num_bytes: float, link: Link, sharers: int = 1) -> Nanos:
+def transfer_time(num_bytes: float, link: GpuLink, sharers: int = 1) -> Nanos:
     """Time of one transfer while `sharers` of them, itself included, are on the link all the time."""
     assert num_bytes >= 0, num_bytes
     assert sharers >= 1, sharers
@@ -25,16 +25,16 @@ def transfer_time(num_bytes: float, link: Link, sharers: int = 1) -> Nanos:
     return Nanos(int(link.latency_us * 1000 + num_bytes * sharers / (link.bandwidth * REACHED) * SECOND))
 
 
-def link_between(gpu: Gpu, *, same_node: bool) -> Link:
+def link_between(gpu: Gpu, *, same_node: bool) -> GpuLink:
     return gpu.in_node if same_node else gpu.between_nodes
 
 
-def kv_bytes_per_link(source: Placement, target: Placement, tokens: int) -> float:
+def kv_bytes_per_link(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
     """Bytes through the busiest link when the KV of so many tokens of one sequence moves between two replicas."""
     total = source.model.kv_bytes_per_token * tokens + source.model.kv_bytes_per_sequence
     return total / min(_lanes(source), _lanes(target))
 
 
-def _lanes(placement: Placement) -> int:
+def _lanes(placement: ShardedModel) -> int:
     """GPUs that can send or receive one sequence's KV, each its own part."""
     return placement.parallelism.tp * placement.parallelism.pp

@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from msgspec import structs
 
-from fleet.planner.messages import Observation, Plan, PlanId, PoolSeen, Why
-from fleet.planner.ports import Refused, Stale
+from fleet.planner.messages import Observation, Plan, PlanId, PoolGapReason, PoolObservation
+from fleet.planner.ports import PlanConflict, PlanRefused
 
 
 class PlanOutcome(StrEnum):
@@ -29,7 +29,7 @@ class PlanOutcome(StrEnum):
     """At the deadline, with nothing to be taken back: what drains, what did not serve before either, or what is another's by now."""
 
 
-def pools_of(plan: Plan, seen: Observation) -> tuple[PoolSeen, ...]:
+def pools_of(plan: Plan, seen: Observation) -> tuple[PoolObservation, ...]:
     """Those that the plan is about."""
     return tuple(each for each in seen.pools if each.name in plan.replicas)
 
@@ -43,7 +43,7 @@ def settled(plan: Plan, seen: Observation) -> bool:
 
 def forbidden(plan: Plan, seen: Observation) -> Plan | None:
     """The plan without the pools that may be so; None when none may not."""
-    limited = {each.name for each in pools_of(plan, seen) if each.why is Why.LIMITED}
+    limited = {each.name for each in pools_of(plan, seen) if each.why is PoolGapReason.LIMITED}
     replicas = {name: count for name, count in plan.replicas.items() if name in limited}
     return structs.replace(plan, replicas=replicas) if replicas else None
 
@@ -62,12 +62,12 @@ def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
         if each.plan != plan.id or was is None:
             continue
         kept = max(each.ready, was.wanted) if each.pending else min(each.ready, was.wanted)
-        if (each.pending and kept < each.wanted) or (each.why is Why.LIMITED and kept > each.wanted):
+        if (each.pending and kept < each.wanted) or (each.why is PoolGapReason.LIMITED and kept > each.wanted):
             replicas[each.name] = kept
     return Plan(id=PlanId(f"{plan.id}-taken-back"), replicas=replicas, within=plan.within) if replicas else None
 
 
-def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolSeen]:
+def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObservation]:
     """The pools, as they are there, whose numbers are still to be written; those that shrink come first.
 
     Args:
@@ -83,12 +83,12 @@ def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolSeen
     for name, replicas in plan.replicas.items():
         now, was = there.pool(name), seen.pool(name)
         if now is None:
-            raise Refused(name, f"there is no such pool; there are {', '.join(each.name for each in there.pools)}")
+            raise PlanRefused(name, f"there is no such pool; there are {', '.join(each.name for each in there.pools)}")
         if (now.plan, now.wanted) == (plan.id, replicas):
             continue
         if now.pinned:
-            raise Refused(name, now.pinned)
+            raise PlanRefused(name, now.pinned)
         if was is None or was.version != now.version:
-            raise Stale(name)
+            raise PlanConflict(name)
         left.append(now)
     return sorted(left, key=lambda each: (plan.replicas[each.name] > each.wanted, each.name))

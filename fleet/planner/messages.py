@@ -24,14 +24,14 @@ MOST_REPLICAS = 10_000  # of one pool; more is a slip of the pen
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 
 
-class Writer(StrEnum):
+class PlanWriter(StrEnum):
     """On whose behalf numbers are written; the values are what Kubernetes calls a field manager."""
 
     PLANNER = "fleet-planner"
     PERSON = "fleet-scale"
 
 
-class Why(StrEnum):
+class PoolGapReason(StrEnum):
     """Why a pool has other replicas than are wanted, or may have them soon."""
 
     NOT_TAKEN_UP = "not_taken_up"  # nobody has acted on the plan yet
@@ -41,7 +41,7 @@ class Why(StrEnum):
     LIMITED = "limited"  # bounds, budget or ratio forbid it
 
 
-class PoolSeen(Struct, frozen=True, kw_only=True):
+class PoolObservation(Struct, frozen=True, kw_only=True):
     """One pool."""
 
     name: PoolName
@@ -66,7 +66,7 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
     pinned: str = ""
     """Why the number is not for this writer to change; empty: it is."""
 
-    why: Why | None = None
+    why: PoolGapReason | None = None
     """It has not as many as wanted, or whoever obeys has not read that yet; None where neither is so."""
 
     message: str = ""
@@ -95,9 +95,9 @@ class PoolSeen(Struct, frozen=True, kw_only=True):
 class Observation(Struct, frozen=True):
     """All pools, in the order of their names."""
 
-    pools: tuple[PoolSeen, ...]
+    pools: tuple[PoolObservation, ...]
 
-    def pool(self, name: PoolName) -> PoolSeen | None:
+    def pool(self, name: PoolName) -> PoolObservation | None:
         return next((each for each in self.pools if each.name == name), None)
 
 

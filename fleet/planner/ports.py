@@ -7,8 +7,8 @@ from fleet.planner.messages import Observation, Plan, PoolName
 CALL_SECONDS = 10.0
 
 
-class Connector(Protocol):
-    """A way to the pools, on behalf of one writer (`fleet.planner.messages.Writer`). Each call ends within `CALL_SECONDS`."""
+class PlanConnector(Protocol):
+    """A way to the pools, on behalf of one writer (`fleet.planner.messages.PlanWriter`). Each call ends within `CALL_SECONDS`."""
 
     async def observe(self) -> Observation:
         """The pools as they are.
@@ -38,15 +38,15 @@ class ConnectorError(Exception):
     """A plan was not, or not surely, written; or nothing could be seen. The message says how, in one line."""
 
 
-class Unreachable(ConnectorError):
+class ConnectorUnreachable(ConnectorError):
     """To be tried again later."""
 
 
-class Gone(ConnectorError):
+class OrchestratorGone(ConnectorError):
     """Nobody obeys plans there any more; what is still said there is old."""
 
 
-class Stale(ConnectorError):
+class PlanConflict(ConnectorError):
     """What was seen is not so any more: look, and plan again."""
 
     def __init__(self, pool: PoolName) -> None:
@@ -54,7 +54,7 @@ class Stale(ConnectorError):
         self.pool = pool
 
 
-class Refused(ConnectorError):
+class PlanRefused(ConnectorError):
     """It will not be done as long as nobody changes something."""
 
     def __init__(self, pool: PoolName, cause: str) -> None:

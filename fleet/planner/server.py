@@ -7,7 +7,7 @@ from typing import TypeVar
 from fleet.clock import SECOND, Clock, Nanos
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled
 from fleet.planner.messages import Observation, Plan
-from fleet.planner.ports import Connector, Refused, Stale, Unreachable
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # where nobody answers just then
 
 
 async def carry_out(
-    connector: Connector,
+    connector: PlanConnector,
     plan: Plan,
     before: Observation,
     clock: Clock,
@@ -60,7 +60,7 @@ async def carry_out(
 
 
 async def _give_up(
-    connector: Connector,
+    connector: PlanConnector,
     plan: Plan,
     before: Observation,
     seen: Observation,
@@ -74,7 +74,7 @@ async def _give_up(
     deadline, outcome = clock.now() + TAKE_BACK_WITHIN, PlanOutcome.ROLLED_BACK
     try:
         await _patiently(lambda: connector.apply(less, seen), deadline, clock, trouble)
-    except (Stale, Refused):
+    except (PlanConflict, PlanRefused):
         outcome = PlanOutcome.UNSETTLED
     return outcome, await _patiently(connector.observe, deadline, clock, trouble)
 
@@ -87,7 +87,7 @@ async def _patiently(
     while True:
         try:
             return await call()
-        except Unreachable as error:
+        except ConnectorUnreachable as error:
             if clock.now() >= deadline:
                 raise
             if str(error) != told:

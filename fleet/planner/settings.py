@@ -50,7 +50,7 @@ class KubernetesTarget(
 Target = FolderTarget | EtcdTarget | KubernetesTarget
 
 
-class ConnectorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanConnectorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file that says where plans go."""
 
     connector: Target

@@ -3,7 +3,7 @@
 Rules:
 
 1. Work is admitted in the order of its arrival, when there is room for its prompt and one token more. What was pushed out is first.
-2. Blocks that come from elsewhere (`Supply`) are asked for once, when there is room, and fetched into blocks taken for that;
+2. Blocks that come from elsewhere (`BlockSupply`) are asked for once, when there is room, and fetched into blocks taken for that;
    meanwhile others are admitted. When they have come, or will not come, the work goes before all that waits for room.
 3. Prompts are computed in the order of admission, and of each at least one token, for its logits.
 """
@@ -11,25 +11,27 @@ Rules:
 from collections import deque
 
 from fleet.ids import RequestId
-from fleet.sim.memory import Memory
-from fleet.sim.stretch import Chunk
-from fleet.sim.work import EngineLimits, Supply, Work
+from fleet.sim.memory import SimulatedKvMemory
+from fleet.sim.stretch import PromptChunk
+from fleet.sim.work import BlockSupply, EngineLimits, SimulatedAttempt
 
 
-class Admission:
+class EngineAdmission:
     """The queues of one engine."""
 
     __slots__ = ("_admitted", "_fetching", "_limits", "_memory", "_ready", "_supply", "_waiting", "computing")
 
-    def __init__(self, limits: EngineLimits, memory: Memory, supply: Supply | None):
+    def __init__(self, limits: EngineLimits, memory: SimulatedKvMemory, supply: BlockSupply | None):
         self._limits = limits
         self._memory = memory
         self._supply = supply
-        self._waiting: deque[Work] = deque()
-        self._ready: deque[Work] = deque()  # have their blocks: behind who waits for blocks, neither would go on
-        self._fetching: dict[RequestId, Work] = {}
+        self._waiting: deque[SimulatedAttempt] = deque()
+        self._ready: deque[SimulatedAttempt] = (
+            deque()
+        )  # have their blocks: behind who waits for blocks, neither would go on
+        self._fetching: dict[RequestId, SimulatedAttempt] = {}
         self._admitted = 0
-        self.computing: deque[Work] = deque()
+        self.computing: deque[SimulatedAttempt] = deque()
         """Those whose prompts are computed; to be read."""
 
     @property
@@ -44,27 +46,27 @@ class Admission:
 
     # Coming and going.
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: SimulatedAttempt) -> None:
         """It has arrived."""
         self._waiting.append(work)
 
-    def wait_again(self, work: Work) -> None:
+    def wait_again(self, work: SimulatedAttempt) -> None:
         """It was pushed out."""
         self._waiting.appendleft(work)
 
-    def fetch(self, work: Work) -> None:
+    def fetch(self, work: SimulatedAttempt) -> None:
         """What it needs has been asked for, and it has room."""
-        self._fetching[work.job.work_id] = work
+        self._fetching[work.job.attempt_id] = work
 
-    def fetched(self, work_id: RequestId) -> Work | None:
+    def fetched(self, attempt_id: RequestId) -> SimulatedAttempt | None:
         """What was asked for has come, or will not; None: nobody waits for it any more."""
-        if (work := self._fetching.pop(work_id, None)) is not None:
+        if (work := self._fetching.pop(attempt_id, None)) is not None:
             self._ready.append(work)
         return work
 
-    def leave(self, work: Work) -> None:
+    def leave(self, work: SimulatedAttempt) -> None:
         """It is in no queue any more, if it was in one."""
-        self._fetching.pop(work.job.work_id, None)
+        self._fetching.pop(work.job.attempt_id, None)
         for queue in (self._waiting, self._ready, self.computing):
             if work in queue:
                 queue.remove(work)
@@ -91,7 +93,7 @@ class Admission:
             if self._supply is None or work.asked or not self._ask(work, self._supply):
                 self._begin(work)
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self, work: SimulatedAttempt) -> None:
         work.computed = min(work.computed, work.prompt_tokens - 1)
         if work.cached is None:
             work.cached = work.computed
@@ -99,7 +101,7 @@ class Admission:
         work.admitted = self._admitted
         self.computing.append(work)
 
-    def _ask(self, work: Work, supply: Supply) -> bool:
+    def _ask(self, work: SimulatedAttempt, supply: BlockSupply) -> bool:
         """Whether blocks of a prompt that is about to be admitted come from elsewhere."""
         work.asked = True
         here = len(work.held)
@@ -111,7 +113,7 @@ class Admission:
         supply.fetch(work.job, here)
         return True
 
-    def chunks(self, running: int) -> list[Chunk]:
+    def chunks(self, running: int) -> list[PromptChunk]:
         """What the next step computes of prompts, oldest first, beside so many sequences that generate."""
         room = self._limits.step_tokens - running
         chunks = []

@@ -32,56 +32,58 @@ from fleet.router.observed import ObservedMachine
 from fleet.sim.clients import Traffic, begin
 from fleet.sim.decisions import DecisionLog
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended
-from fleet.sim.run import Plan, named
-from fleet.sim.shell import AHEAD, ShellWorld, keys_spelled
+from fleet.sim.results import EndedRequest
+from fleet.sim.run import RunPlan, world_arguments
+from fleet.sim.shell import JOIN_TIME, ProductionWorld, keys_from_tokens
 from fleet.sim.world import World
 
 LOOK_EVERY = 100 * MILLISECOND
 PATIENCE = 600 * SECOND  # between two ends of requests
 
 
-class Stuck(ConfigurationRefused):
+class RequestStuck(ConfigurationRefused):
     """A request is never over, or takes longer than can be waited for."""
 
 
-class Logged(Struct, frozen=True):
+class LoggedRun(Struct, frozen=True):
     """What came of a run."""
 
     lines: Sequence[str]
-    ended: Sequence[Ended]
+    ended: Sequence[EndedRequest]
 
 
-def simulated(plan: Plan, traffic: Traffic) -> Logged:
+def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
     """The decisions of a simulation."""
-    kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[Ended]()
-    world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **named(plan))
+    kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[EndedRequest]()
+    world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **world_arguments(plan))
     log.machine = world.machine
     _drive(kernel, world, plan, traffic, ended.append, over=lambda: None)
-    return Logged(log.lines, ended)
+    return LoggedRun(log.lines, ended)
 
 
-def served(plan: Plan, traffic: Traffic) -> Logged:
+def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
     """The decisions of production's servers, in virtual time."""
     log = DecisionLog()
-    log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_spelled, observer=log)
+    log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_from_tokens, observer=log)
     ended = serve(plan, traffic, log.machine)
-    return Logged(log.lines, ended)
+    return LoggedRun(log.lines, ended)
 
 
-def serve(plan: Plan, traffic: Traffic, machine: RouterMachine) -> list[Ended]:
+def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[EndedRequest]:
     """Run a plan through production's servers.
 
     Args:
         plan: What happens.
         traffic: What clients send.
-        machine: Of the router, made with the hasher `keys_spelled`, and seed and policy of the plan.
+        machine: Of the router, made with the hasher `keys_from_tokens`, and seed and policy of the plan.
 
     Raises:
         Stuck: A request is never over.
     """
-    kernel, ended = Kernel(plan.seed, begin=-AHEAD), list[Ended]()
-    world = ShellWorld(kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **named(plan))
+    kernel, ended = Kernel(plan.seed, begin=-JOIN_TIME), list[EndedRequest]()
+    world = ProductionWorld(
+        kernel, plan.pools, plan.router, machine=machine, ended=ended.append, **world_arguments(plan)
+    )
     try:
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
@@ -95,9 +97,9 @@ def serve(plan: Plan, traffic: Traffic, machine: RouterMachine) -> list[Ended]:
 def _drive(
     kernel: Kernel,
     world: World,
-    plan: Plan,
+    plan: RunPlan,
     traffic: Traffic,
-    ended: Callable[[Ended], None],
+    ended: Callable[[EndedRequest], None],
     *,
     over: Callable[[], None],
 ) -> None:
@@ -110,7 +112,7 @@ def _drive(
         if clients.over:
             over()
         elif world.live and kernel.now() - max(world.last_end, 0) > PATIENCE:
-            raise Stuck(
+            raise RequestStuck(
                 f"{world.live} requests are not over at {kernel.now() / SECOND:.3f} s, and none has been for {PATIENCE // SECOND} s"
             )
         else:

@@ -23,7 +23,7 @@ REMEMBERED = 1 << 18
 OURS = 1 << 63  # from here on; names of traces are below
 
 
-class _Turn(Struct, frozen=True, gc=False):
+class _AnsweredPrompt(Struct, frozen=True, gc=False):
     """A prompt and its answer."""
 
     blocks: int  # full ones of the prompt
@@ -32,13 +32,13 @@ class _Turn(Struct, frozen=True, gc=False):
     session: int
 
 
-class Answers:
+class AnswerBlockNames:
     """All conversations."""
 
     def __init__(self, block_tokens: int, remembered: int = REMEMBERED):
         self._block_tokens = block_tokens
         self._remembered = remembered
-        self._turns: OrderedDict[int, _Turn] = OrderedDict()  # by the name of the prompt's last full block
+        self._turns: OrderedDict[int, _AnsweredPrompt] = OrderedDict()  # by the name of the prompt's last full block
         self._seen: OrderedDict[int, None] = OrderedDict()  # blocks of prompts
         self._ours: OrderedDict[int, int] = OrderedDict()  # by the trace's names
         self._next = OURS
@@ -56,7 +56,7 @@ class Answers:
         answer = tuple(range(self._next, self._next + count))
         self._next += count
         if count and len(chain) == blocks and blocks and theirs[-1] not in self._seen:
-            self._turns[theirs[-1]] = _Turn(blocks, tokens, answer, request.session)
+            self._turns[theirs[-1]] = _AnsweredPrompt(blocks, tokens, answer, request.session)
         self._seen.update(dict.fromkeys(theirs))
         self._forget()
         return chain, answer

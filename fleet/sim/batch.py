@@ -11,13 +11,13 @@ Rules:
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from fleet.sim.work import Work
+from fleet.sim.work import SimulatedAttempt
 
-Due = list[tuple[int, int, Work]]
+DueHeap = list[tuple[int, int, SimulatedAttempt]]
 """A heap: after how many decode steps, the order of admission, whose."""
 
 
-class Batch:
+class VirtualBatch:
     """The batch of one engine."""
 
     __slots__ = ("context", "ends", "grows", "running", "steps", "tells")
@@ -26,11 +26,11 @@ class Batch:
         self.running = 0
         self.context = 0  # tokens of all of them
         self.steps = 0  # done
-        self.ends: Due = []
-        self.grows: Due = []
-        self.tells: Due = []
+        self.ends: DueHeap = []
+        self.grows: DueHeap = []
+        self.tells: DueHeap = []
 
-    def join(self, work: Work) -> None:
+    def join(self, work: SimulatedAttempt) -> None:
         """From now on it gets tokens; `grow_at` and `tell_at` say what else is due to it."""
         generated = work.generated
         work.running = True
@@ -39,7 +39,7 @@ class Batch:
         self.context += work.job.prompt_tokens + generated
         heappush(self.ends, (work.begun_at + work.answer_tokens, work.admitted, work))
 
-    def leave(self, work: Work) -> None:
+    def leave(self, work: SimulatedAttempt) -> None:
         """No more tokens; nothing happens if it gets none."""
         if work.running:
             generated = self.steps - work.begun_at
@@ -48,7 +48,7 @@ class Batch:
             work.generated = generated
             work.running = False
 
-    def generated(self, work: Work) -> int:
+    def generated(self, work: SimulatedAttempt) -> int:
         """Tokens of its answer, whether it runs or not."""
         return self.steps - work.begun_at if work.running else work.generated
 
@@ -61,12 +61,12 @@ class Batch:
 
     # What is due.
 
-    def grow_at(self, work: Work, generated: int) -> None:
+    def grow_at(self, work: SimulatedAttempt, generated: int) -> None:
         """It needs another block when its answer has so many tokens; what ends by then needs none."""
         if generated < work.answer_tokens:
             heappush(self.grows, (work.begun_at + generated, work.admitted, work))
 
-    def tell_at(self, work: Work, generated: int) -> None:
+    def tell_at(self, work: SimulatedAttempt, generated: int) -> None:
         """Its progress is to be told when its answer has so many tokens; the end is told anyway."""
         if generated < work.answer_tokens:
             heappush(self.tells, (work.begun_at + generated, work.admitted, work))
@@ -82,21 +82,21 @@ class Batch:
         due = _next(self.grows)
         return None if due is None else due - self.steps
 
-    def due(self, heap: Due) -> Iterator[Work]:
+    def due(self, heap: DueHeap) -> Iterator[SimulatedAttempt]:
         """Those in one of the three heaps to whom something is due by now; they leave it."""
         while heap and heap[0][0] <= self.steps:
             _, admitted, work = heappop(heap)
             if work.running and work.admitted == admitted:
                 yield work
 
-    def check(self, works: list[Work]) -> None:
+    def check(self, works: list[SimulatedAttempt]) -> None:
         """Assert that sums are those of the work that runs."""
         running = [work for work in works if work.running]
         assert len(running) == self.running
         assert sum(work.job.prompt_tokens + self.generated(work) for work in running) == self.context
 
 
-def _next(heap: Due) -> int | None:
+def _next(heap: DueHeap) -> int | None:
     """When the first of a heap is due; what is no longer meant leaves it."""
     while heap:
         due, admitted, work = heap[0]

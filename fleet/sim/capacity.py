@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from fleet.sim.load_curve import Tries, tries
+from fleet.sim.load_curve import LoadRuns, tries
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 CLOSE = 0.02
@@ -24,7 +24,7 @@ MOST_DOUBLINGS = 20
 MOST_HALVINGS = 8  # at so low a rate requests are alone
 
 
-class Point(Struct, frozen=True, kw_only=True):
+class CapacityPoint(Struct, frozen=True, kw_only=True):
     """One load that was tried."""
 
     rate: float  # requests a second
@@ -46,7 +46,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     wanted: float
     goodput_rps: float
     tries: int
-    curve: tuple[Point, ...]  # attainment over load: all that was tried, by load
+    curve: tuple[CapacityPoint, ...]  # attainment over load: all that was tried, by load
 
 
 def capacity(
@@ -56,7 +56,7 @@ def capacity(
     *,
     points: int = 0,
     processes: int = 1,
-    tried: Callable[[Point], None] | None = None,
+    tried: Callable[[CapacityPoint], None] | None = None,
 ) -> Capacity:
     """Search.
 
@@ -101,9 +101,9 @@ def capacity(
 class _Search:
     """Loads that have been tried, in units of the scenario's own."""
 
-    def __init__(self, scenario: Scenario, run: Tries, wanted: float, tried: Callable[[Point], None] | None):
+    def __init__(self, scenario: Scenario, run: LoadRuns, wanted: float, tried: Callable[[CapacityPoint], None] | None):
         self._scenario, self._run, self._wanted, self._tried = scenario, run, wanted, tried
-        self.points: dict[float, Point] = {}
+        self.points: dict[float, CapacityPoint] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
         """Loads that may be tried after the next one."""
@@ -117,12 +117,12 @@ class _Search:
         users = waiting_users(scaled(self._scenario, load))
         return 0 < users == waiting_users(scaled(self._scenario, other))
 
-    def at(self, load: float) -> Point:
+    def at(self, load: float) -> CapacityPoint:
         if (known := self.points.get(load)) is not None:
             return known
         ran = self._run.at(load)
         outcome = ran.outcome
-        point = Point(
+        point = CapacityPoint(
             rate=ran.rate,
             users=ran.users,
             attainment=outcome.attainment,

@@ -29,12 +29,12 @@ CHARACTER = 6.4  # pixels that one takes in a label, at most
 ROUND: tuple[float, ...] = (1, 2, 5, 10)
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class ChartLine(Struct, frozen=True, kw_only=True):
     name: str
     points: Points
 
 
-class Mark(Struct, frozen=True, kw_only=True):
+class LimitMark(Struct, frozen=True, kw_only=True):
     """A limit, drawn across the chart."""
 
     at: float
@@ -74,12 +74,12 @@ def chart(
     title: str,
     x: str,
     y: str,
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     log_x: bool = False,
     log_y: bool = False,
     shares: bool = False,
-    marks: Sequence[Mark] = (),
+    marks: Sequence[LimitMark] = (),
 ) -> Markup:
     """One chart, with its legend and its table.
 
@@ -94,7 +94,7 @@ def chart(
         marks: Limits.
     """
     drawn = [
-        Line(name=line.name, points=points)
+        ChartLine(name=line.name, points=points)
         for line in lines
         if (points := [(x, y) for x, y in line.points if (x > 0 or not log_x) and (y > 0 or not log_y)])
     ]
@@ -141,7 +141,7 @@ def _percent(share: float) -> str:
 
 
 def _scales(
-    lines: Sequence[Line], marks: Sequence[Mark], *, log_x: bool, log_y: bool, shares: bool
+    lines: Sequence[ChartLine], marks: Sequence[LimitMark], *, log_x: bool, log_y: bool, shares: bool
 ) -> tuple[_Scale, _Scale]:
     xs = [point[0] for line in lines for point in line.points] + [mark.at for mark in marks if mark.upright]
     ys = [point[1] for line in lines for point in line.points] + [mark.at for mark in marks if not mark.upright]
@@ -200,7 +200,7 @@ def _axis_names(x: str, y: str) -> Markup:
     return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x, "middle") + turned.format(at=_pixels(middle), said=y)
 
 
-def _mark(mark: Mark, place: int, across: _Scale, up: _Scale) -> Markup:
+def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
     """The limit, and its name on the side where there is room; those of several stand above each other."""
     line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
     if not mark.upright:
@@ -215,7 +215,7 @@ def _mark(mark: Mark, place: int, across: _Scale, up: _Scale) -> Markup:
     return drawn + _text(at + 4, height, _shortened(mark.name, right), "halo")
 
 
-def _line(index: int, line: Line, across: _Scale, up: _Scale, said: Callable[[float], str]) -> Markup:
+def _line(index: int, line: ChartLine, across: _Scale, up: _Scale, said: Callable[[float], str]) -> Markup:
     pixels = [(_pixels(across.pixel(x)), _pixels(up.pixel(y))) for x, y in line.points]
     path = Markup('<polyline class="line line-{}{}" points="{}"/>').format(
         index, " dense" if len(pixels) > DENSE else "", " ".join(f"{left},{top}" for left, top in pixels)
@@ -228,7 +228,7 @@ def _line(index: int, line: Line, across: _Scale, up: _Scale, said: Callable[[fl
     )
 
 
-def _legend(lines: Sequence[Line]) -> Markup:
+def _legend(lines: Sequence[ChartLine]) -> Markup:
     entry = Markup(
         '<li><svg viewBox="0 0 26 8" aria-hidden="true"><line x1="1" x2="25" y1="4" y2="4" class="line line-{}"/></svg>'
         "{}</li>"
@@ -237,7 +237,7 @@ def _legend(lines: Sequence[Line]) -> Markup:
     return Markup('<ul class="legend">{}</ul>').format(entries)
 
 
-def _table(x: str, lines: Sequence[Line], said: Callable[[float], str]) -> Markup:
+def _table(x: str, lines: Sequence[ChartLine], said: Callable[[float], str]) -> Markup:
     """All points: a row for each x, a column for each line."""
     columns = [dict(line.points) for line in lines]
     head = Markup("").join(
@@ -257,7 +257,7 @@ def _table(x: str, lines: Sequence[Line], said: Callable[[float], str]) -> Marku
     ).format(head, rows)
 
 
-def _in_words(lines: Sequence[Line], said: Callable[[float], str]) -> str:
+def _in_words(lines: Sequence[ChartLine], said: Callable[[float], str]) -> str:
     """For those who hear the chart: where each line runs."""
     return "; ".join(
         f"{line.name} from {said(line.points[0][1])} to {said(line.points[-1][1])}, "

@@ -23,7 +23,7 @@ from fleet.adapters.traces import TraceSession
 from fleet.clock import SECOND, Nanos
 from fleet.errors import Reason
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended
+from fleet.sim.results import EndedRequest
 from fleet.sim.world import World
 from kvstore.replay import Request
 
@@ -34,11 +34,11 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Traffic = Iterator[Request] | Iterator[TraceSession]
 """What clients send: sessions for those that are sessions, requests for all others."""
 
-FOR_NOW = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
+RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
 """Refusals after which a request may be sent again."""
 
 
-class Patience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all clients have."""
 
     deadline_seconds: Seconds = 0.0
@@ -51,11 +51,13 @@ class Patience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Before the first of these times; before each further one twice as long."""
 
 
-class Open(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
+class OpenClients(ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
     """Send when the workload says."""
 
 
-class Closed(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"):
+class ClosedClients(
+    ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"
+):
     """A fixed number of users."""
 
     users: Count = 64
@@ -66,7 +68,9 @@ class Closed(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     """Within which users come, at equal distances; 0: all at once."""
 
 
-class Sessions(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"):
+class SessionClients(
+    ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"
+):
     """Turns that wait for answers."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
@@ -76,10 +80,10 @@ class Sessions(Patience, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Between an answer and the next turn; what was longer (a night, say) is as long as that."""
 
 
-ClientSection = Open | Closed | Sessions
+ClientSection = OpenClients | ClosedClients | SessionClients
 
 
-class Clients(Protocol):
+class SimulatedClients(Protocol):
     """What the simulation asks of them."""
 
     @property
@@ -89,8 +93,8 @@ class Clients(Protocol):
 
 
 def begin(
-    section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[Ended], None]
-) -> Clients:
+    section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
+) -> SimulatedClients:
     """Have clients send.
 
     Args:
@@ -102,11 +106,11 @@ def begin(
     """
     sender = _Sender(kernel, world, section, ended)
     match section:
-        case Open():
+        case OpenClients():
             return _OpenLoop(kernel, sender, _only(Request, traffic))
-        case Closed():
+        case ClosedClients():
             return _ClosedLoop(kernel, sender, section, _only(Request, traffic))
-        case Sessions():
+        case SessionClients():
             return _Conversations(kernel, sender, section, _only(TraceSession, traffic))
 
 
@@ -119,7 +123,7 @@ def _only(kind: type[T], traffic: Traffic) -> Iterator[T]:
 class _Sender:
     """Sends requests until they are over."""
 
-    def __init__(self, kernel: Kernel, world: World, patience: Patience, ended: Callable[[Ended], None]):
+    def __init__(self, kernel: Kernel, world: World, patience: ClientPatience, ended: Callable[[EndedRequest], None]):
         self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
         self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
         self._patient = bool(self._deadline or patience.retries)
@@ -142,8 +146,8 @@ class _Sender:
         deadline = Nanos(request.arrival + self._deadline) if self._deadline else None
         self._world.send(request, partial(self._answered, request, over, retries), deadline)
 
-    def _answered(self, request: Request, over: Callable[[], None] | None, retries: int, ended: Ended) -> None:
-        if ended.refused in FOR_NOW and retries < self._patience.retries:
+    def _answered(self, request: Request, over: Callable[[], None] | None, retries: int, ended: EndedRequest) -> None:
+        if ended.refused in RETRYABLE and retries < self._patience.retries:
             wait = Nanos(round(self._patience.retry_seconds * 2**retries * SECOND))
             self._kernel.after(wait, partial(self._try, request, over, retries + 1))
             return
@@ -180,7 +184,7 @@ class _OpenLoop:
 class _ClosedLoop:
     """Users, one request each."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, section: Closed, requests: Iterator[Request]):
+    def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[Request]):
         first = list(islice(requests, section.users))  # who finds nothing to send need not come
         self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
@@ -206,7 +210,7 @@ class _ClosedLoop:
 class _Conversations:
     """Sessions, so many at a time or as they come."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, section: Sessions, sessions: Iterator[TraceSession]):
+    def __init__(self, kernel: Kernel, sender: _Sender, section: SessionClients, sessions: Iterator[TraceSession]):
         self._kernel, self._sender, self._sessions = kernel, sender, sessions
         self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
         self._live = 0

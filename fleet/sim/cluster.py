@@ -7,7 +7,7 @@ Rules:
 2. A worker that is cut off is given up, and gives up its work, after the silence that routers wait for. It keeps its cache, and
    tells what is in it when it is back.
 3. A worker that is to change its role drains, leaves when nothing is left to do, and joins again with its cache. Until then it may
-   be told otherwise: the last word counts. A worker that begins, anew or in another role, is heard of `COMING` messages later.
+   be told otherwise: the last word counts. A worker that begins, anew or in another role, is heard of `JOIN_MESSAGES` messages later.
 4. What else can happen is in `fleet.sim.faults`; none of it loses a request.
 """
 
@@ -20,29 +20,29 @@ from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
 from fleet.router.messages import RouterEvent, StoreChanged, WorkerDraining, WorkerLeft
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
-from fleet.sim.handoffs import End, Handoffs
+from fleet.sim.handoffs import Handoffs, TransferEndpoint
 from fleet.sim.kernel import Kernel
-from fleet.sim.network import Lane, Network
+from fleet.sim.network import LinkName, Network
 from fleet.sim.pools import PoolProfile, node_of
 from fleet.sim.prompts import hashes_of
-from fleet.sim.results import PoolLook
-from fleet.sim.store import Borrower, Changed, NodeStore, StoreProfile, Tier
-from fleet.sim.ways import Way
-from fleet.sim.worker import FINGERPRINT, Requests, Surroundings, Worker
+from fleet.sim.results import PoolSample
+from fleet.sim.store import AttachedWorker, NodeStore, SimulatedTier, StoreProfile, TierChange
+from fleet.sim.ways import Channel
+from fleet.sim.worker import FINGERPRINT, SimulatedRequests, SimulatedWorker, WorkerEnvironment
 
 JUST_BEFORE = 1000  # nanoseconds: before a fault, what was generated is on its way
-COMING = 6
+JOIN_MESSAGES = 6
 """Messages, one after the other, from a worker's start until a router knows it: it registers and the router is told; the router
 connects, which takes two; it asks, and is answered."""
 
 
-class Cluster:
+class SimulatedCluster:
     """Workers by name, those that are up."""
 
     def __init__(
         self,
         kernel: Kernel,
-        requests: Requests,
+        requests: SimulatedRequests,
         hear: Callable[[RouterEvent], None],
         *,
         block_tokens: int,
@@ -67,7 +67,7 @@ class Cluster:
         self._silence = silence
         self._network = Network(kernel)
         self._handoffs = Handoffs(kernel, self._network, block_tokens, self._leave_if_idle)
-        self._around = Surroundings(
+        self._around = WorkerEnvironment(
             kernel=kernel,
             message_delay=message_delay,
             hear=hear,
@@ -75,12 +75,14 @@ class Cluster:
             requests=requests,
             ended=self._leave_if_idle,
         )
-        self._workers: dict[WorkerId, Worker] = {}
-        self._left: list[Worker] = []
+        self._workers: dict[WorkerId, SimulatedWorker] = {}
+        self._left: list[SimulatedWorker] = []
         self._store = store
         self._stores: dict[StoreId, NodeStore] = {}
-        self._shared_tiers = {} if store is None else {tier.name: Tier(tier) for tier in store.tiers if tier.shared}
-        self._stores_say: Way[RouterEvent] = Way(kernel, message_delay, hear)
+        self._shared_tiers = (
+            {} if store is None else {tier.name: SimulatedTier(tier) for tier in store.tiers if tier.shared}
+        )
+        self._stores_say: Channel[RouterEvent] = Channel(kernel, message_delay, hear)
         self.cut = self._cut
         """What a cut is, of a worker and for how long; `fleet.sim.shell` has another."""
 
@@ -95,11 +97,11 @@ class Cluster:
     def _join(
         self, profile: PoolProfile, worker_id: WorkerId, node: StoreId, role: Role, incarnation: int, since: Nanos
     ) -> None:
-        borrower = None
+        attached_worker = None
         if self._store is not None:
-            times, load, save = profile.times, Lane(f"{worker_id} load"), Lane(f"{worker_id} save")
-            borrower = Borrower(times=times, load_lane=load, save_lane=save)
-        worker = Worker(
+            times, load, save = profile.times, LinkName(f"{worker_id} load"), LinkName(f"{worker_id} save")
+            attached_worker = AttachedWorker(times=times, load_link=load, save_link=save)
+        worker = SimulatedWorker(
             self._around,
             profile,
             worker_id,
@@ -108,15 +110,17 @@ class Cluster:
             incarnation=incarnation,
             since=since,
             store=None if self._store is None else self._store_of(node, self._store),
-            borrower=borrower,
+            attached_worker=attached_worker,
         )
         self._workers[worker_id] = worker
         self._network.join(worker_id, profile.bandwidth)
-        end = End(engine=worker.engine, bytes_per_token=profile.kv_bytes_per_token, latency=profile.link_latency)
+        end = TransferEndpoint(
+            engine=worker.engine, bytes_per_token=profile.kv_bytes_per_token, latency=profile.link_latency
+        )
         self._handoffs.join(worker_id, end)
-        if borrower is not None:
-            self._network.open(borrower.load_lane, profile.host_bandwidth)
-            self._network.open(borrower.save_lane, profile.host_bandwidth)
+        if attached_worker is not None:
+            self._network.open(attached_worker.load_link, profile.host_bandwidth)
+            self._network.open(attached_worker.save_link, profile.host_bandwidth)
         worker.announce(self._hear)
 
     def _store_of(self, node: StoreId, profile: StoreProfile) -> NodeStore:
@@ -125,7 +129,7 @@ class Cluster:
             self._stores[node] = store
         return store
 
-    def _store_changed(self, store: NodeStore, tier: Tier, changed: Changed) -> None:
+    def _store_changed(self, store: NodeStore, tier: SimulatedTier, changed: TierChange) -> None:
         stores = [each for each in self._stores.values() if each.up] if tier.profile.shared else [store]
         for each in stores:
             self._stores_say.say(
@@ -177,55 +181,55 @@ class Cluster:
                 pass
             case RoleFlip():
                 worker.flips_to = fault.role
-                worker.says.say(WorkerDraining(worker_id=worker.id))
+                worker.to_router.say(WorkerDraining(worker_id=worker.id))
                 self._leave_if_idle(worker.id)
             case _:
                 assert_never(fault)
 
-    def _die(self, worker: Worker, down: Nanos, start: Nanos) -> None:
+    def _die(self, worker: SimulatedWorker, down: Nanos, start: Nanos) -> None:
         del self._workers[worker.id]
         gone = worker.until = self._kernel.now()
         worker.engine.stop()
         self._left.append(worker)
         self._network.leave(worker.id)
         self._handoffs.leave(worker.id)
-        if worker.borrower is not None:
-            self._network.close(worker.borrower.load_lane)
-            self._network.close(worker.borrower.save_lane)
-        worker.says.forget()
-        worker.says.mend()  # nobody hears of a cut any more
+        if worker.attached_worker is not None:
+            self._network.close(worker.attached_worker.load_link)
+            self._network.close(worker.attached_worker.save_link)
+        worker.to_router.forget()
+        worker.to_router.restore()  # nobody hears of a cut any more
         if not worker.away:
-            worker.says.say(WorkerLeft(worker_id=worker.id))
+            worker.to_router.say(WorkerLeft(worker_id=worker.id))
         begun = Nanos(gone + down)
         heard = gone + self._delay + 1  # only then another may come: the router goes by names
         role = worker.flips_to or worker.role
         successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
-        self._kernel.at(max(begun + start + COMING * self._delay, heard), successor)
+        self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, heard), successor)
 
-    def _cut(self, worker: Worker, lasting: Nanos) -> None:
-        if worker.says.is_cut:
+    def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
+        if worker.to_router.is_cut:
             return
-        worker.says.cut()
-        worker.hears.cut()
+        worker.to_router.cut()
+        worker.from_router.cut()
         if lasting > self._silence:
             self._kernel.after(self._silence, partial(self._lose_touch, worker))
         self._kernel.after(lasting, partial(self._regain_touch, worker, lasting > self._silence))
 
-    def _lose_touch(self, worker: Worker) -> None:
+    def _lose_touch(self, worker: SimulatedWorker) -> None:
         """Router and worker give each other up."""
         if worker.until is None:
             worker.give_up_all()
             self._hear(WorkerLeft(worker_id=worker.id))
 
-    def _regain_touch(self, worker: Worker, was_lost: bool) -> None:
+    def _regain_touch(self, worker: SimulatedWorker, was_lost: bool) -> None:
         if worker.until is not None:
             return
         if was_lost:
-            worker.says.forget()
-        worker.says.mend()
-        worker.hears.mend()
+            worker.to_router.forget()
+        worker.to_router.restore()
+        worker.from_router.restore()
         if was_lost and not worker.away:
-            worker.announce(worker.says.say)
+            worker.announce(worker.to_router.say)
             self._leave_if_idle(worker.id)
 
     def _leave_if_idle(self, worker_id: WorkerId) -> None:
@@ -234,30 +238,30 @@ class Cluster:
         if worker is None or worker.flips_to is None or worker.away or not worker.engine.idle:
             return
         worker.away = True
-        worker.says.say(WorkerLeft(worker_id=worker.id))
-        announced = (COMING - 1) * self._delay + 1  # and heard a message later
+        worker.to_router.say(WorkerLeft(worker_id=worker.id))
+        announced = (JOIN_MESSAGES - 1) * self._delay + 1  # and heard a message later
         self._kernel.after(announced, partial(self._begin_anew, worker))
 
-    def _begin_anew(self, worker: Worker) -> None:
+    def _begin_anew(self, worker: SimulatedWorker) -> None:
         """In its new role."""
         if worker.until is not None:
             return  # it died meanwhile
         assert worker.flips_to is not None
         worker.role, worker.flips_to, worker.away = worker.flips_to, None, False
         worker.incarnation += 1
-        worker.announce(worker.says.say)
+        worker.announce(worker.to_router.say)
 
     # Looks from outside.
 
-    def get(self, worker_id: WorkerId) -> Worker | None:
+    def get(self, worker_id: WorkerId) -> SimulatedWorker | None:
         """A worker that is up."""
         return self._workers.get(worker_id)
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[SimulatedWorker]:
         """Those that are up."""
         return iter(self._workers.values())
 
-    def ever(self) -> list[Worker]:
+    def ever(self) -> list[SimulatedWorker]:
         """All that were ever there, those that have left first."""
         return [*self._left, *self._workers.values()]
 
@@ -277,13 +281,13 @@ class Cluster:
         blocks = sum(worker.profile.limits.kv_blocks for worker in self)
         return sum(worker.engine.kv_blocks_used for worker in self) / blocks if blocks else 0.0
 
-    def pools(self) -> tuple[PoolLook, ...]:
+    def pools(self) -> tuple[PoolSample, ...]:
         """How each pool stands now."""
-        pools: dict[str, list[Worker]] = {}
+        pools: dict[str, list[SimulatedWorker]] = {}
         for worker in self:
             pools.setdefault(worker.profile.name, []).append(worker)
         return tuple(
-            PoolLook(
+            PoolSample(
                 name=name,
                 workers=len(workers),
                 running=sum(worker.engine.held for worker in workers),

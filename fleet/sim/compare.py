@@ -9,11 +9,11 @@ from enum import Enum
 
 from msgspec import Struct
 
-from fleet.sim.intervals import Interval, interval
+from fleet.sim.intervals import ConfidenceInterval, confidence_interval
 from fleet.sim.results import RunOutcome
 
 
-class Better(Enum):
+class FigureDirection(Enum):
     """Which way a figure should go."""
 
     HIGHER = 1
@@ -21,44 +21,46 @@ class Better(Enum):
     NEITHER = 0
 
 
-class Figure(Struct, frozen=True):
+class ComparedFigure(Struct, frozen=True):
     """One that is compared."""
 
     name: str
     of: Callable[[RunOutcome], float]
-    better: Better
+    better: FigureDirection
 
 
-def _quantile(times: str, name: str) -> Figure:
-    return Figure(f"{times}_{name}", lambda outcome: float(getattr(outcome, times)[name]), Better.LOWER)
+def _quantile(times: str, name: str) -> ComparedFigure:
+    return ComparedFigure(
+        f"{times}_{name}", lambda outcome: float(getattr(outcome, times)[name]), FigureDirection.LOWER
+    )
 
 
-def _plain(name: str, better: Better) -> Figure:
-    return Figure(name, lambda outcome: float(getattr(outcome, name)), better)
+def _plain(name: str, better: FigureDirection) -> ComparedFigure:
+    return ComparedFigure(name, lambda outcome: float(getattr(outcome, name)), better)
 
 
 FIGURES = (
-    _plain("attainment", Better.HIGHER),
-    _plain("goodput_rps", Better.HIGHER),
+    _plain("attainment", FigureDirection.HIGHER),
+    _plain("goodput_rps", FigureDirection.HIGHER),
     *(_quantile(times, name) for times in ("ttft_ms", "tpot_ms") for name in ("p50", "p90", "p99")),
     _quantile("e2e_ms", "p90"),
-    Figure("refused", lambda outcome: float(sum(outcome.refused.values())), Better.LOWER),
-    _plain("hit_rate", Better.HIGHER),
-    _plain("imbalance", Better.LOWER),
-    _plain("utilisation", Better.NEITHER),
-    _plain("gpu_hours", Better.LOWER),
-    _plain("cost_per_million_tokens", Better.LOWER),
-    _plain("energy_kwh", Better.LOWER),
+    ComparedFigure("refused", lambda outcome: float(sum(outcome.refused.values())), FigureDirection.LOWER),
+    _plain("hit_rate", FigureDirection.HIGHER),
+    _plain("imbalance", FigureDirection.LOWER),
+    _plain("utilisation", FigureDirection.NEITHER),
+    _plain("gpu_hours", FigureDirection.LOWER),
+    _plain("cost_per_million_tokens", FigureDirection.LOWER),
+    _plain("energy_kwh", FigureDirection.LOWER),
 )
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class FigureDifference(Struct, frozen=True, kw_only=True):
     """One figure of both."""
 
     name: str
     a: float  # mean over seeds
     b: float
-    difference: Interval  # b - a
+    difference: ConfidenceInterval  # b - a
     verdict: str  # of b: "better", "worse", "differs" where neither is; empty where the interval has 0 in it
 
 
@@ -69,7 +71,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     b: str
     seeds: tuple[int, ...]
     same_requests: bool  # whether both had the same workload, seed by seed
-    figures: tuple[Difference, ...]
+    figures: tuple[FigureDifference, ...]
     runs: tuple[tuple[RunOutcome, RunOutcome], ...]  # a pair for each seed
 
 
@@ -94,15 +96,15 @@ def compare(
     )
 
 
-def means(runs: Sequence[RunOutcome]) -> dict[str, Interval]:
+def means(runs: Sequence[RunOutcome]) -> dict[str, ConfidenceInterval]:
     """Of the figures of runs that differ in their seeds alone."""
-    return {figure.name: interval([figure.of(run) for run in runs]) for figure in FIGURES}
+    return {figure.name: confidence_interval([figure.of(run) for run in runs]) for figure in FIGURES}
 
 
-def _difference(figure: Figure, runs: Sequence[tuple[RunOutcome, RunOutcome]]) -> Difference:
+def _difference(figure: ComparedFigure, runs: Sequence[tuple[RunOutcome, RunOutcome]]) -> FigureDifference:
     pairs = [(figure.of(a), figure.of(b)) for a, b in runs]
-    difference = interval([b - a for a, b in pairs])
-    return Difference(
+    difference = confidence_interval([b - a for a, b in pairs])
+    return FigureDifference(
         name=figure.name,
         a=sum(a for a, _ in pairs) / len(pairs),
         b=sum(b for _, b in pairs) / len(pairs),
@@ -111,9 +113,9 @@ def _difference(figure: Figure, runs: Sequence[tuple[RunOutcome, RunOutcome]]) -
     )
 
 
-def _verdict(better: Better, difference: Interval) -> str:
+def _verdict(better: FigureDirection, difference: ConfidenceInterval) -> str:
     if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
         return ""
-    if better is Better.NEITHER:
+    if better is FigureDirection.NEITHER:
         return "differs"
-    return "better" if (difference.mean > 0) == (better is Better.HIGHER) else "worse"
+    return "better" if (difference.mean > 0) == (better is FigureDirection.HIGHER) else "worse"

@@ -10,7 +10,7 @@ Rules:
 4. What is admitted when is `fleet.sim.admission`'s. A sequence that needs a block when there is none left pushes out the one
    admitted last, which starts again from its prompt and what it had generated (vLLM's pre-emption by recomputation).
 5. Work that is handed off keeps its blocks until they have been fetched (`release`).
-6. How far an answer has come is told when it begins another block (and no more often than `TOLD_EVERY` tokens), which is all that a
+6. How far an answer has come is told when it begins another block (and no more often than `REPORT_TOKENS` tokens), which is all that a
    router counts; and with `progress`, whenever somebody wants to know.
 """
 
@@ -19,23 +19,23 @@ from functools import lru_cache
 from math import prod
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.hardware.power import load
+from fleet.hardware.power import power_share
 from fleet.ids import RequestId
-from fleet.sim.admission import Admission
-from fleet.sim.batch import Batch
+from fleet.sim.admission import EngineAdmission
+from fleet.sim.batch import VirtualBatch
 from fleet.sim.kernel import Kernel
-from fleet.sim.memory import Memory
+from fleet.sim.memory import SimulatedKvMemory
 from fleet.sim.results import Quantiles
-from fleet.sim.stretch import Chunk, Stretch
-from fleet.sim.work import EngineLimits, Job, StepTimes, Supply, Told, Work
+from fleet.sim.stretch import PromptChunk, StepRun
+from fleet.sim.work import BlockSupply, EngineLimits, Job, SimulatedAttempt, StepProgress, StepTimes
 
-TOLD_EVERY = 64  # generated tokens, at least, between two reports of a sequence's progress
-
-
-_load = lru_cache(1 << 14)(load)
+REPORT_TOKENS = 64  # generated tokens, at least, between two reports of a sequence's progress
 
 
-class SimulatedEngine:
+_load = lru_cache(1 << 14)(power_share)
+
+
+class VirtualEngine:
     """Prompts and answers of one worker. Tells `tell` what each step brought, and `cache_changed` what came and went."""
 
     def __init__(
@@ -43,9 +43,9 @@ class SimulatedEngine:
         kernel: Kernel,
         times: StepTimes,
         limits: EngineLimits,
-        tell: Callable[[list[Told]], None],
+        tell: Callable[[list[StepProgress]], None],
         cache_changed: Callable[[list[int], list[int]], None],
-        supply: Supply | None = None,
+        supply: BlockSupply | None = None,
     ):
         self._kernel = kernel
         self._seconds = times.seconds
@@ -53,17 +53,17 @@ class SimulatedEngine:
         self._block_tokens = limits.block_tokens
         self._tell = tell
         self._cache_changed = cache_changed
-        self._memory = Memory(limits.kv_blocks, limits.block_tokens)
+        self._memory = SimulatedKvMemory(limits.kv_blocks, limits.block_tokens)
         self._cache = self._memory.cache
-        self._admission = Admission(limits, self._memory, supply)
-        self._batch = Batch()
-        self._works: dict[RequestId, Work] = {}
-        self._kept: dict[RequestId, Work] = {}  # until somebody has fetched their blocks
-        self._stretch: Stretch | None = None
+        self._admission = EngineAdmission(limits, self._memory, supply)
+        self._batch = VirtualBatch()
+        self._works: dict[RequestId, SimulatedAttempt] = {}
+        self._kept: dict[RequestId, SimulatedAttempt] = {}  # until somebody has fetched their blocks
+        self._step_run: StepRun | None = None
         self._slowed_by: list[float] = []
         self._slowness = 1.0
         self.busy = Nanos(0)  # so far
-        self.effort = 0.0  # the same, each counted as the share of its power that a GPU drew in it
+        self.weighted_busy = 0.0  # the same, each counted as the share of its power that a GPU drew in it
         self.computed_tokens = 0  # of prompts
         self.generated_tokens = 0
         self.gaps = Quantiles()  # between tokens of a sequence, ms
@@ -100,7 +100,7 @@ class SimulatedEngine:
 
     def submit(self, job: Job) -> None:
         """Take work; it is admitted as soon as there is room."""
-        self._works[job.work_id] = work = Work(job)
+        self._works[job.attempt_id] = work = SimulatedAttempt(job)
         self._admission.wait(work)
         self._interrupt()
 
@@ -111,52 +111,52 @@ class SimulatedEngine:
             Blocks that have to come (`fetched` says when they did); None when there is no room now: the work then waits as any other,
             and what it needs is asked for again.
         """
-        work = Work(job, job.fetched_tokens, asked=True)
+        work = SimulatedAttempt(job, job.fetched_tokens, asked=True)
         if not self._memory.hold(work, self._cache.leading(job.keys)):
             self.submit(job)
             return None
-        self._works[job.work_id] = work
+        self._works[job.attempt_id] = work
         self._admission.fetch(work)
         return self._memory.missing(work)
 
-    def fetched(self, work_id: RequestId) -> None:
+    def fetched(self, attempt_id: RequestId) -> None:
         """All blocks have come."""
-        if (work := self._admission.fetched(work_id)) is None:
+        if (work := self._admission.fetched(attempt_id)) is None:
             return  # cancelled
         work.computed = max(work.computed, work.coming)
         self._memory.name_computed(work)
         self._interrupt()
 
-    def not_fetched(self, work_id: RequestId) -> None:
+    def not_fetched(self, attempt_id: RequestId) -> None:
         """They will not come: the prompt is computed from where the cache ends."""
-        if self._admission.fetched(work_id) is not None:
+        if self._admission.fetched(attempt_id) is not None:
             self._interrupt()
 
-    def cancel(self, work_id: RequestId) -> None:
+    def cancel(self, attempt_id: RequestId) -> None:
         """Forget a piece of work, if it is known."""
-        if (work := self._works.pop(work_id, None)) is None:
+        if (work := self._works.pop(attempt_id, None)) is None:
             return
         self._stop(work)
         self._admission.leave(work)
         self._interrupt()
 
-    def progress(self) -> list[Told]:
+    def progress(self) -> list[StepProgress]:
         """What running work has generated by now, and was not told; from here on it counts as told."""
-        done = 0 if self._stretch is None else self._stretch.done(self._kernel.instant)
+        done = 0 if self._step_run is None else self._step_run.done(self._kernel.instant)
         told = []
         for work in self._works.values():
             if work.running and (tokens := self._batch.generated(work) + done - work.told):
                 work.told += tokens
-                told.append(Told(work.job.work_id, tokens, ended=False))
+                told.append(StepProgress(work.job.attempt_id, tokens, ended=False))
         return told
 
-    def keeps(self, work_id: RequestId) -> bool:
+    def keeps(self, attempt_id: RequestId) -> bool:
         """Whether the blocks of work that was handed off are still here."""
-        return work_id in self._kept
+        return attempt_id in self._kept
 
-    def release(self, work_id: RequestId) -> None:
+    def release(self, attempt_id: RequestId) -> None:
         """The blocks of work that was handed off are needed no longer."""
-        if (work := self._kept.pop(work_id, None)) is not None:
+        if (work := self._kept.pop(attempt_id, None)) is not None:
             self._stop(work)
             if self._admission.wanted:
                 self._interrupt()
@@ -177,14 +177,14 @@ class SimulatedEngine:
     def forget_all(self) -> list[RequestId]:
         """Cancel all work; the cache stays, and what is kept for others. Returns what work there was."""
         works = list(self._works)
-        for work_id in works:
-            self.cancel(work_id)
+        for attempt_id in works:
+            self.cancel(attempt_id)
         return works
 
     def stop(self) -> None:
         """Die, with all that is here; nothing is told any more."""
-        if self._stretch is not None:
-            self._stretch.forget()
+        if self._step_run is not None:
+            self._step_run.forget()
         self._works.clear()
         self._kept.clear()
         self._admission.clear()
@@ -193,7 +193,7 @@ class SimulatedEngine:
 
     def _interrupt(self) -> None:
         """End a stretch with the step that runs, or begin one."""
-        if (stretch := self._stretch) is None:
+        if (stretch := self._step_run) is None:
             self._begin()
         elif stretch.steps > 1:
             stretch.cut(self._kernel, self._end)
@@ -203,7 +203,7 @@ class SimulatedEngine:
         admission.admit(batch.running)
         running, context = batch.running, batch.context
         steps, slope, tokens = 1, 0.0, 0
-        chunks: Sequence[Chunk] = ()
+        chunks: Sequence[PromptChunk] = ()
         if admission.computing and (chunks := admission.chunks(running)):
             pairs = 0.0
             for work, count in chunks:
@@ -217,7 +217,7 @@ class SimulatedEngine:
                 slope = (last - first) / (steps - 1)
         else:
             return
-        self._stretch = stretch = Stretch(self._kernel.instant, first, slope, steps, chunks, tokens)
+        self._step_run = stretch = StepRun(self._kernel.instant, first, slope, steps, chunks, tokens)
         stretch.end = self._kernel.at(stretch.until(steps), self._end)
 
     def _steps_together(self) -> int:
@@ -230,14 +230,14 @@ class SimulatedEngine:
         return steps
 
     def _end(self) -> None:
-        stretch, batch = self._stretch, self._batch
+        stretch, batch = self._step_run, self._batch
         assert stretch is not None
-        self._stretch = None
+        self._step_run = None
         lasted = self._kernel.instant - stretch.began
         running = batch.running
         self.busy = Nanos(self.busy + lasted)
-        self.effort += lasted * _load(running + stretch.prompt_tokens)
-        told: list[Told] = []
+        self.weighted_busy += lasted * _load(running + stretch.prompt_tokens)
+        told: list[StepProgress] = []
         if running:
             steps = stretch.steps
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
@@ -263,8 +263,8 @@ class SimulatedEngine:
         if told:
             self._tell(told)
 
-    def _computed(self, work: Work, tokens: int, told: list[Told]) -> None:
-        if work.job.work_id not in self._works:
+    def _computed(self, work: SimulatedAttempt, tokens: int, told: list[StepProgress]) -> None:
+        if work.job.attempt_id not in self._works:
             return  # cancelled meanwhile
         work.computed += tokens
         self.computed_tokens += tokens
@@ -284,21 +284,21 @@ class SimulatedEngine:
             self._tell_later(work)
             self._grow_later(work)
 
-    def _end_due(self, told: list[Told]) -> None:
+    def _end_due(self, told: list[StepProgress]) -> None:
         for work in self._batch.due(self._batch.ends):
             assert self._batch.generated(work) == work.answer_tokens, work.job
             told.append(self._told(work, ended=True))
             self._over(work)
 
-    def _tell_due(self, told: list[Told]) -> None:
+    def _tell_due(self, told: list[StepProgress]) -> None:
         for work in self._batch.due(self._batch.tells):
             told.append(self._told(work, ended=False))
             self._tell_later(work)
 
-    def _tell_later(self, work: Work) -> None:
+    def _tell_later(self, work: SimulatedAttempt) -> None:
         """When its next block begins."""
         prompt, size = work.job.prompt_tokens, self._block_tokens
-        tokens = prompt + self._batch.generated(work) + max(0, TOLD_EVERY - size)
+        tokens = prompt + self._batch.generated(work) + max(0, REPORT_TOKENS - size)
         self._batch.tell_at(work, -(-tokens // size) * size + 1 - prompt)
 
     def _grow(self) -> None:
@@ -311,11 +311,11 @@ class SimulatedEngine:
                 self._memory.grow(work)
                 self._grow_later(work)
 
-    def _grow_later(self, work: Work) -> None:
+    def _grow_later(self, work: SimulatedAttempt) -> None:
         """When the next token has no room in the blocks that it has."""
         self._batch.grow_at(work, self._memory.room(work) - work.job.prompt_tokens)
 
-    def _preempt(self) -> Work:
+    def _preempt(self) -> SimulatedAttempt:
         """Push out what was admitted last; returns it."""
         running = (work for work in self._works.values() if work.running)
         work = max(running, key=lambda each: each.admitted)
@@ -327,23 +327,23 @@ class SimulatedEngine:
 
     # Ends.
 
-    def _told(self, work: Work, *, ended: bool) -> Told:
+    def _told(self, work: SimulatedAttempt, *, ended: bool) -> StepProgress:
         generated = self._batch.generated(work)
         tokens, work.told = generated - work.told, generated
-        return Told(work.job.work_id, tokens, ended, work.cached if tokens == generated else None)
+        return StepProgress(work.job.attempt_id, tokens, ended, work.cached if tokens == generated else None)
 
-    def _over(self, work: Work) -> None:
+    def _over(self, work: SimulatedAttempt) -> None:
         """All its tokens have come."""
         job = work.job
         self._memory.name_answer(work)
-        del self._works[job.work_id]
+        del self._works[job.attempt_id]
         if job.handed_off:
-            self._kept[job.work_id] = work
+            self._kept[job.attempt_id] = work
             self._batch.leave(work)
         else:
             self._stop(work)
 
-    def _stop(self, work: Work) -> None:
+    def _stop(self, work: SimulatedAttempt) -> None:
         """Out of the batch, and its blocks with it."""
         self._batch.leave(work)
         self._memory.free(work)

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
-from fleet.sim.engine import SimulatedEngine
-from fleet.sim.kernel import Event, Kernel, cancel
+from fleet.sim.engine import VirtualEngine
+from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.network import Network
 from fleet.sim.work import Job
 from fleet.work import Handoff
@@ -27,31 +27,31 @@ LEASE = Nanos(30 * SECOND)
 """As vLLM's NIXL connector holds blocks that were handed off, and `workers.engines.vllm_planning`."""
 
 
-class Params(Struct, frozen=True):
+class HandoffParams(Struct, frozen=True):
     """What one engine tells the other."""
 
-    work_id: RequestId  # of the prefill
+    attempt_id: RequestId  # of the prefill
 
 
-def params(work_id: RequestId) -> bytes:
+def params(attempt_id: RequestId) -> bytes:
     """Of a `Handoff`, for prefill work of this name."""
-    return msgspec.json.encode(Params(work_id))
+    return msgspec.json.encode(HandoffParams(attempt_id))
 
 
-class End(Struct, frozen=True, kw_only=True):
+class TransferEndpoint(Struct, frozen=True, kw_only=True):
     """One engine that blocks leave or come to."""
 
-    engine: SimulatedEngine
+    engine: VirtualEngine
     bytes_per_token: float
     latency: Nanos
 
 
-class _Source(Struct, frozen=True):
+class _HandoffSource(Struct, frozen=True):
     """Where the blocks of decode work are kept."""
 
     fetcher: WorkerId
     keeper: WorkerId
-    work_id: RequestId  # of the prefill
+    attempt_id: RequestId  # of the prefill
 
 
 class Handoffs:
@@ -76,11 +76,11 @@ class Handoffs:
         self._network = network
         self._block_tokens = block_tokens
         self._released = released
-        self._ends: dict[WorkerId, End] = {}
-        self._leases: dict[tuple[WorkerId, RequestId], Event] = {}
-        self._sources: dict[RequestId, _Source] = {}  # of decode work that has not begun to fetch
+        self._ends: dict[WorkerId, TransferEndpoint] = {}
+        self._leases: dict[tuple[WorkerId, RequestId], ScheduledEvent] = {}
+        self._sources: dict[RequestId, _HandoffSource] = {}  # of decode work that has not begun to fetch
 
-    def join(self, worker: WorkerId, end: End) -> None:
+    def join(self, worker: WorkerId, end: TransferEndpoint) -> None:
         """An engine comes, under a name that nobody has."""
         self._ends[worker] = end
 
@@ -89,55 +89,55 @@ class Handoffs:
         del self._ends[worker]
         for key in [key for key in self._leases if key[0] == worker]:
             cancel(self._leases.pop(key))
-        for work_id in [work_id for work_id, source in self._sources.items() if source.fetcher == worker]:
-            self.cancel(work_id)
+        for attempt_id in [attempt_id for attempt_id, source in self._sources.items() if source.fetcher == worker]:
+            self.cancel(attempt_id)
 
-    def computed(self, worker: WorkerId, work_id: RequestId) -> None:
+    def computed(self, worker: WorkerId, attempt_id: RequestId) -> None:
         """Prefill work has ended, and its engine keeps the blocks."""
-        release = partial(self._release, worker, work_id)
-        self._leases[worker, work_id] = self._kernel.after(LEASE, release)
+        release = partial(self._release, worker, attempt_id)
+        self._leases[worker, attempt_id] = self._kernel.after(LEASE, release)
 
     def take(self, worker: WorkerId, job: Job, handoff: Handoff) -> None:
         """Decode work comes to a worker: its blocks are fetched, if they are still there."""
-        kept = msgspec.json.decode(handoff.params, type=Params).work_id
+        kept = msgspec.json.decode(handoff.params, type=HandoffParams).attempt_id
         engine = self._ends[worker].engine
         if (handoff.prefill_worker, kept) not in self._leases:
             engine.submit(job)
             return
-        self._sources[job.work_id] = _Source(worker, handoff.prefill_worker, kept)
+        self._sources[job.attempt_id] = _HandoffSource(worker, handoff.prefill_worker, kept)
         if (blocks := engine.fetch(job)) is not None:
-            self._move(job.work_id, blocks)
+            self._move(job.attempt_id, blocks)
 
     def offered(self, job: Job) -> int:
         """Tokens of a prompt that can still be fetched, now that there is room."""
-        if (source := self._sources.get(job.work_id)) is None:
+        if (source := self._sources.get(job.attempt_id)) is None:
             return 0
-        if (source.keeper, source.work_id) in self._leases:
+        if (source.keeper, source.attempt_id) in self._leases:
             return job.fetched_tokens
-        del self._sources[job.work_id]
+        del self._sources[job.attempt_id]
         return 0
 
     def fetch(self, job: Job, here: int) -> None:
         """Fetch them, but for those of so many blocks that are here."""
-        self._move(job.work_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
+        self._move(job.attempt_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
 
-    def cancel(self, work_id: RequestId) -> None:
+    def cancel(self, attempt_id: RequestId) -> None:
         """Decode work has been given up; what has begun to come, comes."""
-        if (source := self._sources.pop(work_id, None)) is not None:
-            self._release(source.keeper, source.work_id)
+        if (source := self._sources.pop(attempt_id, None)) is not None:
+            self._release(source.keeper, source.attempt_id)
 
-    def _move(self, work_id: RequestId, blocks: int) -> None:
-        source = self._sources.pop(work_id)
+    def _move(self, attempt_id: RequestId, blocks: int) -> None:
+        source = self._sources.pop(attempt_id)
         end = self._ends[source.fetcher]
         if blocks <= 0:
-            self._release(source.keeper, source.work_id)
-            end.engine.fetched(work_id)
+            self._release(source.keeper, source.attempt_id)
+            end.engine.fetched(attempt_id)
             return
-        cancel(self._leases.pop((source.keeper, source.work_id)))
+        cancel(self._leases.pop((source.keeper, source.attempt_id)))
 
         def over(tell: Callable[[RequestId], None]) -> None:
-            self._release(source.keeper, source.work_id)
-            tell(work_id)
+            self._release(source.keeper, source.attempt_id)
+            tell(attempt_id)
 
         self._network.send(
             source.keeper,
@@ -148,10 +148,10 @@ class Handoffs:
             partial(over, end.engine.not_fetched),
         )
 
-    def _release(self, worker: WorkerId, work_id: RequestId) -> None:
-        if (lease := self._leases.pop((worker, work_id), None)) is not None:
+    def _release(self, worker: WorkerId, attempt_id: RequestId) -> None:
+        if (lease := self._leases.pop((worker, attempt_id), None)) is not None:
             cancel(lease)
         if (end := self._ends.get(worker)) is not None:
-            end.engine.release(work_id)
+            end.engine.release(attempt_id)
             if self._released is not None:
                 self._released(worker)

@@ -6,7 +6,7 @@ Bins of even width, which double as the run grows: memory does not grow with it.
 from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
-from fleet.sim.results import Ended, Quantiles, Slo
+from fleet.sim.results import EndedRequest, Quantiles, Slo
 
 BINS = 120
 """At most; more cannot be told apart in a plot."""
@@ -14,7 +14,7 @@ BINS = 120
 FIRST_WIDTH = Nanos(SECOND)
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class ArrivalWindow(Struct, frozen=True, kw_only=True):
     """The requests that arrived in one stretch of time."""
 
     begin: float  # simulated seconds
@@ -52,14 +52,14 @@ class _Bin:
         self.ttft.take(other.ttft)
 
 
-class Arrivals:
+class ArrivalRate:
     """The rate at which requests came, from those that are over (`simulate` tells them)."""
 
     def __init__(self) -> None:
         self._requests = 0
         self._last = 0
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedRequest) -> None:
         self._requests += 1
         self._last = max(self._last, ended.arrival)
 
@@ -76,9 +76,9 @@ class History:
         self._slo = slo
         self._width = FIRST_WIDTH
         self._bins: list[_Bin] = []
-        self._arrivals = Arrivals()
+        self._arrivals = ArrivalRate()
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedRequest) -> None:
         self._arrivals.add(ended)
         if (index := ended.arrival // self._width) >= BINS:
             index = self._widened(ended.arrival)
@@ -99,11 +99,11 @@ class History:
         """At which requests arrived, a second; 0 when all came at once."""
         return self._arrivals.rate
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[ArrivalWindow]:
         """From the beginning on, without gaps."""
         width = self._width / SECOND
         return [
-            Window(
+            ArrivalWindow(
                 begin=index * width,
                 end=(index + 1) * width,
                 arrived=bin_.arrived,

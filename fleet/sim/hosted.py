@@ -23,7 +23,7 @@ class HostedEngine:
     def __init__(
         self,
         description: WorkerDescription,
-        obey: Callable[[Dispatch | CancelAttempt], None],
+        execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
         """An engine that is ready.
@@ -47,7 +47,7 @@ class HostedEngine:
         )
         self.load = load
         self._id = description.worker_id
-        self._obey = obey
+        self._obey = execute
         self._held: set[RequestId] = set()
         self._outputs = _Feed[EngineOutput]()
         self._changes = _Feed[Sequence[KvEvent]]()

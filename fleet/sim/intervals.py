@@ -16,7 +16,7 @@ NORMAL = 1.95996
 """Of the normal distribution."""
 
 
-class Interval(Struct, frozen=True, kw_only=True):
+class ConfidenceInterval(Struct, frozen=True, kw_only=True):
     """A mean, and where the true one lies in 95 of 100 cases. Both ends are None where one value says nothing of that."""
 
     mean: float
@@ -24,13 +24,13 @@ class Interval(Struct, frozen=True, kw_only=True):
     high: float | None
 
 
-def interval(values: Sequence[float]) -> Interval:
+def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
     """Of values that have nothing to do with each other; at least one."""
     mean = fmean(values)
     if len(values) < 2:
-        return Interval(mean=mean, low=None, high=None)
+        return ConfidenceInterval(mean=mean, low=None, high=None)
     half = _quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
-    return Interval(mean=mean, low=mean - half, high=mean + half)
+    return ConfidenceInterval(mean=mean, low=mean - half, high=mean + half)
 
 
 def _quantile(degrees: int) -> float:

@@ -14,14 +14,14 @@ from typing import Any
 
 from fleet.clock import Nanos
 
-Event = list[Any]
+ScheduledEvent = list[Any]
 """Something that will happen, unless it is cancelled: when, luck, number, action. A list, since lists are made and compared
 without a call of Python; Any, since each of the four is something else."""
 
 _ACTION = 3
 
 
-def cancel(event: Event) -> None:
+def cancel(event: ScheduledEvent) -> None:
     """It will not happen."""
     event[_ACTION] = None
 
@@ -30,7 +30,7 @@ class Kernel:
     """The heap of events; a `fleet.clock.Clock` too."""
 
     def __init__(self, seed: int, begin: int = 0):
-        self._heap: list[Event] = []
+        self._heap: list[ScheduledEvent] = []
         self._tie = Random(seed).random
         self._scheduled = 0
         self.instant = Nanos(begin)
@@ -39,7 +39,7 @@ class Kernel:
     def now(self) -> Nanos:
         return self.instant
 
-    def at(self, when: int, action: Callable[[], None]) -> Event:
+    def at(self, when: int, action: Callable[[], None]) -> ScheduledEvent:
         """Have something happen; what was due before now happens now."""
         if when < self.instant:  # noqa: PLR1730 - max() takes longer than all the rest
             when = self.instant
@@ -48,7 +48,7 @@ class Kernel:
         heappush(self._heap, event)
         return event
 
-    def after(self, delay: int, action: Callable[[], None]) -> Event:
+    def after(self, delay: int, action: Callable[[], None]) -> ScheduledEvent:
         assert delay >= 0, delay
         self._scheduled += 1
         event = [self.instant + delay, self._tie(), self._scheduled, action]

@@ -4,7 +4,7 @@ Rules:
 
 1. Each point is a run of its own: the same requests in the same order, faster or slower; of users that wait for answers, more or fewer.
 2. Points are asked for one after the other. While one runs, others that may be asked for next run beside it, in processes of their
-   own (`Tries.expect`). What is asked for, and what comes of it, is the same with any number of processes.
+   own (`LoadRuns.expect`). What is asked for, and what comes of it, is the same with any number of processes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct, structs
 
-from fleet.sim.history import Arrivals
+from fleet.sim.history import ArrivalRate
 from fleet.sim.planning import run_scenario
 from fleet.sim.processes import process_pool, watch
 from fleet.sim.results import RunOutcome
@@ -42,12 +42,12 @@ class LoadPoint(Struct, frozen=True, kw_only=True):
 
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
     """Run a scenario at so many times its load; for what is raised, see `run_scenario`."""
-    loaded, arrivals = scaled(scenario, load), Arrivals()
+    loaded, arrivals = scaled(scenario, load), ArrivalRate()
     outcome = run_scenario(loaded, folder, told=arrivals.add).outcome
     return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
 
 
-class Tries:
+class LoadRuns:
     """Runs of one scenario at other loads."""
 
     def __init__(self, scenario: Scenario, folder: Path, pool: ProcessPoolExecutor | None, beside: int):
@@ -75,13 +75,13 @@ class Tries:
 
 
 @contextmanager
-def tries(scenario: Scenario, folder: Path, processes: int) -> Iterator[Tries]:
+def tries(scenario: Scenario, folder: Path, processes: int) -> Iterator[LoadRuns]:
     """Of a scenario, so many at a time, the caller's included; what nobody has asked for ends with the block."""
     if processes == 1:
-        yield Tries(scenario, folder, None, 0)
+        yield LoadRuns(scenario, folder, None, 0)
         return
     with process_pool(processes - 1, finish=False) as pool:
-        yield Tries(scenario, folder, pool, processes - 1)
+        yield LoadRuns(scenario, folder, pool, processes - 1)
 
 
 def load_curve(

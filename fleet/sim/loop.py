@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.delay = delay
         self._ready: deque[asyncio.Handle] = deque()
         self._turn_set = False
-        self._listening: dict[str, _Listener] = {}
+        self._listening: dict[str, _PathListener] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._running = False
         self._fault: BaseException | None = None
@@ -192,7 +192,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def listen(self, path: str, made: Callable[[], asyncio.Protocol]) -> None:
         """Have those who connect to `path` from now on find a new protocol there."""
         assert path not in self._listening, path
-        self._listening[path] = _Listener(made)
+        self._listening[path] = _PathListener(made)
 
     def cut(self, path: str) -> None:
         """Nobody listens there any more, and connections end, as when the process is killed: its ends are told nothing."""
@@ -223,8 +223,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if (listener := self._listening.get(path)) is None:
             raise ConnectionRefusedError(f"nobody listens at {path}")
         await listener.free()
-        near = _End(self, listener, protocol_factory())
-        far = _End(self, listener, listener.made())
+        near = _ConnectionEnd(self, listener, protocol_factory())
+        far = _ConnectionEnd(self, listener, listener.made())
         near.peer, far.peer = far, near
         listener.ends.append(far)
         near.protocol.connection_made(near)
@@ -232,12 +232,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return near, near.protocol
 
 
-class _Listener:
+class _PathListener:
     """Those who listen at a path, and all that goes to and from there."""
 
     def __init__(self, made: Callable[[], asyncio.Protocol]):
         self.made = made
-        self.ends: list[_End] = []
+        self.ends: list[_ConnectionEnd] = []
         self._held: deque[Callable[[], None]] | None = None  # what is to be sent when nothing is held any more
         self._free = asyncio.Event()
         self._free.set()
@@ -273,12 +273,12 @@ class _Listener:
             self.release()
 
 
-class _End(asyncio.Transport):
+class _ConnectionEnd(asyncio.Transport):
     """One end of a connection in memory."""
 
-    peer: "_End"
+    peer: "_ConnectionEnd"
 
-    def __init__(self, loop: VirtualLoop, listener: _Listener, protocol: asyncio.Protocol):
+    def __init__(self, loop: VirtualLoop, listener: _PathListener, protocol: asyncio.Protocol):
         super().__init__({"socket": SimpleNamespace(family=socket.AF_UNIX)})
         self.protocol = protocol
         self._loop = loop

@@ -16,39 +16,39 @@ from typing import NewType
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
-from fleet.sim.kernel import Event, Kernel, cancel
+from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 
-Lane = NewType("Lane", str)
+LinkName = NewType("LinkName", str)
 
 
-def out_of(worker: WorkerId) -> Lane:
+def outbound_link(worker: WorkerId) -> LinkName:
     """What a worker sends to others."""
-    return Lane(f"{worker} out")
+    return LinkName(f"{worker} out")
 
 
-def into(worker: WorkerId) -> Lane:
+def inbound_link(worker: WorkerId) -> LinkName:
     """What a worker gets from others."""
-    return Lane(f"{worker} in")
+    return LinkName(f"{worker} in")
 
 
 class Transfer:
     """Bytes under way."""
 
-    __slots__ = ("done", "event", "lanes", "left", "lost", "rate", "since")
+    __slots__ = ("done", "event", "links", "left", "lost", "rate", "since")
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        links: Sequence[LinkName],
         num_bytes: float,
         done: Callable[[], None],
         lost: Callable[[], None] | None,
         now: Nanos,
     ):
-        self.lanes, self.done, self.lost = lanes, done, lost
+        self.links, self.done, self.lost = links, done, lost
         self.left = num_bytes
         self.rate = 0.0  # bytes a second
         self.since = now
-        self.event: Event | None = None
+        self.event: ScheduledEvent | None = None
 
 
 class Network:
@@ -56,40 +56,40 @@ class Network:
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
-        self._bandwidth: dict[Lane, float] = {}
-        self._crossing: dict[Lane, dict[Transfer, None]] = {}
+        self._bandwidth: dict[LinkName, float] = {}
+        self._crossing: dict[LinkName, dict[Transfer, None]] = {}
         self.moved_bytes = 0.0  # between workers
 
     # Lanes.
 
-    def open(self, lane: Lane, bandwidth: float) -> None:
+    def open(self, link: LinkName, bandwidth: float) -> None:
         """A lane that carries so many bytes a second; nothing happens if it is open."""
         assert bandwidth > 0, bandwidth
-        if lane not in self._bandwidth:
-            self._bandwidth[lane] = bandwidth
-            self._crossing[lane] = {}
+        if link not in self._bandwidth:
+            self._bandwidth[link] = bandwidth
+            self._crossing[link] = {}
 
-    def close(self, lane: Lane) -> None:
+    def close(self, link: LinkName) -> None:
         """What crosses it never arrives."""
-        if lane not in self._bandwidth:
+        if link not in self._bandwidth:
             return
-        crossing = list(self._crossing[lane])
+        crossing = list(self._crossing[link])
         for transfer in crossing:
             self._drop(transfer)
-        del self._bandwidth[lane], self._crossing[lane]
+        del self._bandwidth[link], self._crossing[link]
         for transfer in crossing:
             if transfer.lost is not None:
                 transfer.lost()
 
     def join(self, worker: WorkerId, bandwidth: float) -> None:
         """A worker that can send so many bytes a second, and receive as many."""
-        self.open(out_of(worker), bandwidth)
-        self.open(into(worker), bandwidth)
+        self.open(outbound_link(worker), bandwidth)
+        self.open(inbound_link(worker), bandwidth)
 
     def leave(self, worker: WorkerId) -> None:
         """A worker is gone; what it sent or received never arrives."""
-        self.close(out_of(worker))
-        self.close(into(worker))
+        self.close(outbound_link(worker))
+        self.close(inbound_link(worker))
 
     # Transfers.
 
@@ -104,11 +104,11 @@ class Network:
     ) -> None:
         """Move bytes from worker to worker: `carry` over what the one sends and the other gets."""
         self.moved_bytes += num_bytes
-        self.carry((out_of(sender), into(receiver)), num_bytes, latency, done, lost)
+        self.carry((outbound_link(sender), inbound_link(receiver)), num_bytes, latency, done, lost)
 
     def carry(
         self,
-        lanes: Sequence[Lane],
+        links: Sequence[LinkName],
         num_bytes: float,
         latency: Nanos,
         done: Callable[[], None],
@@ -116,24 +116,24 @@ class Network:
     ) -> None:
         """Move bytes; `done` is called when the last one has come, `lost` when one of the lanes closes before."""
         assert num_bytes > 0, num_bytes
-        transfer = Transfer(lanes, num_bytes, done, lost, self._kernel.instant)
+        transfer = Transfer(links, num_bytes, done, lost, self._kernel.instant)
         self._kernel.after(latency, partial(self._begin, transfer))
 
-    def seconds(self, lanes: Sequence[Lane], num_bytes: float, latency: Nanos) -> float | None:
+    def seconds(self, links: Sequence[LinkName], num_bytes: float, latency: Nanos) -> float | None:
         """How long one more transfer would take, if nothing changed meanwhile; None: a lane is closed."""
-        if any(lane not in self._bandwidth for lane in lanes):
+        if any(link not in self._bandwidth for link in links):
             return None
-        rate = min(self._bandwidth[lane] / (len(self._crossing[lane]) + 1) for lane in lanes)
+        rate = min(self._bandwidth[link] / (len(self._crossing[link]) + 1) for link in links)
         return latency / SECOND + num_bytes / rate
 
     def _begin(self, transfer: Transfer) -> None:
-        if any(lane not in self._bandwidth for lane in transfer.lanes):
+        if any(link not in self._bandwidth for link in transfer.links):
             if transfer.lost is not None:
                 transfer.lost()
             return
         transfer.since = self._kernel.instant
-        for lane in transfer.lanes:
-            self._crossing[lane][transfer] = None
+        for link in transfer.links:
+            self._crossing[link][transfer] = None
         self._share_out(transfer)
 
     def _end(self, transfer: Transfer) -> None:
@@ -143,20 +143,20 @@ class Network:
     def _drop(self, transfer: Transfer) -> None:
         if transfer.event is not None:
             cancel(transfer.event)
-        for lane in transfer.lanes:
-            self._crossing[lane].pop(transfer, None)
+        for link in transfer.links:
+            self._crossing[link].pop(transfer, None)
         self._share_out(transfer)
 
     def _share_out(self, changed: Transfer) -> None:
         """Give all transfers on the lanes of one that came or went their new shares."""
         now, bandwidth, crossing = self._kernel.instant, self._bandwidth, self._crossing
         affected: dict[Transfer, None] = {}
-        for lane in changed.lanes:
-            affected.update(crossing[lane])
+        for link in changed.links:
+            affected.update(crossing[link])
         for transfer in affected:
             transfer.left -= transfer.rate * (now - transfer.since) / SECOND
             transfer.since = now
-            transfer.rate = min([bandwidth[lane] / len(crossing[lane]) for lane in transfer.lanes])
+            transfer.rate = min([bandwidth[link] / len(crossing[link]) for link in transfer.links])
             if transfer.event is not None:
                 cancel(transfer.event)
             delay = round(max(0.0, transfer.left) / transfer.rate * SECOND)

@@ -11,20 +11,20 @@ from statistics import fmean
 from msgspec import Struct
 
 from fleet.sim.results import RunOutcome
-from fleet.sim.sweep import Row
+from fleet.sim.sweep import SweepRow
 
 JOULES = 3.6e6
 """Of a kWh."""
 
 
-class Objective(StrEnum):
+class SweepObjective(StrEnum):
     """What is to be little."""
 
     COST = "cost"  # dollars a thousand good requests
     ENERGY = "energy"  # kilojoules a good request
 
 
-class Ranked(Struct, frozen=True, kw_only=True):
+class RankedScenario(Struct, frozen=True, kw_only=True):
     """A scenario with some changes, all seeds together."""
 
     scenario: str
@@ -35,18 +35,18 @@ class Ranked(Struct, frozen=True, kw_only=True):
     keeps: bool  # as large an attainment as was asked for
 
 
-def spent(outcome: RunOutcome, objective: Objective) -> float:
+def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
     """For its good requests; infinite where there are none."""
     if not (good := outcome.attainment * outcome.requests):
         return inf
     match objective:
-        case Objective.COST:
+        case SweepObjective.COST:
             return 1000 * outcome.cost / good
-        case Objective.ENERGY:
+        case SweepObjective.ENERGY:
             return outcome.energy_kwh * JOULES / 1000 / good
 
 
-def ranked(rows: Sequence[Row], objective: Objective, attainment: float) -> list[Ranked]:
+def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
     """The best first: those that keep the attainment by what they spend, then all others by how much they attain.
 
     Args:
@@ -54,7 +54,7 @@ def ranked(rows: Sequence[Row], objective: Objective, attainment: float) -> list
         objective: That counts.
         attainment: To be kept, on average over the seeds.
     """
-    alike: dict[tuple[str, str], list[Row]] = {}
+    alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:
         alike.setdefault((row.scenario, repr(row.changes)), []).append(row)
     found = []
@@ -62,7 +62,7 @@ def ranked(rows: Sequence[Row], objective: Objective, attainment: float) -> list
         attained = fmean(row.outcome.attainment for row in group)
         figure = fmean(spent(row.outcome, objective) for row in group)
         found.append(
-            Ranked(
+            RankedScenario(
                 scenario=group[0].scenario,
                 changes=group[0].changes,
                 seeds=len(group),
@@ -74,6 +74,6 @@ def ranked(rows: Sequence[Row], objective: Objective, attainment: float) -> list
     return sorted(found, key=_order)
 
 
-def _order(each: Ranked) -> tuple[bool, float]:
+def _order(each: RankedScenario) -> tuple[bool, float]:
     kept = inf if each.figure is None else each.figure
     return not each.keeps, kept if each.keeps else -each.attainment

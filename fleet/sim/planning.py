@@ -7,28 +7,28 @@ from fleet.adapters.model_configs import read_model_config
 from fleet.adapters.router_policies import open_policy
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import ConfigurationRefused
-from fleet.hardware.coefficients import Estimate, estimate
+from fleet.hardware.coefficients import StepModelEstimate, estimate
 from fleet.hardware.gpus import GIB, Gpu, gpu
-from fleet.hardware.models import Model
-from fleet.hardware.placement import Parallelism, Placement, place
+from fleet.hardware.models import ModelSizes
+from fleet.hardware.placement import ShardedModel, ShardingDegrees, shard_model
 from fleet.hardware.power import ERROR
 from fleet.hardware.transfers import REACHED
 from fleet.ids import StoreId, WorkerId
-from fleet.sim.clients import Sessions, Traffic
+from fleet.sim.clients import SessionClients, Traffic
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.pools import PoolProfile, node_of
-from fleet.sim.results import Ended, Quality
-from fleet.sim.run import Plan, Run, simulate
+from fleet.sim.results import EndedRequest, PredictionQuality
+from fleet.sim.run import RunPlan, RunResult, simulate
 from fleet.sim.scenario import (
     CutFault,
     FaultSection,
-    Flip,
     NodeFault,
-    PoolSection,
+    RoleFlipFault,
     Scenario,
+    SimulatedPoolSection,
+    SimulatedStoreSection,
     SlowFault,
     StoreFault,
-    StoreSection,
     WorkerFault,
     pool_name,
 )
@@ -42,7 +42,7 @@ SHOWN = 8
 """Names of workers or nodes in a refusal."""
 
 
-def plan(scenario: Scenario, folder: Path) -> Plan:
+def plan(scenario: Scenario, folder: Path) -> RunPlan:
     """What follows from a scenario.
 
     Args:
@@ -58,7 +58,7 @@ def plan(scenario: Scenario, folder: Path) -> Plan:
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]
     if (workers := sum(profile.workers for profile in profiles)) > MOST_WORKERS:
         raise ConfigurationRefused(f"pools: {workers:,} workers are more than {MOST_WORKERS:,}")
-    return Plan(
+    return RunPlan(
         pools=tuple(profiles),
         router=scenario.router,
         slo=scenario.slo,
@@ -83,7 +83,7 @@ def traffic(scenario: Scenario, folder: Path) -> Traffic:
         ConfigurationRefused: It cannot be read, or these clients cannot send it. A wrong row further down is refused when it
             is reached.
     """
-    made = sessions_of if isinstance(scenario.clients, Sessions) else requests_of
+    made = sessions_of if isinstance(scenario.clients, SessionClients) else requests_of
     return made(scenario.workload, folder, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
 
 
@@ -91,14 +91,14 @@ def run_scenario(
     scenario: Scenario,
     folder: Path,
     *,
-    told: Callable[[Ended], None] | None = None,
+    told: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
-) -> Run:
+) -> RunResult:
     """Plan it and run it; for the arguments and what is raised, see `plan`, `traffic` and `simulate`."""
     return simulate(plan(scenario, folder), traffic(scenario, folder), told=told, progress=progress)
 
 
-def _store(section: StoreSection, block_tokens: int, model: Model) -> StoreProfile:
+def _store(section: SimulatedStoreSection, block_tokens: int, model: ModelSizes) -> StoreProfile:
     block_bytes = model.kv_bytes_per_token * block_tokens
 
     def blocks(field: str, gib: float) -> int:
@@ -164,7 +164,7 @@ def _faults(scenario: Scenario, profiles: Sequence[PoolProfile]) -> tuple[Fault,
                 return WorkerSlow(at=at, worker=worker, factor=section.factor, lasting=lasting)
             case CutFault():
                 return NetworkCut(at=at, worker=worker, lasting=Nanos(round(section.lasting_seconds * SECOND)))
-            case Flip():
+            case RoleFlipFault():
                 return RoleFlip(at=at, worker=worker, role=section.role)
 
     return tuple(made(index, section) for index, section in enumerate(scenario.faults))
@@ -176,21 +176,21 @@ def _named(names: Iterable[str]) -> str:
     return ", ".join(ordered[:SHOWN]) + more
 
 
-def _model(path: Path) -> Model:
+def _model(path: Path) -> ModelSizes:
     try:
         return read_model_config(path)
     except ConfigurationRefused as error:
         raise ConfigurationRefused(f"model: {error}") from error
 
 
-def _profile(scenario: Scenario, index: int, pool: PoolSection, model: Model) -> PoolProfile:
+def _profile(scenario: Scenario, index: int, pool: SimulatedPoolSection, model: ModelSizes) -> PoolProfile:
     engine, where = scenario.engine, f"pools[{index}]"
     device = gpu(pool.gpu, f"{where}.gpu")
-    way = Parallelism(tp=pool.tp, pp=pool.pp, dp=pool.dp, ep=pool.ep)
+    way = ShardingDegrees(tp=pool.tp, pp=pool.pp, dp=pool.dp, ep=pool.ep)
     if pool.gpus % way.gpus:
         raise ConfigurationRefused(f"{where}.gpus: {pool.gpus} is no multiple of the {way.gpus} that a worker takes")
     try:
-        placement = place(model, device, way, share=engine.memory_share)
+        placement = shard_model(model, device, way, share=engine.memory_share)
     except ConfigurationRefused as error:
         raise ConfigurationRefused(f"{where}: {error}") from error
     kv_blocks = placement.kv_capacity_blocks(engine.block_tokens, engine.memory_share)
@@ -230,14 +230,14 @@ def _profile(scenario: Scenario, index: int, pool: PoolSection, model: Model) ->
     )
 
 
-def _quality(pool: PoolSection, device: Gpu, estimated: Estimate) -> Quality:
+def _quality(pool: SimulatedPoolSection, device: Gpu, estimated: StepModelEstimate) -> PredictionQuality:
     if pool.dollars_per_hour is not None:
         price = "as the scenario says"
     elif device.price is not None:
         price = f"{device.price.source}, {device.price.date}"
     else:
         price = "none is known: set dollars_per_hour"
-    return Quality(
+    return PredictionQuality(
         basis=estimated.basis.value,
         ttft_error=estimated.ttft_error,
         tpot_error=estimated.tpot_error,
@@ -246,11 +246,11 @@ def _quality(pool: PoolSection, device: Gpu, estimated: Estimate) -> Quality:
     )
 
 
-def _flops(pool: PoolSection, index: int) -> float:
+def _flops(pool: SimulatedPoolSection, index: int) -> float:
     return max(gpu(pool.gpu, f"pools[{index}].gpu").flops.values()) * pool.tp * pool.pp
 
 
-def _bandwidth(placement: Placement) -> float:
+def _bandwidth(placement: ShardedModel) -> float:
     """Bytes a second between workers, which are taken to be in different nodes: each GPU of a stage sends its part."""
     way = placement.parallelism
     return placement.gpu.between_nodes.bandwidth * REACHED * way.tp * way.pp

@@ -5,7 +5,7 @@ from msgspec import Struct
 from fleet.clock import Nanos
 from fleet.ids import StoreId
 from fleet.roles import Role
-from fleet.sim.results import Quality
+from fleet.sim.results import PredictionQuality
 from fleet.sim.work import EngineLimits, StepTimes
 
 
@@ -30,7 +30,7 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     gpus_per_node: int = 8
     host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, each way
     gpu: str = ""
-    quality: Quality = Quality()
+    quality: PredictionQuality = PredictionQuality()
     front: Nanos = Nanos(0)  # around the engine, of one request: HTTP, tokenizer, the scheduler's turn
     front_per_token: float = 0.0  # nanoseconds more for each token of the prompt
 

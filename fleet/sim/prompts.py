@@ -8,7 +8,7 @@ from fleet.router.index import KEY_BYTES
 from kvstore.block import HASH_BYTES
 
 
-class Blank(bytes):
+class BlankTokens(bytes):
     """Token ids that nobody looks at: as long as a prompt, without its memory, and with its keys by block size."""
 
     _length: int
@@ -29,7 +29,7 @@ class Blank(bytes):
 
 def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
     """Of a prompt and what was generated since: the blocks that an answer fills are nobody else's, and have none."""
-    assert isinstance(tokens, Blank)
+    assert isinstance(tokens, BlankTokens)
     return tokens.keys[block_tokens]
 
 

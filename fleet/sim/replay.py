@@ -37,7 +37,7 @@ from fleet.work import WorkerDescription
 UNHURRIED_MS = 1e6
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class ReplayDifference(Struct, frozen=True, kw_only=True):
     """Where a replay parted from its recording."""
 
     line: int  # of the recording
@@ -50,7 +50,7 @@ class Difference(Struct, frozen=True, kw_only=True):
     decisions: list[str] = []  # that lead to what is said now, and all that is booked after it
 
 
-class Drift(Struct, frozen=True, kw_only=True):
+class WorkerDrift(Struct, frozen=True, kw_only=True):
     """A worker became another than it was."""
 
     seconds: float  # since the beginning of the recording
@@ -58,7 +58,7 @@ class Drift(Struct, frozen=True, kw_only=True):
     kind: PredictionKind  # of prediction that began to miss
 
 
-class Replayed(Struct, frozen=True, kw_only=True):
+class RecordingReplayResult(Struct, frozen=True, kw_only=True):
     """What a replay showed."""
 
     agree: bool
@@ -69,12 +69,12 @@ class Replayed(Struct, frozen=True, kw_only=True):
     recorded_by: str  # version of Fleet
     began_unix: int
     notes: list[str]
-    difference: Difference | None = None
+    difference: ReplayDifference | None = None
     expected: list[PredictionAccuracy] = []  # how well profiles predict what workers did, where any were given
-    drifts: list[Drift] = []
+    drifts: list[WorkerDrift] = []
 
 
-class _Answers:
+class _RecordedKeys:
     """What the hasher said when it was recorded, in order."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _Answers:
         return ()
 
 
-class Replay:
+class RecordingReplay:
     """One recording and the machine that hears it; `run` it once."""
 
     def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
@@ -107,7 +107,7 @@ class Replay:
             ConfigurationRefused: It is no recording, or its policy is not installed.
         """
         self._recording = Recording(path)
-        self._answers = _Answers()
+        self._answers = _RecordedKeys()
         self._log = DecisionLog()
         settings = structs.replace(self._recording.head.settings, policy_budget_ms=UNHURRIED_MS)
         self._machine = self._log.machine = RouterMachine(
@@ -116,7 +116,7 @@ class Replay:
         self._expectations = LatencyPredictions(profile_of or (lambda _: None))
         self._expectations.machine = self._machine
 
-    def run(self, decided: Callable[[Sequence[str]], None] | None = None) -> Replayed:
+    def run(self, decided: Callable[[Sequence[str]], None] | None = None) -> RecordingReplayResult:
         """Hear it to its end, or to the first difference.
 
         Args:
@@ -149,7 +149,7 @@ class Replay:
                     entry, replayed, why or self._answers.missed, self._log.lines, recording.head.began
                 )
                 break
-        return Replayed(
+        return RecordingReplayResult(
             agree=difference is None,
             events=events,
             commands=commands,
@@ -161,7 +161,7 @@ class Replay:
             difference=difference,
             expected=self._expectations.expected(departed=True),
             drifts=[
-                Drift(seconds=_since(alarm.at, recording.head.began), worker_id=alarm.worker_id, kind=alarm.kind)
+                WorkerDrift(seconds=_since(alarm.at, recording.head.began), worker_id=alarm.worker_id, kind=alarm.kind)
                 for alarm in self._expectations.alarms
             ],
         )
@@ -184,10 +184,10 @@ def _policy(path: Path, settings: RouterSettings) -> PlacementPolicy:
 
 def _difference(
     entry: RecordedEvent, replayed: Sequence[RecordedCommand] | None, why: str, decisions: Sequence[str], began: int
-) -> Difference:
+) -> ReplayDifference:
     fields = msgspec.to_builtins(entry.event, enc_hook=list)
     fields.pop("tokens", None)
-    return Difference(
+    return ReplayDifference(
         line=entry.line,
         seconds=_since(entry.now, began),
         event=type(entry.event).__name__,

@@ -18,22 +18,22 @@ from msgspec import Struct, structs
 
 from fleet.sim import report_sections
 from fleet.sim.charts import number
-from fleet.sim.history import Window
+from fleet.sim.history import ArrivalWindow
 from fleet.sim.load_curve import LoadPoint
 from fleet.sim.results import RunOutcome
-from fleet.sim.run import Run
+from fleet.sim.run import RunResult
 from fleet.sim.scenario import (
-    PoolSection,
     Scenario,
+    SimulatedPoolSection,
     pool_name,
 )
-from fleet.sim.workloads import Drawn
+from fleet.sim.workloads import DrawnWorkload
 
 SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
 """Of a router's settings: a page is passed on."""
 
 
-class Tile(Struct, frozen=True):
+class SummaryTile(Struct, frozen=True):
     value: str
     what: str
 
@@ -68,9 +68,9 @@ def write_report(
     file: TextIO,
     name: str,
     scenario: Scenario,
-    run: Run,
+    run: RunResult,
     *,
-    windows: Sequence[Window] = (),
+    windows: Sequence[ArrivalWindow] = (),
     curve: Sequence[LoadPoint] = (),
 ) -> None:
     """One page that opens without a network.
@@ -119,7 +119,7 @@ def _what(scenario: Scenario, outcome: RunOutcome) -> str:
     return f"{outcome.requests:,} requests to {scenario.model} on {pools}; policy {scenario.router.policy}."
 
 
-def _pool_in_words(pool: PoolSection) -> str:
+def _pool_in_words(pool: SimulatedPoolSection) -> str:
     ways = ((name, getattr(pool, name)) for name in ("tp", "pp", "dp", "ep"))
     cut = " ".join(f"{name} {degree}" for name, degree in ways if degree > 1)
     return f"{pool.gpus} {pool.gpu} as {pool_name(pool)}{f' ({cut})' if cut else ''}"
@@ -127,7 +127,7 @@ def _pool_in_words(pool: PoolSection) -> str:
 
 def _when(scenario: Scenario, outcome: RunOutcome) -> str:
     workload, slo = scenario.workload, scenario.slo
-    source = "drawn by chance" if isinstance(workload, Drawn) else f"from {workload.file}"
+    source = "drawn by chance" if isinstance(workload, DrawnWorkload) else f"from {workload.file}"
     whole = f", the whole answer within {number(slo.e2e_ms)} ms" if slo.e2e_ms is not None else ""
     return (
         f"Requests {source}, seed {scenario.seed}; {outcome.simulated_seconds:,.0f} s simulated in "
@@ -136,18 +136,22 @@ def _when(scenario: Scenario, outcome: RunOutcome) -> str:
     )
 
 
-def _tiles(outcome: RunOutcome) -> list[Tile]:
+def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
     return [
-        Tile(f"{outcome.attainment:.1%}", "of requests are good"),
-        Tile(f"{outcome.goodput_rps:.3g}", "good requests a second"),
-        Tile(f"{number(outcome.ttft_ms['p50'])} ms", f"to the first token; p99 {number(outcome.ttft_ms['p99'])} ms"),
-        Tile(f"{number(outcome.tpot_ms['p50'])} ms", f"a token after it; p99 {number(outcome.tpot_ms['p99'])} ms"),
-        Tile(f"{outcome.hit_rate:.1%}", "of prompt tokens from caches"),
-        Tile(f"${outcome.cost_per_million_tokens:.3f}", "a million tokens, prompts included"),
-        Tile(f"{outcome.joules_per_token:.3g} J", "a generated token"),
-        Tile(f"{outcome.utilisation:.0%}", "of the time GPUs are at work"),
-        Tile(f"{outcome.imbalance:.2f}", "busiest worker over the mean"),
-        Tile(f"{sum(outcome.refused.values()):,}", "requests refused"),
+        SummaryTile(f"{outcome.attainment:.1%}", "of requests are good"),
+        SummaryTile(f"{outcome.goodput_rps:.3g}", "good requests a second"),
+        SummaryTile(
+            f"{number(outcome.ttft_ms['p50'])} ms", f"to the first token; p99 {number(outcome.ttft_ms['p99'])} ms"
+        ),
+        SummaryTile(
+            f"{number(outcome.tpot_ms['p50'])} ms", f"a token after it; p99 {number(outcome.tpot_ms['p99'])} ms"
+        ),
+        SummaryTile(f"{outcome.hit_rate:.1%}", "of prompt tokens from caches"),
+        SummaryTile(f"${outcome.cost_per_million_tokens:.3f}", "a million tokens, prompts included"),
+        SummaryTile(f"{outcome.joules_per_token:.3g} J", "a generated token"),
+        SummaryTile(f"{outcome.utilisation:.0%}", "of the time GPUs are at work"),
+        SummaryTile(f"{outcome.imbalance:.2f}", "busiest worker over the mean"),
+        SummaryTile(f"{sum(outcome.refused.values()):,}", "requests refused"),
     ]
 
 

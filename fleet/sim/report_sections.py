@@ -6,16 +6,16 @@ from typing import assert_never
 from markupsafe import Markup
 from msgspec import Struct
 
-from fleet.sim.charts import LINES, Line, Mark, chart, number, thinned
-from fleet.sim.history import Window
+from fleet.sim.charts import LINES, ChartLine, LimitMark, chart, number, thinned
+from fleet.sim.history import ArrivalWindow
 from fleet.sim.load_curve import LoadPoint
-from fleet.sim.results import PoolLook, PoolOutcome, Quantiles, RunOutcome, Slo, Timeline
-from fleet.sim.run import Run
+from fleet.sim.results import PoolOutcome, PoolSample, Quantiles, RunOutcome, Slo, TimelineSample
+from fleet.sim.run import RunResult
 from fleet.sim.scenario import (
     CutFault,
     FaultSection,
-    Flip,
     NodeFault,
+    RoleFlipFault,
     Scenario,
     SlowFault,
     StoreFault,
@@ -40,38 +40,38 @@ BASES = {
 """Whose measurements step times rest on."""
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class ReportTable(Struct, frozen=True, kw_only=True):
     name: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: bool = False  # cells are words, not figures
 
 
-class Section(Struct, frozen=True, kw_only=True):
+class ReportSection(Struct, frozen=True, kw_only=True):
     title: str
     said: str = ""
     charts: Sequence[Markup] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[ReportTable] = ()
 
 
-def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> Section:
+def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
     """Attainment, goodput, latency and cost against the load."""
     points = [point for point in curve if point.users or point.rate]
     if len(points) < 2:
-        return Section(title="")
+        return ReportSection(title="")
     users = bool(points[0].users)
     x = "users" if users else "requests a second"
 
-    def line(name: str, value: Callable[[RunOutcome], float]) -> Line:
-        return Line(
+    def line(name: str, value: Callable[[RunOutcome], float]) -> ChartLine:
+        return ChartLine(
             name=name, points=[(point.users if users else point.rate, value(point.outcome)) for point in points]
         )
 
-    levels = [Mark(at=level, name=f"{level:.0%}", upright=False) for level in LEVELS]
+    levels = [LimitMark(at=level, name=f"{level:.0%}", upright=False) for level in LEVELS]
     goodput = [line("good", lambda of: of.goodput_rps)]
     if not users:
-        goodput.append(Line(name="all that came", points=[(point.rate, point.rate) for point in points]))
-    return Section(
+        goodput.append(ChartLine(name="all that came", points=[(point.rate, point.rate) for point in points]))
+    return ReportSection(
         title="Attainment against load",
         said=f"Each point is a run of its own. The run that the rest of this page tells of has an attainment of {outcome.attainment:.1%}.",
         charts=(
@@ -99,14 +99,14 @@ def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> Section:
     )
 
 
-def latency(run: Run, slo: Slo) -> Section:
+def latency(run: RunResult, slo: Slo) -> ReportSection:
     outcome, tally = run.outcome, run.tally
     rows = {
         "first token, ms": outcome.ttft_ms,
         "per token after it, ms": outcome.tpot_ms,
         "whole answer, ms": outcome.e2e_ms,
     }
-    return Section(
+    return ReportSection(
         title="Latency",
         said="Lines of distributions rise to the share of requests that took at most so long.",
         charts=(
@@ -115,7 +115,7 @@ def latency(run: Run, slo: Slo) -> Section:
             _distribution("Time of the whole answer", tally.e2e, slo.e2e_ms),
         ),
         tables=(
-            Table(
+            ReportTable(
                 name="latency",
                 head=("", *outcome.ttft_ms),
                 rows=[(name, *(f"{value:,.1f}" for value in row.values())) for name, row in rows.items()],
@@ -125,26 +125,28 @@ def latency(run: Run, slo: Slo) -> Section:
 
 
 def _distribution(title: str, quantiles: Quantiles, limit_ms: float | None) -> Markup:
-    marks = [] if limit_ms is None else [Mark(at=limit_ms, name=f"SLO {number(limit_ms)} ms")]
+    marks = [] if limit_ms is None else [LimitMark(at=limit_ms, name=f"SLO {number(limit_ms)} ms")]
     curve = thinned([point for point in quantiles.curve() if point[0] > 0], RISE)
-    return chart(title, "ms", "requests", [Line(name="share", points=curve)], log_x=True, shares=True, marks=marks)
+    return chart(title, "ms", "requests", [ChartLine(name="share", points=curve)], log_x=True, shares=True, marks=marks)
 
 
-def times(looks: Sequence[Timeline], windows: Sequence[Window], scenario: Scenario) -> Section:
+def times(looks: Sequence[TimelineSample], windows: Sequence[ArrivalWindow], scenario: Scenario) -> ReportSection:
     """How the run went."""
     last = max([*(look.seconds for look in looks), *(window.end for window in windows)], default=0.0)
     unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
     x = f"simulated {unit_name}"
-    faults = [Mark(at=fault.at_seconds / unit, name=_event(fault)) for fault in scenario.faults[:LINES]]
+    faults = [LimitMark(at=fault.at_seconds / unit, name=_event(fault)) for fault in scenario.faults[:LINES]]
 
-    def over_time(title: str, y: str, lines: Sequence[Line], *, shares: bool = False) -> Markup:
+    def over_time(title: str, y: str, lines: Sequence[ChartLine], *, shares: bool = False) -> Markup:
         return chart(title, x, y, lines, shares=shares, marks=faults)
 
-    def of_windows(name: str, value: Callable[[Window], float], holds: Callable[[Window], float]) -> Line:
-        return Line(name=name, points=[(each.middle / unit, value(each)) for each in windows if holds(each)])
+    def of_windows(
+        name: str, value: Callable[[ArrivalWindow], float], holds: Callable[[ArrivalWindow], float]
+    ) -> ChartLine:
+        return ChartLine(name=name, points=[(each.middle / unit, value(each)) for each in windows if holds(each)])
 
-    def of_pools(value: Callable[[PoolLook], float]) -> list[Line]:
-        return [Line(name=name, points=_pool_points(looks, name, value, unit)) for name in names]
+    def of_pools(value: Callable[[PoolSample], float]) -> list[ChartLine]:
+        return [ChartLine(name=name, points=_pool_points(looks, name, value, unit)) for name in names]
 
     names = _pool_names(looks)
     charts = [
@@ -153,8 +155,8 @@ def times(looks: Sequence[Timeline], windows: Sequence[Window], scenario: Scenar
             "requests a second",
             [
                 # The last window has hardly begun when arrivals end.
-                Line(name="arrived", points=[(each.middle / unit, each.rate) for each in windows[:-1] or windows]),
-                Line(name="ended", points=_ended(looks, len(windows), unit)),
+                ChartLine(name="arrived", points=[(each.middle / unit, each.rate) for each in windows[:-1] or windows]),
+                ChartLine(name="ended", points=_ended(looks, len(windows), unit)),
             ],
         ),
         over_time(
@@ -162,7 +164,7 @@ def times(looks: Sequence[Timeline], windows: Sequence[Window], scenario: Scenar
             "requests",
             [
                 *of_pools(lambda look: look.running),
-                Line(name="waiting in the router", points=[(look.seconds / unit, look.queued) for look in looks]),
+                ChartLine(name="waiting in the router", points=[(look.seconds / unit, look.queued) for look in looks]),
             ],
         ),
         over_time("Waiting in engines", "requests", of_pools(lambda look: look.waiting)),
@@ -199,7 +201,7 @@ def times(looks: Sequence[Timeline], windows: Sequence[Window], scenario: Scenar
         ]
     if any(look.workers != looks[0].pools[0].workers for each in looks for look in each.pools[:1]) or scenario.faults:
         charts.append(over_time("Workers that are up", "workers", of_pools(lambda look: look.workers)))
-    return Section(title="Over time", charts=charts)
+    return ReportSection(title="Over time", charts=charts)
 
 
 def _event(fault: FaultSection) -> str:
@@ -214,13 +216,13 @@ def _event(fault: FaultSection) -> str:
             return f"{fault.worker} is slow"
         case CutFault():
             return f"{fault.worker} is cut off"
-        case Flip():
+        case RoleFlipFault():
             return f"{fault.worker} becomes {fault.role}"
         case _:
             assert_never(fault)
 
 
-def _ended(looks: Sequence[Timeline], points: int, unit: float) -> list[tuple[float, float]]:
+def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tuple[float, float]]:
     """Requests a second that ended, at about so many instants."""
     together = max(1, round(len(looks) / max(1, points)))
     drawn, since, count = [], 0.0, 0
@@ -232,14 +234,14 @@ def _ended(looks: Sequence[Timeline], points: int, unit: float) -> list[tuple[fl
     return drawn
 
 
-def _pool_names(looks: Sequence[Timeline]) -> list[str]:
+def _pool_names(looks: Sequence[TimelineSample]) -> list[str]:
     """Those that a chart has lines for, beside the router's."""
     names = list(dict.fromkeys(pool.name for look in looks for pool in look.pools))
     return names[: LINES - 1]
 
 
 def _pool_points(
-    looks: Sequence[Timeline], name: str, value: Callable[[PoolLook], float], unit: float
+    looks: Sequence[TimelineSample], name: str, value: Callable[[PoolSample], float], unit: float
 ) -> list[tuple[float, float]]:
     points = []
     for look in looks:
@@ -248,15 +250,15 @@ def _pool_points(
     return points
 
 
-def pools(pools: Sequence[PoolOutcome]) -> Section:
-    return Section(
+def pools(pools: Sequence[PoolOutcome]) -> ReportSection:
+    return ReportSection(
         title="Pools, cost and energy",
         said=(
             "Tokens are those that a pool computed of prompts, and generated; what was found in a cache is not computed. "
             "Energy is that of the GPUs' boards."
         ),
         tables=(
-            Table(
+            ReportTable(
                 name="pools",
                 head=(
                     "pool",
@@ -294,13 +296,13 @@ def pools(pools: Sequence[PoolOutcome]) -> Section:
     )
 
 
-def refusals(outcome: RunOutcome) -> Section:
+def refusals(outcome: RunOutcome) -> ReportSection:
     rows = [(reason or "given up", f"{count:,}") for reason, count in sorted(outcome.refused.items())]
-    table = Table(name="refusals", head=("reason", "requests"), rows=rows)
-    return Section(title="Refused", tables=(table,) if rows else ())
+    table = ReportTable(name="refusals", head=("reason", "requests"), rows=rows)
+    return ReportSection(title="Refused", tables=(table,) if rows else ())
 
 
-def trust(pools: Sequence[PoolOutcome]) -> Section:
+def trust(pools: Sequence[PoolOutcome]) -> ReportSection:
     """What the figures rest on."""
     rows = [
         (
@@ -313,14 +315,14 @@ def trust(pools: Sequence[PoolOutcome]) -> Section:
         )
         for pool in pools
     ]
-    return Section(
+    return ReportSection(
         title="How far to trust this",
         said=(
             "Times of steps are fitted to public measurements. Errors are medians on measurements of that kind that were not used "
             "to fit; that of power is an estimate. See docs/hardware.md."
         ),
         tables=(
-            Table(
+            ReportTable(
                 name="errors",
                 head=("pool", "step times rest on measurements of", "first token", "per token", "power", "price"),
                 rows=rows,

@@ -88,7 +88,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"e2e_ms: {self.e2e_ms:g} for a whole answer is less than ttft_ms, {self.ttft_ms:g}, for its start"
             )
 
-    def kept_by(self, ended: "Ended") -> bool:
+    def kept_by(self, ended: "EndedRequest") -> bool:
         """Whether a request that was answered is good."""
         return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
 
@@ -97,7 +97,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms and (self.e2e_ms is None or e2e_ms <= self.e2e_ms)
 
 
-class PoolLook(Struct, frozen=True, kw_only=True):
+class PoolSample(Struct, frozen=True, kw_only=True):
     """One pool at one instant."""
 
     name: str
@@ -107,7 +107,7 @@ class PoolLook(Struct, frozen=True, kw_only=True):
     kv_share: float
 
 
-class Timeline(Struct, frozen=True, kw_only=True):
+class TimelineSample(Struct, frozen=True, kw_only=True):
     """One look at the cluster, taken at even distances."""
 
     seconds: float
@@ -115,10 +115,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
     queued: int  # requests in the router
     kv_share: float  # of all blocks, held by sequences
     finished: int  # requests, since the look before
-    pools: tuple[PoolLook, ...] = ()
+    pools: tuple[PoolSample, ...] = ()
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class EndedRequest(Struct, frozen=True, kw_only=True):
     """One request, when it is over."""
 
     request_id: str
@@ -151,7 +151,7 @@ class Ended(Struct, frozen=True, kw_only=True):
         return (self.end - self.arrival) / MILLISECOND
 
 
-class Tally:
+class RequestSums:
     """Sums over requests."""
 
     def __init__(self, slo: Slo):
@@ -166,7 +166,7 @@ class Tally:
         self.retries = 0
         self._tier_tokens: dict[str, int] = {}  # without the GPUs'
 
-    def add(self, ended: Ended) -> None:
+    def add(self, ended: EndedRequest) -> None:
         self.requests += 1
         self.retries += ended.retries
         if ended.refused or ended.first_token is None:
@@ -201,7 +201,7 @@ class Tally:
         return {tier: count / self.prompt_tokens if self.prompt_tokens else 0.0 for tier, count in tokens.items()}
 
 
-class Quality(Struct, frozen=True, kw_only=True):
+class PredictionQuality(Struct, frozen=True, kw_only=True):
     """How far to trust what is said of a pool: relative errors, and where prices are from."""
 
     basis: str = ""  # whose measurements its step times rest on: of this model, this GPU, or this engine
@@ -228,7 +228,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     energy_kwh: float
     joules_per_token: float  # computed or generated
     cost_per_million_tokens: float  # of the same
-    quality: Quality
+    quality: PredictionQuality
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from fleet.errors import ConfigurationRefused
-from fleet.sim.results import Ended, Slo
+from fleet.sim.results import EndedRequest, Slo
 
 GROUP = 20_000
 """Rows that are in memory at a time before they go to a Parquet file as one of its row groups."""
@@ -21,7 +21,7 @@ GROUP = 20_000
 PARQUET = ".parquet"
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class RequestRow(Struct, frozen=True, kw_only=True):
     """One request. Instants are nanoseconds from the start of the simulation, times milliseconds."""
 
     request_id: str
@@ -43,7 +43,7 @@ class Row(Struct, frozen=True, kw_only=True):
     hash_ids: tuple[int, ...] | UnsetType = UNSET
 
 
-def row_of(ended: Ended, slo: Slo, block_tokens: int | None) -> Row:
+def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> RequestRow:
     """What is written of one request.
 
     Args:
@@ -52,7 +52,7 @@ def row_of(ended: Ended, slo: Slo, block_tokens: int | None) -> Row:
         block_tokens: With the names of its blocks, which are of that size; None: without.
     """
     answered = ended.first_token is not None and not ended.refused
-    return Row(
+    return RequestRow(
         request_id=ended.request_id,
         session=ended.session,
         arrival=ended.arrival,
@@ -74,14 +74,14 @@ def row_of(ended: Ended, slo: Slo, block_tokens: int | None) -> Row:
 
 
 @contextmanager
-def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Iterator[Callable[[Ended], None]]:
+def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Iterator[Callable[[EndedRequest], None]]:
     """What is told of requests is in the file at the end.
 
     Args:
         path: That is written to.
         name: Under which people know the file; one in `.parquet` is Parquet, any other JSON lines.
-        slo: For `row_of`.
-        block_tokens: For `row_of`.
+        slo: For `request_row`.
+        block_tokens: For `request_row`.
 
     Raises:
         ConfigurationRefused: Parquet is asked for and pyarrow is not installed.
@@ -89,15 +89,15 @@ def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Ite
     if name.endswith(PARQUET):
         parquet = _Parquet(path, with_blocks=block_tokens is not None)
         try:
-            yield lambda ended: parquet.add(row_of(ended, slo, block_tokens))
+            yield lambda ended: parquet.add(request_row(ended, slo, block_tokens))
         finally:
             parquet.close()
         return
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:
 
-        def write(ended: Ended) -> None:
-            file.write(encode(row_of(ended, slo, block_tokens)) + b"\n")
+        def write(ended: EndedRequest) -> None:
+            file.write(encode(request_row(ended, slo, block_tokens)) + b"\n")
 
         yield write
 
@@ -113,15 +113,15 @@ class _Parquet:
             raise ConfigurationRefused(
                 "--requests: Parquet needs pyarrow: pip install 'fleet-serving[parquet]'; or name a file in .jsonl"
             ) from error
-        fields = [(field.name, field.type) for field in structs.fields(Row)]
+        fields = [(field.name, field.type) for field in structs.fields(RequestRow)]
         if not with_blocks:
             fields = [(name, type_) for name, type_ in fields if name not in {"block_tokens", "hash_ids"}]
         self._names = [name for name, _ in fields]
         self._schema = self._arrow.schema([(name, self._column(type_)) for name, type_ in fields])
         self._writer = parquet.ParquetWriter(path, self._schema, compression="zstd")
-        self._rows: list[Row] = []
+        self._rows: list[RequestRow] = []
 
-    def add(self, row: Row) -> None:
+    def add(self, row: RequestRow) -> None:
         self._rows.append(row)
         if len(self._rows) == GROUP:
             self._flush()

@@ -10,22 +10,31 @@ from msgspec import Struct, structs
 from fleet.clock import SECOND, Nanos
 from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
-from fleet.sim.clients import ClientSection, Open, Traffic, begin
-from fleet.sim.engine import SimulatedEngine
+from fleet.sim.clients import ClientSection, OpenClients, Traffic, begin
+from fleet.sim.engine import VirtualEngine
 from fleet.sim.faults import Fault
 from fleet.sim.kernel import Kernel
 from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Ended, PoolOutcome, Quantiles, RunOutcome, Slo, Tally, Timeline, seconds
+from fleet.sim.results import (
+    EndedRequest,
+    PoolOutcome,
+    Quantiles,
+    RequestSums,
+    RunOutcome,
+    Slo,
+    TimelineSample,
+    seconds,
+)
 from fleet.sim.store import StoreProfile
 from fleet.sim.world import World
 
 HOUR = 3600.0
-LOOK_EVERY = Nanos(10 * SECOND)
-LOOKS = 240
+SAMPLE_EVERY = Nanos(10 * SECOND)
+MOST_SAMPLES = 240
 """Of a timeline, at most: more than a plot can show."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class RunPlan(Struct, frozen=True, kw_only=True):
     """Everything that a run depends on."""
 
     pools: tuple[PoolProfile, ...]
@@ -36,27 +45,27 @@ class Plan(Struct, frozen=True, kw_only=True):
     seed: int
     faults: tuple[Fault, ...] = ()
     policy: PlacementPolicy | None = None
-    clients: ClientSection = Open()
+    clients: ClientSection = OpenClients()
     store: StoreProfile | None = None
     verbatim_answers: bool = False
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class RunResult(Struct, frozen=True, kw_only=True):
     """What a run showed, with what its report draws."""
 
     outcome: RunOutcome
-    tally: Tally
-    timeline: list[Timeline]
+    tally: RequestSums
+    timeline: list[TimelineSample]
 
 
 def simulate(
-    plan: Plan,
+    plan: RunPlan,
     traffic: Traffic,
     *,
-    told: Callable[[Ended], None] | None = None,
+    told: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
-    look_every: Nanos = LOOK_EVERY,
-) -> Run:
+    look_every: Nanos = SAMPLE_EVERY,
+) -> RunResult:
     """Run to the end of the last request.
 
     Args:
@@ -64,33 +73,33 @@ def simulate(
         traffic: What its clients send: requests in the order of their arrival, or sessions.
         told: Gets each request that is over.
         progress: Told now and then: requests that are over, simulated seconds.
-        look_every: Between two entries of the timeline; it grows with the run, so that there are at most `LOOKS`.
+        look_every: Between two entries of the timeline; it grows with the run, so that there are at most `MOST_SAMPLES`.
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
-    tally = Tally(plan.slo)
+    tally = RequestSums(plan.slo)
 
-    def ended(request: Ended) -> None:
+    def ended(request: EndedRequest) -> None:
         tally.add(request)
         if told is not None:
             told(request)
 
-    world = World(kernel, plan.pools, plan.router, ended=ended, **named(plan))
+    world = World(kernel, plan.pools, plan.router, ended=ended, **world_arguments(plan))
     for fault in plan.faults:
         world.fail(fault)
     clients = begin(plan.clients, kernel, world, traffic, ended)
-    timeline = _Looks(kernel, world, look_every, lambda: clients.over, progress)
-    with _NoCycles():
+    timeline = _TimelineSampler(kernel, world, look_every, lambda: clients.over, progress)
+    with _GarbageCollectorOff():
         kernel.run()
     world.check()
-    return Run(
+    return RunResult(
         outcome=_outcome(world, tally, world.last_end, time.process_time() - began),
         tally=tally,
         timeline=timeline.looks,
     )
 
 
-def named(plan: Plan) -> dict[str, Any]:
+def world_arguments(plan: RunPlan) -> dict[str, Any]:
     """What a world is told of a plan by name: the same wherever one is made, or production and simulation were not compared."""
     return {
         "seed": plan.seed,
@@ -102,7 +111,7 @@ def named(plan: Plan) -> dict[str, Any]:
     }
 
 
-class _Looks:
+class _TimelineSampler:
     """The timeline, thinned out as it grows."""
 
     def __init__(
@@ -115,7 +124,7 @@ class _Looks:
     ):
         self._kernel, self._world, self._every, self._over, self._progress = kernel, world, every, over, progress
         self._finished = 0
-        self.looks: list[Timeline] = []
+        self.looks: list[TimelineSample] = []
         kernel.after(every, self._look)
 
     def _look(self) -> None:
@@ -124,18 +133,18 @@ class _Looks:
         self._finished = self._world.finished
         if self._progress is not None:
             self._progress(self._finished, now)
-        if len(self.looks) == LOOKS:
+        if len(self.looks) == MOST_SAMPLES:
             self._every = Nanos(2 * self._every)
             self.looks = [_joined(*pair) for pair in zip(self.looks[::2], self.looks[1::2], strict=True)]
         if not self._over():
             self._kernel.after(self._every, self._look)
 
 
-def _joined(earlier: Timeline, later: Timeline) -> Timeline:
+def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
     return structs.replace(later, finished=earlier.finished + later.finished)
 
 
-class _NoCycles:
+class _GarbageCollectorOff:
     """The collector off: a run makes no cycles worth looking for, and looking takes a third of its time."""
 
     def __enter__(self) -> None:
@@ -147,7 +156,7 @@ class _NoCycles:
             gc.enable()
 
 
-def _outcome(world: World, tally: Tally, end: Nanos, cpu_seconds: float) -> RunOutcome:
+def _outcome(world: World, tally: RequestSums, end: Nanos, cpu_seconds: float) -> RunOutcome:
     simulated = seconds(end)
     sums: dict[str, _PoolSums] = {}
     gaps = Quantiles()
@@ -202,12 +211,12 @@ class _PoolSums:
         self.preempted = 0
         self._computed = self._generated = 0
 
-    def add(self, there: float, engine: SimulatedEngine) -> None:
+    def add(self, there: float, engine: VirtualEngine) -> None:
         profile, hours = self._profile, there / HOUR
         self.there += there
         self.worked.append(seconds(engine.busy))
         self.cost += profile.gpus * hours * profile.dollars_per_hour
-        drawn = profile.idle_watts * there + (profile.busy_watts - profile.idle_watts) * engine.effort / SECOND
+        drawn = profile.idle_watts * there + (profile.busy_watts - profile.idle_watts) * engine.weighted_busy / SECOND
         self.joules += profile.gpus * drawn
         self.preempted += engine.preempted
         self._computed += engine.computed_tokens

@@ -10,9 +10,9 @@ from fleet.config import load
 from fleet.hardware.placement import MEMORY_SHARE
 from fleet.roles import Role
 from fleet.router.settings import RouterSettings
-from fleet.sim.clients import ClientSection, Closed, Open, Sessions
+from fleet.sim.clients import ClientSection, ClosedClients, OpenClients, SessionClients
 from fleet.sim.results import Slo
-from fleet.sim.workloads import Drawn, Recorded, Workload
+from fleet.sim.workloads import DrawnWorkload, RecordedWorkload, Workload
 from kvstore.eviction.policies import PolicyName
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -46,7 +46,7 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """From starting a worker to its first request: loading weights and capturing graphs."""
 
 
-class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that are alike."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
@@ -68,7 +68,7 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One GPU; by default the list price that comes with the profile."""
 
 
-class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A KV store on every node; without this section there is none."""
 
     memory_gib: Annotated[float, Meta(gt=0, le=1e9)]
@@ -145,7 +145,7 @@ class StoreFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     down_seconds: Seconds = 10.0
 
 
-class Flip(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="flip"):
+class RoleFlipFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="flip"):
     """A worker drains, and goes on in another role."""
 
     at_seconds: Seconds
@@ -153,7 +153,7 @@ class Flip(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
     role: Role
 
 
-FaultSection = WorkerFault | NodeFault | SlowFault | CutFault | StoreFault | Flip
+FaultSection = WorkerFault | NodeFault | SlowFault | CutFault | StoreFault | RoleFlipFault
 """What happens to a cluster."""
 
 
@@ -163,13 +163,13 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: FileName
     """Folder with a Hugging Face config.json, or that file, relative to the scenario's file."""
 
-    pools: Annotated[tuple[PoolSection, ...], Meta(min_length=1)]
-    workload: Workload = Drawn()
-    clients: ClientSection = Open()
+    pools: Annotated[tuple[SimulatedPoolSection, ...], Meta(min_length=1)]
+    workload: Workload = DrawnWorkload()
+    clients: ClientSection = OpenClients()
     engine: EngineSection = EngineSection()
     router: RouterSettings = RouterSettings()
     slo: Slo = Slo()
-    store: StoreSection | None = None
+    store: SimulatedStoreSection | None = None
     faults: tuple[FaultSection, ...] = ()
     seed: Annotated[int, Meta(ge=0)] = 1
     message_ms: Annotated[float, Meta(ge=0, le=1000)] = 0.2
@@ -191,7 +191,11 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"slo.ttft_ms: {self.slo.ttft_ms:g} is more than clients.deadline_seconds: nobody would wait so long"
             )
-        if isinstance(self.clients, Sessions) and not self.clients.users and isinstance(self.workload, Recorded):
+        if (
+            isinstance(self.clients, SessionClients)
+            and not self.clients.users
+            and isinstance(self.workload, RecordedWorkload)
+        ):
             raise ValueError("clients.users: 0 needs sessions that say when they begin, which a trace does not")
 
 
@@ -204,7 +208,7 @@ def read_scenario(path: Path, changes: Mapping[str, Any] | None = None) -> Scena
     return load(path, Scenario, changes)
 
 
-def pool_name(pool: PoolSection) -> str:
+def pool_name(pool: SimulatedPoolSection) -> str:
     return pool.name or f"{pool.role.value}-{pool.gpu}"
 
 
@@ -213,11 +217,11 @@ def scaled(scenario: Scenario, load: float) -> Scenario:
     clients, workload = scenario.clients, scenario.workload
     if users := waiting_users(scenario):
         return structs.replace(scenario, clients=structs.replace(clients, users=max(1, round(users * load))))
-    if isinstance(workload, Drawn):
+    if isinstance(workload, DrawnWorkload):
         return structs.replace(scenario, workload=structs.replace(workload, rate=workload.rate * load))
     return structs.replace(scenario, workload=structs.replace(workload, speed=workload.speed * load))
 
 
 def waiting_users(scenario: Scenario) -> int:
     """Clients that wait for answers before they send more; 0: they come at a rate."""
-    return scenario.clients.users if isinstance(scenario.clients, Closed | Sessions) else 0
+    return scenario.clients.users if isinstance(scenario.clients, ClosedClients | SessionClients) else 0

@@ -1,6 +1,6 @@
 """The servers of production in virtual time, between a world's clients and its engines.
 
-A `ShellWorld` is a `fleet.sim.world.World` but for the way from a client to an engine and back, which it takes through what
+A `ProductionWorld` is a `fleet.sim.world.World` but for the way from a client to an engine and back, which it takes through what
 `fleet serve` runs: `RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
 `Session`, `WorkerServer` around the worker's machine; and workers that register under leases, whom routers find by the registry.
 
@@ -8,9 +8,9 @@ Rules:
 
 1. Three things are not production's. Connections are in memory (`fleet.sim.loop`). Engines are the simulation's (`fleet.sim.hosted`).
    A worker's process is a group of tasks; it is killed by cutting its connections and cancelling them.
-2. Prompts go over the wire as token ids from which the keys of their blocks can be read (`spelled`, `keys_spelled`), in place of
+2. Prompts go over the wire as token ids from which the keys of their blocks can be read (`tokens_from_keys`, `keys_from_tokens`), in place of
    hashes: the blocks of a trace have names and no tokens. Whether prompts are hashed alike everywhere is not a question of time.
-3. Workers take a moment to join: begin before the first request (`AHEAD`).
+3. Workers take a moment to join: begin before the first request (`JOIN_TIME`).
 """
 
 import asyncio
@@ -47,7 +47,7 @@ from fleet.router.messages import (
 from fleet.router.server import RouterServer
 from fleet.sim.hosted import HostedEngine
 from fleet.sim.loop import VirtualLoop
-from fleet.sim.worker import Worker
+from fleet.sim.worker import SimulatedWorker
 from fleet.sim.world import World
 from fleet.work import LoadReport, WorkerDescription
 from kvstore.frames import FrameConnection
@@ -57,7 +57,7 @@ from workers.registration import Registration
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings
 
-AHEAD = SECOND
+JOIN_TIME = SECOND
 """What workers need to join, amply."""
 
 APART = 10_000
@@ -68,7 +68,7 @@ WORD = np.dtype("<u4")  # of a token id
 KEY = np.dtype("<u8")
 
 
-class ShellWorld(World):
+class ProductionWorld(World):
     """A world whose router and workers are processes of production; `close` it when nothing is to come any more."""
 
     def __init__(self, *arguments: Any, machine: RouterMachine, message_delay: Nanos, **named: Any):
@@ -76,7 +76,7 @@ class ShellWorld(World):
 
         Args:
             arguments: Of the world; the first is the kernel.
-            machine: The router's, made with the hasher `keys_spelled`.
+            machine: The router's, made with the hasher `keys_from_tokens`.
             message_delay: Between router and workers, one way.
             named: More of the world.
         """
@@ -85,7 +85,7 @@ class ShellWorld(World):
         self._registry = RegistryServer(MembershipSettings(), kernel)
         self._streams = WorkerStreams(settings, self._registry.membership(), reachability=self._registry.hear)
         self._router = RouterServer(machine, self._streams, kernel)
-        self._processes: dict[WorkerId, _Process] = {}
+        self._processes: dict[WorkerId, _WorkerProcess] = {}
         self._asking: dict[RequestId, asyncio.Task[None]] = {}
         self._apart: int | None = 0  # from now to the next start; None: all are there that are there from the beginning
         self._closed = False
@@ -129,7 +129,7 @@ class ShellWorld(World):
             case _:  # what reaches a router by other ways than its workers' streams
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
-    def _cut(self, worker: Worker, lasting: Nanos) -> None:
+    def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
         """Nothing passes between its process and the router; what that means is for these two to find out."""
         process = self._processes[worker.id]
         if process.hold():
@@ -164,8 +164,8 @@ class ShellWorld(World):
                 running=engine.held - engine.waiting, waiting=engine.waiting, kv_blocks_used=engine.kv_blocks_used
             )
 
-        engine = HostedEngine(description, worker.obey, load)
-        process = _Process(self._loop, description, engine, self._registry)
+        engine = HostedEngine(description, worker.execute, load)
+        process = _WorkerProcess(self._loop, description, engine, self._registry)
         self._processes[description.worker_id] = process
         if self._closed:
             return
@@ -176,7 +176,7 @@ class ShellWorld(World):
             self._apart += APART
 
 
-class _Process:
+class _WorkerProcess:
     """A worker's process."""
 
     def __init__(
@@ -199,7 +199,7 @@ class _Process:
         )
         self._server = WorkerServer(settings, engine, loop.kernel, description.incarnation)
         self._registration = Registration(
-            registry=_NearRegistry(registry, loop.delay),
+            registry=_InMemoryRegistry(registry, loop.delay),
             worker_id=description.worker_id,
             incarnation=description.incarnation,
             address=settings.listen,
@@ -244,7 +244,7 @@ class _Process:
             task.cancel()
 
 
-class _NearRegistry:
+class _InMemoryRegistry:
     """Implements `workers.ports.Registry` without a wire.
 
     What a worker says to it and what it then tells routers take a message's time each: so the last words of one incarnation
@@ -273,11 +273,11 @@ class _NearRegistry:
 def _written_out(arrived: Arrived) -> Arrived:
     """With token ids in place of keys."""
     ((block_tokens, keys),) = arrived.keys.items()
-    tokens = spelled(keys, block_tokens, len(arrived.tokens) // TOKEN_BYTES)
+    tokens = tokens_from_keys(keys, block_tokens, len(arrived.tokens) // TOKEN_BYTES)
     return structs.replace(arrived, tokens=tokens, keys={})
 
 
-def spelled(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenBytes:
+def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenBytes:
     """A prompt whose full blocks say their keys: 64 bits less one in the first two tokens of each, and zeros elsewhere."""
     assert block_tokens * WORD.itemsize >= KEY.itemsize, block_tokens
     tokens = np.zeros(num_tokens, WORD)
@@ -286,7 +286,7 @@ def spelled(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenByt
     return tokens.tobytes()
 
 
-def keys_spelled(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
+def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
     """The keys of such a prompt; blocks of zeros, which an answer may have filled, have none."""
     words = np.frombuffer(tokens, WORD)
     blocks = words[: len(words) // block_tokens * block_tokens].reshape(-1, block_tokens)

@@ -24,7 +24,7 @@ from fleet.clock import Nanos
 from fleet.hardware.steps import pairs
 from fleet.ids import StoreId
 from fleet.sim.kernel import Kernel
-from fleet.sim.network import Lane, Network
+from fleet.sim.network import LinkName, Network
 from fleet.sim.work import StepTimes
 from kvstore.admission import ReuseAdmission
 from kvstore.eviction.policies import PolicyName, policy
@@ -57,7 +57,7 @@ class StoreProfile(Struct, frozen=True, kw_only=True):
     block_tokens: int
 
 
-class Tier:
+class SimulatedTier:
     """What is in one tier: names only."""
 
     def __init__(self, profile: TierProfile):
@@ -144,7 +144,7 @@ class Tier:
         assert all(self._pins[key] for key in self._aside)
 
 
-class Changed(Struct, frozen=True):
+class TierChange(Struct, frozen=True):
     """What a store tells its watchers."""
 
     tier: str
@@ -153,19 +153,19 @@ class Changed(Struct, frozen=True):
     reset: bool = False  # what was known of all its tiers is void
 
 
-class _Run(Struct, frozen=True):
+class _TierRun(Struct, frozen=True):
     """Consecutive blocks of a chain that come from one tier."""
 
-    tier: Tier
+    tier: SimulatedTier
     keys: Sequence[int]
 
 
-class Borrower(Struct, frozen=True, kw_only=True):
+class AttachedWorker(Struct, frozen=True, kw_only=True):
     """A worker of the node, as its store knows it."""
 
     times: StepTimes
-    load_lane: Lane
-    save_lane: Lane
+    load_link: LinkName
+    save_link: LinkName
 
 
 class NodeStore:
@@ -177,8 +177,8 @@ class NodeStore:
         network: Network,
         store_id: StoreId,
         profile: StoreProfile,
-        shared: Mapping[str, Tier],
-        tell: Callable[["NodeStore", Tier, Changed], None],
+        shared: Mapping[str, SimulatedTier],
+        tell: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
         """A store with nothing in it.
 
@@ -194,7 +194,7 @@ class NodeStore:
         self._network = network
         self.id = store_id
         self._profile = profile
-        self.tiers = [shared.get(tier.name) or Tier(tier) for tier in profile.tiers]
+        self.tiers = [shared.get(tier.name) or SimulatedTier(tier) for tier in profile.tiers]
         assert self.tiers[0].profile.name == POOL_TIER
         self._pool, self._below = self.tiers[0], self.tiers[1:]
         self._tell = tell
@@ -213,10 +213,10 @@ class NodeStore:
             return
         self.up = True
         for tier in self.tiers:
-            self._network.open(self._lane(tier, "read"), tier.profile.read_bandwidth)
-            self._network.open(self._lane(tier, "write"), tier.profile.write_bandwidth)
+            self._network.open(self._link(tier, "read"), tier.profile.read_bandwidth)
+            self._network.open(self._link(tier, "write"), tier.profile.write_bandwidth)
             if len(tier):
-                self._tell(self, tier, Changed(tier.profile.name, stored=tier.names()))
+                self._tell(self, tier, TierChange(tier.profile.name, stored=tier.names()))
 
     def go(self) -> None:
         """Be lost (rule 5)."""
@@ -225,16 +225,16 @@ class NodeStore:
         self.up = False
         self._pool.clear()
         for tier in self.tiers:
-            self._network.close(self._lane(tier, "read"))
-            self._network.close(self._lane(tier, "write"))
-        self._tell(self, self._pool, Changed(POOL_TIER, reset=True))
+            self._network.close(self._link(tier, "read"))
+            self._network.close(self._link(tier, "write"))
+        self._tell(self, self._pool, TierChange(POOL_TIER, reset=True))
         waiters, self._waiters = self._waiters, []
         for _, action in waiters:
             action()
 
     # Loads.
 
-    def offer(self, borrower: Borrower, keys: Sequence[int], here: int) -> int:
+    def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
         """How many leading blocks of a chain an engine has when it has loaded what is worth loading.
 
         Args:
@@ -242,22 +242,22 @@ class NodeStore:
             keys: Of the chain, as far as it may be loaded.
             here: Blocks of it that the engine has.
         """
-        return here + sum(len(run.keys) for run in self._worth_loading(borrower, keys, here))
+        return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
     def load(
         self,
-        borrower: Borrower,
+        attached_worker: AttachedWorker,
         keys: Sequence[int],
         here: int,
         ended: Callable[[Mapping[str, int] | None], None],
     ) -> None:
         """Load what was offered just now; `ended` is told the tokens by tier, None when not all of it came."""
-        runs = self._worth_loading(borrower, keys, here)
+        runs = self._worth_loading(attached_worker, keys, here)
         assert runs, "nothing was offered"
         left = len(runs)
         lost = False
 
-        def over(run: _Run, *, came: bool) -> None:
+        def over(run: _TierRun, *, came: bool) -> None:
             nonlocal left, lost
             left -= 1
             lost = lost or not came
@@ -270,48 +270,48 @@ class NodeStore:
         for run in runs:
             run.tier.pin(run.keys)
             self._network.carry(
-                self._load_lanes(borrower, run.tier),
+                self._load_links(attached_worker, run.tier),
                 len(run.keys) * self._profile.block_bytes,
                 run.tier.profile.latency,
                 partial(over, run, came=True),
                 partial(over, run, came=False),
             )
 
-    def _worth_loading(self, borrower: Borrower, keys: Sequence[int], here: int) -> list[_Run]:
+    def _worth_loading(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> list[_TierRun]:
         if not self.up:
             return []
-        worth: list[_Run] = []
+        worth: list[_TierRun] = []
         size, depth = self._profile.block_tokens, here
         for run in self._runs(keys[here:]):
-            lanes = self._load_lanes(borrower, run.tier)
+            links = self._load_links(attached_worker, run.tier)
             num_bytes = len(run.keys) * self._profile.block_bytes
-            loading = self._network.seconds(lanes, num_bytes, run.tier.profile.latency)
+            loading = self._network.seconds(links, num_bytes, run.tier.profile.latency)
             tokens = len(run.keys) * size
-            computing = borrower.times.seconds(tokens, pairs(tokens, depth * size), 0, 0)
+            computing = attached_worker.times.seconds(tokens, pairs(tokens, depth * size), 0, 0)
             if loading is None or loading >= computing:
                 break
             worth.append(run)
             depth += len(run.keys)
         return worth
 
-    def _runs(self, keys: Sequence[int]) -> list[_Run]:
+    def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
         """Blocks from the first on that some tier has, by tier."""
-        places: list[tuple[Tier, int]] = []
+        places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)
             if tier is None:
                 break
             places.append((tier, key))
-        return [_Run(tier, [key for _, key in run]) for tier, run in groupby(places, lambda place: place[0])]
+        return [_TierRun(tier, [key for _, key in run]) for tier, run in groupby(places, lambda place: place[0])]
 
-    def _tokens(self, runs: Sequence[_Run]) -> dict[str, int]:
+    def _tokens(self, runs: Sequence[_TierRun]) -> dict[str, int]:
         tokens: dict[str, int] = {}
         for run in runs:
             name = run.tier.profile.name
             tokens[name] = tokens.get(name, 0) + len(run.keys) * self._profile.block_tokens
         return tokens
 
-    def _used(self, run: _Run) -> None:
+    def _used(self, run: _TierRun) -> None:
         """Blocks have come up, or were used in the pool."""
         now = self._kernel.instant
         if run.tier is self._pool:
@@ -321,7 +321,7 @@ class NodeStore:
 
     # Saves.
 
-    def save(self, borrower: Borrower, keys: Sequence[int]) -> None:
+    def save(self, attached_worker: AttachedWorker, keys: Sequence[int]) -> None:
         """An engine has computed blocks: copy those that are not here."""
         if not self.up:
             return
@@ -330,7 +330,7 @@ class NodeStore:
             return
         self._saving.update(dict.fromkeys(new))
         self._network.carry(
-            (borrower.save_lane, self._lane(self._pool, "write")),
+            (attached_worker.save_link, self._link(self._pool, "write")),
             len(new) * self._profile.block_bytes,
             Nanos(0),
             partial(self._saved, new, came=True),
@@ -363,7 +363,7 @@ class NodeStore:
     def _take_in(self, keys: Sequence[int], now: Nanos) -> None:
         stored, removed = self._pool.put(keys, now)
         if stored or removed:
-            self._tell(self, self._pool, Changed(POOL_TIER, stored, removed))
+            self._tell(self, self._pool, TierChange(POOL_TIER, stored, removed))
         self._go_down([key for key in keys if key in self._pool], now)
 
     def _go_down(self, keys: Sequence[int], now: Nanos) -> None:
@@ -377,29 +377,29 @@ class NodeStore:
                 continue
             going.update(dict.fromkeys(wanted))
             self._network.carry(
-                (self._lane(tier, "write"),),
+                (self._link(tier, "write"),),
                 len(wanted) * self._profile.block_bytes,
                 tier.profile.latency,
                 partial(self._went_down, tier, wanted, came=True),
                 partial(self._went_down, tier, wanted, came=False),
             )
 
-    def _went_down(self, tier: Tier, keys: Sequence[int], *, came: bool) -> None:
+    def _went_down(self, tier: SimulatedTier, keys: Sequence[int], *, came: bool) -> None:
         going = self._going_down[tier.profile.name]
         for key in keys:
             going.pop(key, None)
         if came:
             stored, removed = tier.put(keys, self._kernel.instant)
             if stored or removed:
-                self._tell(self, tier, Changed(tier.profile.name, stored, removed))
+                self._tell(self, tier, TierChange(tier.profile.name, stored, removed))
 
     # Lanes.
 
-    def _lane(self, tier: Tier, way: str) -> Lane:
-        return Lane(f"{self.id} {tier.profile.name} {way}")
+    def _link(self, tier: SimulatedTier, way: str) -> LinkName:
+        return LinkName(f"{self.id} {tier.profile.name} {way}")
 
-    def _load_lanes(self, borrower: Borrower, tier: Tier) -> tuple[Lane, ...]:
-        return (self._lane(tier, "read"), borrower.load_lane)
+    def _load_links(self, attached_worker: AttachedWorker, tier: SimulatedTier) -> tuple[LinkName, ...]:
+        return (self._link(tier, "read"), attached_worker.load_link)
 
     def check(self) -> None:
         """Assert that tiers are in order, and that nobody waits while nothing is on its way."""

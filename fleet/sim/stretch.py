@@ -7,22 +7,24 @@ at which any number of them is done has a closed form, and so has the number tha
 from collections.abc import Callable, Sequence
 
 from fleet.clock import SECOND
-from fleet.sim.kernel import Event, Kernel, cancel
-from fleet.sim.work import Work
+from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
+from fleet.sim.work import SimulatedAttempt
 
-Chunk = tuple[Work, int]
+PromptChunk = tuple[SimulatedAttempt, int]
 """Of whose prompt a step computes how many tokens."""
 
 
-class Stretch:
+class StepRun:
     """Steps, the n-th of which lasts `first + n * slope` seconds; one that computes prompts is alone."""
 
     __slots__ = ("began", "chunks", "end", "first", "prompt_tokens", "slope", "steps")
 
-    def __init__(self, began: int, first: float, slope: float, steps: int, chunks: Sequence[Chunk], prompt_tokens: int):
+    def __init__(
+        self, began: int, first: float, slope: float, steps: int, chunks: Sequence[PromptChunk], prompt_tokens: int
+    ):
         self.began, self.first, self.slope, self.steps, self.chunks = began, first, slope, steps, chunks
         self.prompt_tokens = prompt_tokens  # of the chunks
-        self.end: Event | None = None
+        self.end: ScheduledEvent | None = None
 
     def until(self, steps: int) -> int:
         """When so many of them are done."""

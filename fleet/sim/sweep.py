@@ -15,14 +15,14 @@ from fleet.errors import ConfigurationRefused
 from fleet.sim.planning import plan, traffic
 from fleet.sim.processes import process_pool, watch
 from fleet.sim.results import RunOutcome
-from fleet.sim.run import Plan, simulate
+from fleet.sim.run import RunPlan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
-from fleet.sim.workloads import Recorded
+from fleet.sim.workloads import RecordedWorkload
 
 MOST_RUNS = 10_000
 
 
-class Case(Struct, frozen=True, kw_only=True):
+class SweepCase(Struct, frozen=True, kw_only=True):
     """One run of a sweep."""
 
     scenario: str
@@ -30,7 +30,7 @@ class Case(Struct, frozen=True, kw_only=True):
     seed: int
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class SweepRow(Struct, frozen=True, kw_only=True):
     """What one run came to."""
 
     scenario: str
@@ -42,14 +42,14 @@ class Row(Struct, frozen=True, kw_only=True):
 class _Prepared(Struct, frozen=True, kw_only=True):
     """A case with all that its files say but the trace."""
 
-    case: Case
+    case: SweepCase
     scenario: Scenario
-    plan: Plan
+    plan: RunPlan
 
 
 def cases(
     scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
-) -> list[Case]:
+) -> list[SweepCase]:
     """All combinations, in order: scenario, then each field of `over`, then seed. Each can be run: traces are read once.
 
     Args:
@@ -68,7 +68,7 @@ def cases(
         raise ConfigurationRefused(f"{'--over' if over else '--seeds'}: {number:,} runs are more than {MOST_RUNS:,}")
     combinations = [dict(zip(over, values, strict=True)) for values in itertools.product(*over.values())]
     made = [
-        Case(scenario=str(path), changes=merge_changes(set_, changes), seed=seed)
+        SweepCase(scenario=str(path), changes=merge_changes(set_, changes), seed=seed)
         for path in scenarios
         for changes in combinations
         for seed in seeds
@@ -83,7 +83,7 @@ def cases(
     return made
 
 
-def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> Iterator[Row]:
+def run_all(made: Sequence[SweepCase], processes: int, *, ray: str | None = None) -> Iterator[SweepRow]:
     """Run them; rows come in the order of the cases.
 
     Args:
@@ -106,15 +106,15 @@ def run_all(made: Sequence[Case], processes: int, *, ray: str | None = None) -> 
         yield from rows
 
 
-def run_case(case: Case) -> Row:
+def run_case(case: SweepCase) -> SweepRow:
     prepared = _prepared(case)
     return _run(prepared, prepared.scenario)
 
 
-def run_prepared(prepared: _Prepared, trace: bytes) -> Row:
+def run_prepared(prepared: _Prepared, trace: bytes) -> SweepRow:
     """On another machine, which has none of the files."""
     scenario = prepared.scenario
-    if not isinstance(scenario.workload, Recorded):
+    if not isinstance(scenario.workload, RecordedWorkload):
         return _run(prepared, scenario)
     with TemporaryDirectory(prefix="fleet-sim-") as folder:
         file = Path(folder) / Path(scenario.workload.file).name
@@ -123,13 +123,13 @@ def run_prepared(prepared: _Prepared, trace: bytes) -> Row:
         return _run(prepared, moved)
 
 
-def _run(prepared: _Prepared, scenario: Scenario) -> Row:
+def _run(prepared: _Prepared, scenario: Scenario) -> SweepRow:
     case = prepared.case
     outcome = simulate(prepared.plan, traffic(scenario, Path(case.scenario).parent)).outcome
-    return Row(scenario=case.scenario, changes=case.changes, seed=case.seed, outcome=outcome)
+    return SweepRow(scenario=case.scenario, changes=case.changes, seed=case.seed, outcome=outcome)
 
 
-def _prepared(case: Case) -> _Prepared:
+def _prepared(case: SweepCase) -> _Prepared:
     path = Path(case.scenario)
     scenario = read_scenario(path, {**case.changes, "seed": case.seed})
     with _refusing(path):
@@ -147,13 +147,13 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def _trace(prepared: _Prepared) -> Path | None:
     workload = prepared.scenario.workload
-    return Path(prepared.case.scenario).parent / workload.file if isinstance(workload, Recorded) else None
+    return Path(prepared.case.scenario).parent / workload.file if isinstance(workload, RecordedWorkload) else None
 
 
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
     """What decides which rows are read, and whether they can be."""
     scenario, workload = prepared.scenario, prepared.scenario.workload
-    if isinstance(workload, Recorded):
+    if isinstance(workload, RecordedWorkload):
         workload = structs.replace(workload, speed=1.0)
     return prepared.case.scenario, workload, scenario.engine.block_tokens, type(scenario.clients)
 
@@ -162,6 +162,6 @@ def _read(prepared: _Prepared) -> None:
     path = Path(prepared.case.scenario)
     with _refusing(path):
         sent = traffic(prepared.scenario, path.parent)
-        if isinstance(prepared.scenario.workload, Recorded):
+        if isinstance(prepared.scenario.workload, RecordedWorkload):
             for _ in sent:
                 pass

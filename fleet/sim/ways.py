@@ -7,22 +7,22 @@ from typing import Generic, TypeVar
 from fleet.clock import Nanos
 from fleet.sim.kernel import Kernel
 
-Said = TypeVar("Said")
+Message = TypeVar("Message")
 
 
-class Way(Generic[Said]):
+class Channel(Generic[Message]):
     """One way of a stream: what is said arrives a delay later, in order, however the kernel shuffles ties."""
 
     __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_said_at", "_under_way")
 
-    def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Said], None]):
+    def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Message], None]):
         self._kernel, self._delay, self._deliver = kernel, delay, deliver
-        self._under_way: deque[list[Said]] = deque()  # what was said in one instant arrives in one
-        self._latest: list[Said] = []
+        self._under_way: deque[list[Message]] = deque()  # what was said in one instant arrives in one
+        self._latest: list[Message] = []
         self._said_at: Nanos | None = None  # the latest
-        self._held_back: list[Said] | None = None  # while the way is cut
+        self._held_back: list[Message] | None = None  # while the way is cut
 
-    def say(self, message: Said) -> None:
+    def say(self, message: Message) -> None:
         kernel = self._kernel
         if self._held_back is not None:
             self._held_back.append(message)
@@ -42,7 +42,7 @@ class Way(Generic[Said]):
         """Hold back what is said from now on."""
         self._held_back = []
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Send what was held back, in order."""
         held, self._held_back = self._held_back, None
         for message in held or ():

@@ -26,7 +26,7 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
 class Job(Struct, frozen=True, kw_only=True):
     """One piece of work."""
 
-    work_id: RequestId
+    attempt_id: RequestId
     prompt_tokens: int
     answer_tokens: int
     keys: Sequence[int]  # of the prompt's full blocks
@@ -35,16 +35,16 @@ class Job(Struct, frozen=True, kw_only=True):
     handed_off: bool = False  # somebody will fetch its blocks
 
 
-class Told(Struct, frozen=True):
+class StepProgress(Struct, frozen=True):
     """What one step brought to one piece of work."""
 
-    work_id: RequestId
+    attempt_id: RequestId
     tokens: int  # since what was told before
     ended: bool
     cached_tokens: int | None = None  # of the prompt; with the first token
 
 
-class Supply(Protocol):
+class BlockSupply(Protocol):
     """Where blocks can be had that an engine does not have."""
 
     def offer(self, job: Job, here: int) -> int:
@@ -64,7 +64,7 @@ class Supply(Protocol):
         ...
 
 
-class Work:
+class SimulatedAttempt:
     """A job in its engine: its sequence of tokens, as far as it has come. No Struct: most of it changes, and often."""
 
     __slots__ = (

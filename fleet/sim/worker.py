@@ -30,13 +30,13 @@ from fleet.router.messages import (
     WorkerStepped,
     request_of,
 )
-from fleet.sim.engine import SimulatedEngine
+from fleet.sim.engine import VirtualEngine
 from fleet.sim.handoffs import Handoffs, params
 from fleet.sim.kernel import Kernel
 from fleet.sim.pools import PoolProfile
-from fleet.sim.store import Borrower, NodeStore
-from fleet.sim.ways import Way
-from fleet.sim.work import Job, Told
+from fleet.sim.store import AttachedWorker, NodeStore
+from fleet.sim.ways import Channel
+from fleet.sim.work import Job, StepProgress
 from fleet.work import Handoff, Progress, Rejected, Start, WorkerDescription
 
 MODEL = ModelName("model")
@@ -44,17 +44,17 @@ FINGERPRINT = "simulated"
 TOKEN = (0,)
 
 
-class Prompt(Protocol):
+class SimulatedPrompt(Protocol):
     """Names of blocks of one request."""
 
     chain: Sequence[int]  # the prompt's full blocks
     answer_keys: Sequence[int]  # those that the answer fills, as far as they are known
 
 
-class Requests(Protocol):
+class SimulatedRequests(Protocol):
     """What workers have to know of requests, and tell of them besides."""
 
-    def prompt(self, request_id: RequestId) -> Prompt | None:
+    def prompt(self, request_id: RequestId) -> SimulatedPrompt | None:
         """None: it is over."""
         ...
 
@@ -63,14 +63,14 @@ class Requests(Protocol):
         ...
 
 
-class Surroundings(Struct, frozen=True, kw_only=True):
+class WorkerEnvironment(Struct, frozen=True, kw_only=True):
     """What is around a worker."""
 
     kernel: Kernel
     message_delay: Nanos
     hear: Callable[[RouterEvent], None]  # the router
     handoffs: Handoffs
-    requests: Requests
+    requests: SimulatedRequests
     ended: Callable[[WorkerId], None]  # told of a worker that is to change its role, when some of its work has ended
 
 
@@ -82,12 +82,12 @@ class _Prefill(Struct, frozen=True):
     kv_path: KvPath
 
 
-class Worker:
+class SimulatedWorker:
     """One incarnation, or several that a change of role has made of it."""
 
     def __init__(
         self,
-        around: Surroundings,
+        around: WorkerEnvironment,
         profile: PoolProfile,
         worker_id: WorkerId,
         node: StoreId,
@@ -96,7 +96,7 @@ class Worker:
         incarnation: int,
         since: Nanos,
         store: NodeStore | None,
-        borrower: Borrower | None,
+        attached_worker: AttachedWorker | None,
     ):
         """A worker that is up, and has told nobody.
 
@@ -112,7 +112,7 @@ class Worker:
             borrower: As which that knows it.
         """
         self._requests, self._handoffs, self._ended = around.requests, around.handoffs, around.ended
-        self._store, self.borrower = store, borrower
+        self._store, self.attached_worker = store, attached_worker
         self._prefilled: dict[RequestId, _Prefill] = {}  # prefill work that runs here
         self.profile = profile
         self.id = worker_id
@@ -123,8 +123,8 @@ class Worker:
         self.incarnation = incarnation
         self.since = since
         self.until: Nanos | None = None  # that it is gone
-        supply = _Supply(around.handoffs, around.requests, self, store)
-        self.engine = SimulatedEngine(
+        supply = _WorkerBlockSupply(around.handoffs, around.requests, self, store)
+        self.engine = VirtualEngine(
             around.kernel,
             profile.times,
             profile.limits,
@@ -132,8 +132,8 @@ class Worker:
             cache_changed=self._cache_changed,
             supply=supply,
         )
-        self.says: Way[RouterEvent] = Way(around.kernel, around.message_delay, around.hear)
-        self.hears: Way[Dispatch | CancelAttempt] = Way(around.kernel, around.message_delay, self.obey)
+        self.to_router: Channel[RouterEvent] = Channel(around.kernel, around.message_delay, around.hear)
+        self.from_router: Channel[Dispatch | CancelAttempt] = Channel(around.kernel, around.message_delay, self.execute)
 
     # What it says.
 
@@ -164,19 +164,19 @@ class Worker:
         """Say what was generated until now: tokens that would have been sent one by one."""
         self._told(self.engine.progress())
 
-    def _told(self, told: list[Told]) -> None:
+    def _told(self, told: list[StepProgress]) -> None:
         """The engine has made a step."""
         if self._prefilled:
             told = [each for each in told if not self._told_when_saved(each)]
         if told:
             progress = tuple([self._progress(each) for each in told])
-            self.says.say(WorkerStepped(worker_id=self.id, progress=progress))
+            self.to_router.say(WorkerStepped(worker_id=self.id, progress=progress))
         if self.flips_to is not None:
             self._ended(self.id)
 
-    def _told_when_saved(self, told: Told) -> bool:
+    def _told_when_saved(self, told: StepProgress) -> bool:
         """Whether it is told later, since the store has not all of its blocks."""
-        prefill, store = self._prefilled.get(told.work_id), self._store
+        prefill, store = self._prefilled.get(told.attempt_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
             return False
         event = WorkerStepped(worker_id=self.id, progress=(self._progress(told),))
@@ -185,22 +185,22 @@ class Worker:
 
     def _say_if_there(self, event: WorkerStepped) -> None:
         if self.until is None:
-            self.says.say(event)
+            self.to_router.say(event)
 
-    def _progress(self, told: Told) -> Progress:
+    def _progress(self, told: StepProgress) -> Progress:
         handoff = None
-        if self._prefilled and (prefill := self._prefilled.pop(told.work_id, None)) is not None:
+        if self._prefilled and (prefill := self._prefilled.pop(told.attempt_id, None)) is not None:
             handoff = Handoff(
                 kv_path=prefill.kv_path,
                 prefill_worker=self.id,
                 fingerprint=FINGERPRINT,
                 num_tokens=prefill.prompt_tokens - 1,  # one has to be computed for its logits
-                params=params(told.work_id),
+                params=params(told.attempt_id),
             )
-            if self.engine.keeps(told.work_id):
-                self._handoffs.computed(self.id, told.work_id)
+            if self.engine.keeps(told.attempt_id):
+                self._handoffs.computed(self.id, told.attempt_id)
         return Progress(
-            request_id=told.work_id,
+            request_id=told.attempt_id,
             token_ids=TOKEN * told.tokens,
             finish=Finish.LENGTH if told.ended else None,
             kv=None if told.cached_tokens is None else _report(told.cached_tokens),
@@ -208,13 +208,13 @@ class Worker:
         )
 
     def _cache_changed(self, stored: list[int], removed: list[int]) -> None:
-        self.says.say(CacheAssumed(worker_id=self.id, stored=stored, removed=removed))
-        if stored and self._store is not None and self.borrower is not None:
-            self._store.save(self.borrower, stored)
+        self.to_router.say(CacheAssumed(worker_id=self.id, stored=stored, removed=removed))
+        if stored and self._store is not None and self.attached_worker is not None:
+            self._store.save(self.attached_worker, stored)
 
     # What it does.
 
-    def obey(self, command: Dispatch | CancelAttempt) -> None:
+    def execute(self, command: Dispatch | CancelAttempt) -> None:
         """What the router said has come."""
         if self.until is not None or self.away:
             return  # routers hear of that by themselves
@@ -237,7 +237,7 @@ class Worker:
         prompt_tokens, handoff, prefills = len(start.tokens) // TOKEN_BYTES, start.handoff, start.phase is Phase.PREFILL
         direct = handoff is not None and handoff.kv_path is KvPath.DIRECT
         job = Job(
-            work_id=start.request_id,
+            attempt_id=start.request_id,
             prompt_tokens=prompt_tokens,
             answer_tokens=start.sampling.max_tokens,
             keys=prompt.chain,
@@ -247,7 +247,7 @@ class Worker:
         )
         if prefills:
             assert start.kv_path is not None
-            self._prefilled[job.work_id] = _Prefill(prompt_tokens, prompt.chain, start.kv_path)
+            self._prefilled[job.attempt_id] = _Prefill(prompt_tokens, prompt.chain, start.kv_path)
         if handoff is not None and direct:
             self._handoffs.take(self.id, job, handoff)
         else:
@@ -255,49 +255,51 @@ class Worker:
 
     def _reject(self, start: Start) -> None:
         rejected = Rejected(request_id=start.request_id, reason=Reason.DRAINING, message="this worker drains")
-        self.says.say(AttemptRejected(worker_id=self.id, rejected=rejected))
+        self.to_router.say(AttemptRejected(worker_id=self.id, rejected=rejected))
 
     def give_up_all(self) -> None:
         """Do nothing more of what the router said."""
-        for work_id in self.engine.forget_all():
-            self._handoffs.cancel(work_id)
+        for attempt_id in self.engine.forget_all():
+            self._handoffs.cancel(attempt_id)
         self._prefilled.clear()
-        self.hears.forget()
+        self.from_router.forget()
 
 
-class _Supply:
+class _WorkerBlockSupply:
     """What a worker's engine need not compute: what a prefill worker keeps for it, and what its node's store holds."""
 
     __slots__ = ("_block_tokens", "_handoffs", "_requests", "_store", "_worker")
 
-    def __init__(self, handoffs: Handoffs, requests: Requests, worker: Worker, store: NodeStore | None):
+    def __init__(
+        self, handoffs: Handoffs, requests: SimulatedRequests, worker: SimulatedWorker, store: NodeStore | None
+    ):
         self._handoffs, self._requests, self._worker, self._store = handoffs, requests, worker, store
         self._block_tokens = worker.profile.limits.block_tokens
 
     def offer(self, job: Job, here: int) -> int:
         if job.fetched_tokens and (tokens := self._handoffs.offered(job)):
             return tokens
-        borrower = self._worker.borrower
-        if self._store is None or borrower is None:
+        attached_worker = self._worker.attached_worker
+        if self._store is None or attached_worker is None:
             return 0
-        return self._store.offer(borrower, self._loadable(job), here) * self._block_tokens
+        return self._store.offer(attached_worker, self._loadable(job), here) * self._block_tokens
 
     def fetch(self, job: Job, here: int) -> None:
         if job.fetched_tokens and self._handoffs.offered(job):
             self._handoffs.fetch(job, here)
             return
-        engine, requests, borrower = self._worker.engine, self._requests, self._worker.borrower
+        engine, requests, attached_worker = self._worker.engine, self._requests, self._worker.attached_worker
         assert self._store is not None
-        assert borrower is not None
+        assert attached_worker is not None
 
         def ended(tokens: Mapping[str, int] | None) -> None:
             if tokens is None:
-                engine.not_fetched(job.work_id)
+                engine.not_fetched(job.attempt_id)
             else:
-                requests.loaded(request_of(job.work_id), tokens)
-                engine.fetched(job.work_id)
+                requests.loaded(request_of(job.attempt_id), tokens)
+                engine.fetched(job.attempt_id)
 
-        self._store.load(borrower, self._loadable(job), here, ended)
+        self._store.load(attached_worker, self._loadable(job), here, ended)
 
     def _loadable(self, job: Job) -> Sequence[int]:
         """Of a prompt one token has to be computed for its logits."""

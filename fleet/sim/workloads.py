@@ -39,7 +39,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 
-class Recorded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
+class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="trace"):
     """Requests of a file, as `fleet.adapters.traces` reads them. It is cut in the order of these fields."""
 
     file: Annotated[str, Meta(min_length=1, pattern=r"^[^\x00]+$")]
@@ -75,7 +75,7 @@ class Recorded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
             raise ValueError(f"to_seconds: {self.to_seconds:g} is not after from_seconds, {self.from_seconds:g}")
 
 
-class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
+class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
     """Requests by chance."""
 
     requests: Count = 10_000
@@ -127,7 +127,7 @@ class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
             )
 
 
-Workload = Recorded | Drawn
+Workload = RecordedWorkload | DrawnWorkload
 
 
 def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[Request]:
@@ -143,7 +143,7 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
         ConfigurationRefused: The trace cannot be read, its blocks are of another size, or nothing is left of it; says file,
             line and field. A wrong row is refused when it is reached.
     """
-    if isinstance(workload, Drawn):
+    if isinstance(workload, DrawnWorkload):
         if workload.turns > 1:
             raise ConfigurationRefused(
                 'workload.turns: conversations need clients that wait: clients.kind = "sessions"'
@@ -156,7 +156,7 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceSession]:
     """Requests that wait for each other's answers; for the arguments and what is raised, see `requests_of`."""
-    if isinstance(workload, Drawn):
+    if isinstance(workload, DrawnWorkload):
         return _conversations(workload, block_tokens, Random(seed))
     file = _opened(workload, folder, block_tokens, seed)
     if file.sessions is None:
@@ -170,9 +170,9 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     return _checked(_first_turns(_faster(file.sessions(), workload.speed), workload.requests))
 
 
-def number_of(workload: Workload, folder: Path, *, seed: int) -> int | None:
+def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
     """Requests that a workload has, or a few more; None: nobody knows before all have been read."""
-    if isinstance(workload, Drawn):
+    if isinstance(workload, DrawnWorkload):
         return workload.requests
     try:
         file = open_trace(folder / workload.file, cut=_rows(workload, seed))
@@ -182,11 +182,11 @@ def number_of(workload: Workload, folder: Path, *, seed: int) -> int | None:
     return min(counted, workload.requests or counted) if counted is not None else workload.requests or None
 
 
-def _rows(workload: Recorded, seed: int) -> RowSelection:
+def _rows(workload: RecordedWorkload, seed: int) -> RowSelection:
     return RowSelection(begin=workload.part[0], end=workload.part[1], sample=workload.sample, seed=seed)
 
 
-def _opened(workload: Recorded, folder: Path, block_tokens: int, seed: int) -> TraceFile:
+def _opened(workload: RecordedWorkload, folder: Path, block_tokens: int, seed: int) -> TraceFile:
     try:
         file = open_trace(
             folder / workload.file,
@@ -220,7 +220,7 @@ def _refusing(rows: Iterator[T]) -> Iterator[T]:
         raise ConfigurationRefused(f"workload.file: {error}") from error
 
 
-def _cut(requests: Iterator[Request], workload: Recorded) -> Iterator[Request]:
+def _cut(requests: Iterator[Request], workload: RecordedWorkload) -> Iterator[Request]:
     begin = round(workload.from_seconds * SECOND)
     end = round(workload.to_seconds * SECOND) if workload.to_seconds < NEVER_ENDS else inf
     speed = workload.speed
@@ -252,7 +252,7 @@ def _first_turns(sessions: Iterator[TraceSession], requests: int) -> Iterator[Tr
 class _Prompts:
     """Lengths, and names of blocks, of what is drawn."""
 
-    def __init__(self, workload: Drawn, block_tokens: int, chance: Random):
+    def __init__(self, workload: DrawnWorkload, block_tokens: int, chance: Random):
         self._workload = workload
         self._block_tokens = block_tokens
         self._chance = chance
@@ -289,7 +289,7 @@ class _Prompts:
         return tuple(range(first, self._names))
 
 
-def _drawn(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Request]:
+def _drawn(workload: DrawnWorkload, block_tokens: int, chance: Random) -> Iterator[Request]:
     prompts = _Prompts(workload, block_tokens, chance)
     now = 0.0
     for _ in range(workload.requests):
@@ -298,7 +298,7 @@ def _drawn(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[Reque
         yield Request(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
 
 
-def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterator[TraceSession]:
+def _conversations(workload: DrawnWorkload, block_tokens: int, chance: Random) -> Iterator[TraceSession]:
     prompts = _Prompts(workload, block_tokens, chance)
     now, left, number = 0.0, workload.requests, 0
     while left:
@@ -319,7 +319,7 @@ def _conversations(workload: Drawn, block_tokens: int, chance: Random) -> Iterat
         yield TraceSession(tuple(turns), Nanos(round(now * SECOND)))
 
 
-def _gap(workload: Drawn, rate: float, now: float, chance: Random) -> float:
+def _gap(workload: DrawnWorkload, rate: float, now: float, chance: Random) -> float:
     """Seconds from now to the next arrival."""
     match workload.arrivals:
         case "even":
@@ -337,11 +337,11 @@ def _gap(workload: Drawn, rate: float, now: float, chance: Random) -> float:
                     return gap
 
 
-def _highest(workload: Drawn, rate: float) -> float:
+def _highest(workload: DrawnWorkload, rate: float) -> float:
     return 1.75 * rate if workload.arrivals == "day" else _outside(workload, rate) * workload.burst_factor
 
 
-def _rate(workload: Drawn, rate: float, now: float) -> float:
+def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
     """At one instant, where it is `rate` on average."""
     if workload.arrivals == "day":
         return rate * (1 - 0.75 * cos(2 * pi * now / workload.day_seconds))
@@ -349,7 +349,7 @@ def _rate(workload: Drawn, rate: float, now: float) -> float:
     return _outside(workload, rate) * (workload.burst_factor if bursting else 1.0)
 
 
-def _outside(workload: Drawn, rate: float) -> float:
+def _outside(workload: DrawnWorkload, rate: float) -> float:
     """The rate between bursts."""
     return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
 

@@ -41,14 +41,14 @@ from fleet.router.messages import (
 from fleet.router.observed import Observer
 from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
-from fleet.sim.answers import Answers
-from fleet.sim.cluster import Cluster
-from fleet.sim.engine import SimulatedEngine
+from fleet.sim.answers import AnswerBlockNames
+from fleet.sim.cluster import SimulatedCluster
+from fleet.sim.engine import VirtualEngine
 from fleet.sim.faults import Fault
-from fleet.sim.kernel import Event, Kernel, cancel
+from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.pools import PoolProfile
-from fleet.sim.prompts import Blank, keys_of
-from fleet.sim.results import Ended, Timeline
+from fleet.sim.prompts import BlankTokens, keys_of
+from fleet.sim.results import EndedRequest, TimelineSample
 from fleet.sim.store import StoreProfile
 from fleet.sim.worker import MODEL
 from kvstore.replay import Request
@@ -56,13 +56,13 @@ from kvstore.replay import Request
 ENDS = 256  # of requests, hashed together
 
 
-class _Client(Struct, kw_only=True, eq=False):
-    """What the client of one request has seen, and what its prompt is; a `fleet.sim.worker.Prompt`."""
+class _ClientView(Struct, kw_only=True, eq=False):
+    """What the client of one request has seen, and what its prompt is; a `fleet.sim.worker.SimulatedPrompt`."""
 
     request: Request
     chain: Sequence[int]
     answer_keys: Sequence[int]
-    ended: Callable[[Ended], None]
+    ended: Callable[[EndedRequest], None]
     first_token: Nanos | None = None
     tokens: int = 0
     tier_tokens: dict[str, int] | None = None  # that were loaded from a store
@@ -80,7 +80,7 @@ class World:
         seed: int,
         block_tokens: int,
         message_delay: Nanos,
-        ended: Callable[[Ended], None],
+        ended: Callable[[EndedRequest], None],
         policy: PlacementPolicy | None = None,
         record: Observer | None = None,
         store: StoreProfile | None = None,
@@ -105,14 +105,14 @@ class World:
         # Nobody asks why a request that is over went where it went, and each answer would keep a table.
         self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._block_tokens = block_tokens
-        self._answers = Answers(block_tokens) if verbatim_answers else None
+        self._answers = AnswerBlockNames(block_tokens) if verbatim_answers else None
         self._ended = ended
         self._record = record
         self._digest = blake2b(digest_size=16)
         self._ends: list[str] = []  # that are not in the digest yet
-        self._clients: dict[RequestId, _Client] = {}
+        self._clients: dict[RequestId, _ClientView] = {}
         self._hurried = False  # whether any request ever had a deadline
-        self._tick: Event | None = None
+        self._tick: ScheduledEvent | None = None
         self._ticks_at: Nanos | None = None
         self._numbered = 0
         self.finished = 0
@@ -120,7 +120,7 @@ class World:
         serving = [profile for profile in pools if profile.role is not Role.DECODE] or list(pools)
         self._front_base = sum(profile.front for profile in serving) / len(serving)
         self._front_per_token = sum(profile.front_per_token for profile in serving) / len(serving)
-        self._cluster = Cluster(
+        self._cluster = SimulatedCluster(
             kernel,
             self,
             self._hear,
@@ -135,7 +135,7 @@ class World:
     # What clients do.
 
     def send(
-        self, request: Request, ended: Callable[[Ended], None] | None = None, deadline: Nanos | None = None
+        self, request: Request, ended: Callable[[EndedRequest], None] | None = None, deadline: Nanos | None = None
     ) -> RequestId:
         """A request arrives now.
 
@@ -153,13 +153,13 @@ class World:
         else:
             chain, answer_keys = self._answers.named(request)
         keys = {self._block_tokens: chain}
-        self._clients[request_id] = _Client(
+        self._clients[request_id] = _ClientView(
             request=request, chain=chain, answer_keys=answer_keys, ended=ended or self._ended
         )
         arrived = Arrived(
             request_id=request_id,
             model=MODEL,
-            tokens=Blank(request.prompt_tokens, keys),
+            tokens=BlankTokens(request.prompt_tokens, keys),
             sampling=_sampling(request.output_tokens),
             session=str(request.session) if request.session else "",
             keys=keys,
@@ -178,9 +178,9 @@ class World:
         """Requests that are not over."""
         return len(self._clients)
 
-    # What workers ask of requests (`fleet.sim.worker.Requests`).
+    # What workers ask of requests (`fleet.sim.worker.SimulatedRequests`).
 
-    def prompt(self, request_id: RequestId) -> _Client | None:
+    def prompt(self, request_id: RequestId) -> _ClientView | None:
         return self._clients.get(request_id)
 
     def loaded(self, request_id: RequestId, tokens: Mapping[str, int]) -> None:
@@ -205,7 +205,7 @@ class World:
                     self._emitted(command, now)
                 case Dispatch() | CancelAttempt():
                     if (worker := self._cluster.get(command.worker_id)) is not None:
-                        worker.hears.say(command)  # else it has died, and the router hears of that by itself
+                        worker.from_router.say(command)  # else it has died, and the router hears of that by itself
                 case StartedOver():
                     self._started_over(command.request_id)
                 case Complete():
@@ -250,7 +250,7 @@ class World:
             front = round(self._front_base + self._front_per_token * request.prompt_tokens)
             first_token, end = Nanos(first_token + front), Nanos(now + front)
         self._note(f"{request_id} {first_token} {now} {client.tokens} {cached_tokens} {refused}\n")
-        ended = Ended(
+        ended = EndedRequest(
             request_id=request_id,
             arrival=request.arrival,
             prompt_tokens=request.prompt_tokens,
@@ -290,16 +290,16 @@ class World:
     def machine(self) -> RouterMachine:
         return self._machine
 
-    def workers(self) -> Iterator[tuple[PoolProfile, Nanos, SimulatedEngine]]:
+    def workers(self) -> Iterator[tuple[PoolProfile, Nanos, VirtualEngine]]:
         """All workers that were ever there: profile, how long they had their GPUs by now, engine."""
         for worker in self._cluster.ever():
             until = self.last_end if worker.until is None else min(worker.until, self.last_end)
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine
 
-    def look(self, seconds: float, finished: int) -> Timeline:
+    def look(self, seconds: float, finished: int) -> TimelineSample:
         """How the cluster stands now."""
         cluster, held = self._cluster, self._cluster.held
-        return Timeline(
+        return TimelineSample(
             seconds=seconds,
             running=held,
             queued=max(0, len(self._clients) - held),

@@ -10,37 +10,37 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fleet.hardware.closed_loop import Client, Seen, apart, closed_loop
+from fleet.hardware.closed_loop import BenchmarkClient, ClientMeasurement, closed_loop, closed_loop_disaggregated
 from fleet.hardware.coefficients import CLIENTS, EFFICIENCIES, NAMES
-from fleet.hardware.measurements import Measurement, Phase
-from fleet.hardware.models import Model
-from fleet.hardware.placement import Placement
+from fleet.hardware.measurements import MeasuredPhase, Measurement
+from fleet.hardware.models import ModelSizes
+from fleet.hardware.placement import ShardedModel
 from fleet.hardware.prediction import BUDGET_TOKENS, MEAN_LENGTHS, MEMORY_SHARE, can_be_placed, cut, transfer_seconds
-from fleet.hardware.steps import Efficiency, Work, step_model, work
+from fleet.hardware.steps import Efficiency, StepWork, step_model, work
 from loadtests.hardware.regression import Floats
 
 
 class Campaign(Struct, frozen=True, kw_only=True):
     """Measurements of one phase, in step with the arrays."""
 
-    phase: Phase
+    phase: MeasuredPhase
     measurements: tuple[Measurement, ...]
-    prefill: Work  # of arrays
-    decode: Work
-    given: dict[str, Floats]  # what `closed_loop` or `apart` is told
+    prefill: StepWork  # of arrays
+    decode: StepWork
+    given: dict[str, Floats]  # what `closed_loop` or `closed_loop_disaggregated` is told
     client: dict[str, Floats]  # what is known of the client
     ttft: Floats  # measured, seconds
     tpot: Floats
 
-    def predict(self, logs: Floats) -> Seen:
+    def predict(self, logs: Floats) -> ClientMeasurement:
         """Of coefficients, shape [measurements, coefficients], in the order of `NAMES`."""
         values = dict(zip(NAMES, np.exp(logs).T, strict=True))
         efficiency = Efficiency(**{name: values[name] for name in EFFICIENCIES})
-        client = Client(**{name: values[name] for name in CLIENTS}, **self.client)
+        client = BenchmarkClient(**{name: values[name] for name in CLIENTS}, **self.client)
         decode = step_model(self.decode, efficiency)
-        if self.phase is Phase.AGGREGATED:
+        if self.phase is MeasuredPhase.AGGREGATED:
             return closed_loop(decode, client, **self.given)
-        return apart(step_model(self.prefill, efficiency), decode, client, **self.given)
+        return closed_loop_disaggregated(step_model(self.prefill, efficiency), decode, client, **self.given)
 
     def residuals(self, logs: Floats) -> Floats:
         """Logarithms of predicted over measured, of the first token and of each: shape [measurements, 2]."""
@@ -48,7 +48,7 @@ class Campaign(Struct, frozen=True, kw_only=True):
         return np.log(np.stack([seen.ttft / self.ttft, seen.tpot / self.tpot], axis=-1))
 
 
-def campaign(measurements: Sequence[Measurement], models: dict[str, Model], phase: Phase) -> Campaign:
+def campaign(measurements: Sequence[Measurement], models: dict[str, ModelSizes], phase: MeasuredPhase) -> Campaign:
     """Those of one phase that can be placed as they say."""
     chosen = [each for each in measurements if each.phase is phase and can_be_placed(each, models)]
     prefill = [cut(each, models, each.prefill) for each in chosen]
@@ -65,7 +65,7 @@ def campaign(measurements: Sequence[Measurement], models: dict[str, Model], phas
         "capacity_tokens": np.array([each.kv_capacity_tokens(MEMORY_SHARE) for each in decode]) / groups,
         "budget_tokens": np.full(len(chosen), BUDGET_TOKENS),
     }
-    if phase is Phase.AGGREGATED:
+    if phase is MeasuredPhase.AGGREGATED:
         given["concurrency"] = np.maximum(1.0, concurrency / groups)
     else:
         given["concurrency"] = concurrency
@@ -86,7 +86,7 @@ def campaign(measurements: Sequence[Measurement], models: dict[str, Model], phas
     )
 
 
-def _stacked(placements: Sequence[Placement]) -> Work:
+def _stacked(placements: Sequence[ShardedModel]) -> StepWork:
     works = [work(each) for each in placements]
-    columns = {name: np.array([getattr(each, name) for each in works]) for name in Work.__struct_fields__}
+    columns = {name: np.array([getattr(each, name) for each in works]) for name in StepWork.__struct_fields__}
     return msgspec.structs.replace(works[0], **columns)

@@ -32,18 +32,18 @@ from fleet.hardware.coefficients import (
     LEVELS,
     NAMES,
     AccuracyRow,
-    Basis,
     Coefficients,
-    Factors,
-    Operators,
+    EstimateBasis,
+    GroupFactors,
+    OperatorEfficiency,
     Provenance,
     coefficients,
 )
-from fleet.hardware.measurements import Accuracy, Measurement, Phase, cells
+from fleet.hardware.measurements import Accuracy, MeasuredPhase, Measurement, cells
 from fleet.hardware.prediction import can_be_placed, subject
 from loadtests.hardware.campaign import Campaign, campaign
 from loadtests.hardware.operators import aiter_operators, wheel_operators
-from loadtests.hardware.regression import Fitted, Floats, Level, fit
+from loadtests.hardware.regression import FittedCoefficients, Floats, Level, fit
 
 OUTPUT = Path(__file__).parents[2] / "fleet" / "hardware" / "coefficients.json"
 
@@ -160,7 +160,7 @@ class Fitting:
     def __init__(self, sample: Sample) -> None:
         phases = {each.phase for each in sample.measurements if can_be_placed(each, sample.models)}
         self._campaigns: list[Campaign] = [
-            campaign(sample.measurements, sample.models, phase) for phase in Phase if phase in phases
+            campaign(sample.measurements, sample.models, phase) for phase in MeasuredPhase if phase in phases
         ]
         self._measurements: list[Measurement] = [each for campaign in self._campaigns for each in campaign.measurements]
         subjects = [subject(each, sample.models) for each in self._measurements]
@@ -169,14 +169,14 @@ class Fitting:
             for name, key in LEVELS.items()
         ]
 
-    def run(self, wheel: Path, operators: Sequence[Operators]) -> Coefficients:
+    def run(self, wheel: Path, operators: Sequence[OperatorEfficiency]) -> Coefficients:
         held_out = self._where(lambda each: each.held_out)
         best = self.committed()
-        accuracy = list(self._rows(best, held_out, Basis.MODEL, "four of five curves", "the fifth curve"))
+        accuracy = list(self._rows(best, held_out, EstimateBasis.MODEL, "four of five curves", "the fifth curve"))
         crossed = self._crossed(lambda each: each.model, sorted({each.model for each in self._measurements}))
-        accuracy += _report(crossed, self._measurements, Basis.GPU, "all other models", "each model in turn")
+        accuracy += _report(crossed, self._measurements, EstimateBasis.GPU, "all other models", "each model in turn")
         crossed = self._crossed(lambda each: each.gpu, CROSSED_GPUS)
-        accuracy += _report(crossed, self._measurements, Basis.ENGINE, "all other GPUs", "each GPU in turn")
+        accuracy += _report(crossed, self._measurements, EstimateBasis.ENGINE, "all other GPUs", "each GPU in turn")
         return Coefficients(
             provenance=Provenance(
                 source=f"{wheel.name}: systems/silicon_sample.csv and systems/data/*/gemm, NVIDIA",
@@ -191,14 +191,14 @@ class Fitting:
             accuracy=tuple(accuracy),
         )
 
-    def committed(self) -> Fitted:
+    def committed(self) -> FittedCoefficients:
         """The fit that is written down: to four fifths of all curves, and nothing of the others."""
         return self._fit(~self._where(lambda each: each.held_out), "curves")
 
     def _where(self, holds: Callable[[Measurement], bool]) -> NDArray[np.bool_]:
         return np.array([holds(each) for each in self._measurements])
 
-    def _fit(self, rows: NDArray[np.bool_], name: str) -> Fitted:
+    def _fit(self, rows: NDArray[np.bool_], name: str) -> FittedCoefficients:
         fitted = fit({name: START[name] for name in NAMES}, self._levels, self._scaled, rows)
         print(f"{name}: {rows.sum()} measurements, loss {fitted.loss:.0f}", file=sys.stderr)
         return fitted
@@ -214,7 +214,7 @@ class Fitting:
     def _scaled(self, logs: Floats) -> Floats:
         return self._residuals(logs) / np.array(SCATTER)
 
-    def _errors(self, fitted: Fitted) -> Floats:
+    def _errors(self, fitted: FittedCoefficients) -> Floats:
         """Relative, of all measurements: shape [measurements, 2]."""
         logs = np.tile(np.array(fitted.guess), (len(self._measurements), 1))
         for level in self._levels:
@@ -223,7 +223,12 @@ class Fitting:
         return np.abs(np.exp(self._residuals(logs)) - 1)
 
     def _rows(
-        self, fitted: Fitted, tested: NDArray[np.bool_], basis: Basis, fitted_on: str, tested_on: str
+        self,
+        fitted: FittedCoefficients,
+        tested: NDArray[np.bool_],
+        basis: EstimateBasis,
+        fitted_on: str,
+        tested_on: str,
     ) -> Iterable[AccuracyRow]:
         errors = np.where(tested[:, None], self._errors(fitted), np.nan)
         return _report(errors, self._measurements, basis, fitted_on, tested_on)
@@ -241,7 +246,7 @@ class Fitting:
 
 
 def _report(
-    errors: Floats, measurements: Sequence[Measurement], basis: Basis, fitted_on: str, tested_on: str
+    errors: Floats, measurements: Sequence[Measurement], basis: EstimateBasis, fitted_on: str, tested_on: str
 ) -> list[AccuracyRow]:
     """Of all together, of each engine, of each GPU and engine, and of each model; rows of NaN are left out."""
     rows = []
@@ -272,9 +277,9 @@ def _report(
     return rows
 
 
-def _factors(fitted: Fitted) -> Iterable[Factors]:
+def _factors(fitted: FittedCoefficients) -> Iterable[GroupFactors]:
     for (level, key), deviations in fitted.deviations.items():
-        yield Factors(
+        yield GroupFactors(
             level=level,
             key=str(key),
             rows=fitted.rows[level, key],

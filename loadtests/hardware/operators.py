@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fleet.hardware.coefficients import Operators
+from fleet.hardware.coefficients import OperatorEfficiency
 from fleet.hardware.gpus import Number, gpu
-from loadtests.environments import Distribution, python_of
+from loadtests.environments import SystemDistribution, python_of
 from loadtests.hardware.regression import Floats, Level, fit
 
-PYARROW = Distribution(name="pyarrow", version="26.0.1", steps=((("pyarrow==26.0.1", "numpy==2.4.6"),),))
+PYARROW = SystemDistribution(name="pyarrow", version="26.0.1", steps=((("pyarrow==26.0.1", "numpy==2.4.6"),),))
 
 READER = Path(__file__).with_name("gemm_tables.py")
 
@@ -49,7 +49,7 @@ SCATTER = 0.1
 Product = tuple[int, int, int]  # m, n, k
 
 
-def wheel_operators(wheel: Path, cache: Path) -> list[Operators]:
+def wheel_operators(wheel: Path, cache: Path) -> list[OperatorEfficiency]:
     """Of all GPUs with tables in the wheel."""
     python = python_of(PYARROW, cache)
     found: dict[tuple[str, Number], dict[Product, float]] = {}
@@ -68,7 +68,7 @@ def wheel_operators(wheel: Path, cache: Path) -> list[Operators]:
     return [operators(name, number, seconds, wheel.name) for (name, number), seconds in sorted(found.items())]
 
 
-def aiter_operators(folder: Path) -> list[Operators]:
+def aiter_operators(folder: Path) -> list[OperatorEfficiency]:
     """Of the MI300X, from a checkout's `aiter/configs`; none if there is no table of it."""
     fastest: dict[Product, float] = {}
     for path in sorted(folder.rglob("*blockscale*_tuned_gemm*.csv")):
@@ -77,7 +77,7 @@ def aiter_operators(folder: Path) -> list[Operators]:
     return [operators("mi300x", Number.FP8, fastest, "ROCm/aiter, aiter/configs, MIT")] if fastest else []
 
 
-def operators(name: str, number: Number, seconds: Mapping[Product, float], source: str) -> Operators:
+def operators(name: str, number: Number, seconds: Mapping[Product, float], source: str) -> OperatorEfficiency:
     """Fit one GPU's products in one kind of numbers.
 
     Args:
@@ -105,7 +105,7 @@ def operators(name: str, number: Number, seconds: Mapping[Product, float], sourc
     values = fitted.values({"all": 0})
     logs = np.tile(np.log([values[each] for each in START]), (len(shapes), 1))
     errors = np.abs(np.expm1(residuals(logs)[:, 0] * SCATTER))
-    return Operators(
+    return OperatorEfficiency(
         gpu=name,
         number=number,
         rows=len(shapes),

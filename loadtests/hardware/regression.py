@@ -27,7 +27,7 @@ class Level(Struct, frozen=True, kw_only=True):
     widths: Mapping[str, float]  # of the deviations, by coefficient; those that are not named do not differ
 
 
-class Fitted(Struct, frozen=True, kw_only=True):
+class FittedCoefficients(Struct, frozen=True, kw_only=True):
     """Coefficients, and how they are put together."""
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ def fit(
     rows: NDArray[np.bool_],
     *,
     iterations: int = 20,
-) -> Fitted:
+) -> FittedCoefficients:
     """Fit coefficients to some of the rows.
 
     Args:
@@ -110,7 +110,7 @@ def fit(
             spread[block.coefficients] = state[start + index * len(block.coefficients) :][: len(block.coefficients)]
             deviations[block.level, key] = spread
             counts[block.level, key] = int((block.codes[rows] == index).sum())
-    return Fitted(names=names, guess=tuple(means), deviations=deviations, rows=counts, loss=now)
+    return FittedCoefficients(names=names, guess=tuple(means), deviations=deviations, rows=counts, loss=now)
 
 
 class _Block(Struct, frozen=True, kw_only=True):

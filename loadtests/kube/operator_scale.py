@@ -44,7 +44,7 @@ SCALINGS = 10
 ANSWER_SECONDS = 0.05
 
 
-class Clients:
+class NoProbes:
     """Answers of routers, as soon as they usually come."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ async def measure(server: ApiServer, count: int, folder: Path) -> dict[str, Any]
     async with open_api_server(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
         clock = SystemClock()
         leader = Leader(cluster, lease, "default", "measured", clock, utc_now)
-        clients = Clients()
+        clients = NoProbes()
         operator = Operator(settings, cluster, None, leader, clock, utc_now, Metrics(CollectorRegistry()), clients)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(operator.run(stop))

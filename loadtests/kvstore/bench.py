@@ -28,13 +28,13 @@ from loadtests.kvstore import (
     policy_lines,
     restart_lines,
 )
-from loadtests.kvstore.contest import Line, Result, measure, table
-from loadtests.kvstore.peers.roster import Peers
-from loadtests.kvstore.plan import Plan, quick
+from loadtests.kvstore.contest import BenchmarkLine, LineResult, measure, table
+from loadtests.kvstore.peers.roster import ComparedSystems
+from loadtests.kvstore.plan import BenchmarkPlan, quick
 
 PACKAGES = ("fleet-serving", "numpy", "google-crc32c", "grpcio", "xxhash", "nixl", "redis")
 
-Group = Callable[[Plan, Peers], AbstractContextManager[Sequence[Line]]]
+Group = Callable[[BenchmarkPlan, ComparedSystems], AbstractContextManager[Sequence[BenchmarkLine]]]
 
 GROUPS: dict[str, Group] = {
     "memory": memory_lines.lines,
@@ -73,10 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     cache = arguments.cache or default_cache_dir() / "bench"
     with tempfile.TemporaryDirectory(prefix="fleet-kv-bench-", dir=arguments.folder) as name:
         folder = Path(name)
-        plan = quick(folder, arguments.traces) if arguments.quick else Plan(folder=folder, traces=arguments.traces)
+        plan = (
+            quick(folder, arguments.traces)
+            if arguments.quick
+            else BenchmarkPlan(folder=folder, traces=arguments.traces)
+        )
         if arguments.rounds is not None:
             plan = msgspec.structs.replace(plan, rounds=arguments.rounds)
-        peers = Peers(cache, folder, wanted=arguments.peers)
+        peers = ComparedSystems(cache, folder, wanted=arguments.peers)
         try:
             results = _measure(plan, peers, arguments.only or [])
         finally:
@@ -96,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(plan: Plan, peers: Peers, only: Sequence[str]) -> list[Result]:
+def _measure(plan: BenchmarkPlan, peers: ComparedSystems, only: Sequence[str]) -> list[LineResult]:
     results = []
     for name, group in GROUPS.items():
         with group(plan, peers) as lines:

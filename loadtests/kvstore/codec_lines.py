@@ -12,11 +12,11 @@ from kvstore.codecs.measure import CodecFigures, measure
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
 from kvstore.layout import Namespace
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Line
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, LineDirection
 from loadtests.kvstore.memory_lines import speed
-from loadtests.kvstore.peers.roster import GIGABYTE, Peers
-from loadtests.kvstore.plan import Plan
+from loadtests.kvstore.peers.roster import GIGABYTE, ComparedSystems
+from loadtests.kvstore.plan import BenchmarkPlan
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 32, 8, 16, 256  # 16 tokens of an 8B model with 8 KV heads: 2 MiB
 NAMESPACE = Namespace(
@@ -33,7 +33,7 @@ SECRET = "42" * 32
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:  # noqa: ARG001 - no peer has a codec for hosts without GPUs
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - no peer has a codec for hosts without GPUs
     """Three lines a codec: size, speed to encode, speed to decode."""
     settings = {each.value: CodecSettings(compression=each) for each in Compression if each is not Compression.NONE}
     settings["sealed"] = CodecSettings(sealing_secrets=(SECRET,))
@@ -41,13 +41,15 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:  # noqa: ARG001 - n
     for name, each in settings.items():
         figures = _Figures(each)
         found.append(
-            Line(name=f"codec {name}: size of a block / kept", unit="×", better=Better.MORE, fleet=figures.ratio)
+            BenchmarkLine(
+                name=f"codec {name}: size of a block / kept", unit="×", better=LineDirection.MORE, fleet=figures.ratio
+            )
         )
         found += [
-            Line(
+            BenchmarkLine(
                 name=f"codec {name}: {kind}",
                 unit="GB/s",
-                better=Better.MORE,
+                better=LineDirection.MORE,
                 limit=_memcpy,
                 limit_is="memcpy",
                 fleet=partial(figures.speed, kind),
@@ -71,7 +73,7 @@ class _Figures:
         try:
             codec = Codecs(self._settings).open(NAMESPACE)
         except StoreNotStarted as error:
-            raise Absent(str(error)) from error
+            raise SystemUnavailable(str(error)) from error
         return measure(codec, NAMESPACE, lambda: Nanos(time.perf_counter_ns()), rounds=3)
 
 

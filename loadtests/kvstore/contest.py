@@ -1,7 +1,7 @@
 """Measuring several contestants at the same work, in turn, round by round, so that a drift of the machine meets all of them.
 
 A contestant is a function that does the work once and returns its figure: it prepares and clears up outside of what it
-times. One that cannot take part raises `Absent`, and stays in the result with the reason: nothing is left out silently.
+times. One that cannot take part raises `SystemUnavailable`, and stays in the result with the reason: nothing is left out silently.
 """
 
 import statistics
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 
 Contestant = Callable[[], float]
 
@@ -18,24 +18,24 @@ FLEET = "fleet"
 LIMIT = "limit"
 
 
-class Better(StrEnum):
+class LineDirection(StrEnum):
     MORE = "more"
     LESS = "less"
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class BenchmarkLine(Struct, frozen=True, kw_only=True):
     """One line of the table."""
 
     name: str
     unit: str
-    better: Better
+    better: LineDirection
     fleet: Contestant
     limit: Contestant | None = None  # what the machine gives at best; None where there is no such thing
     limit_is: str = ""  # in words
     peers: Mapping[str, Contestant] = {}
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class LineResult(Struct, frozen=True, kw_only=True):
     """What came of a line: medians over the rounds, in its unit."""
 
     name: str
@@ -50,7 +50,7 @@ class Result(Struct, frozen=True, kw_only=True):
     absent: dict[str, str] = {}  # contestants without a figure, and why
 
 
-def measure(line: Line, rounds: int) -> Result:
+def measure(line: BenchmarkLine, rounds: int) -> LineResult:
     """Warm up once, then let everybody do the work in each round."""
     contestants: dict[str, Contestant] = {FLEET: line.fleet, **line.peers}
     if line.limit is not None:
@@ -63,14 +63,14 @@ def measure(line: Line, rounds: int) -> Result:
                 continue
             try:
                 figure = contestant()
-            except Absent as reason:
+            except SystemUnavailable as reason:
                 absent[name] = str(reason)
                 continue
             if number > 0:
                 figures[name].append(figure)
     medians = {name: statistics.median(values) for name, values in figures.items() if values and name not in absent}
     fleet, limit = medians.get(FLEET), medians.get(LIMIT)
-    return Result(
+    return LineResult(
         name=line.name,
         unit=line.unit,
         fleet=_rounded(fleet),
@@ -84,14 +84,14 @@ def measure(line: Line, rounds: int) -> Result:
     )
 
 
-def ratio(figure: float | None, limit: float | None, better: Better) -> float | None:
+def ratio(figure: float | None, limit: float | None, better: LineDirection) -> float | None:
     """How near a figure comes to its limit."""
     if not figure or not limit:
         return None
-    return figure / limit if better is Better.MORE else limit / figure
+    return figure / limit if better is LineDirection.MORE else limit / figure
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[LineResult]) -> str:
     """For a person."""
     peers = list(dict.fromkeys(name for result in results for name in result.peers))
     width = max((len(result.name) for result in results), default=4)

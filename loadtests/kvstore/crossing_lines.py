@@ -17,13 +17,13 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from kvstore.errors import StoreUnreachable
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Contestant, Line
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.crossing_source import CHUNK_BYTES
 from loadtests.kvstore.memory_lines import chains, content, copy, named, speed
 from loadtests.kvstore.nodes import ROOT, StoreNode, environment, running
-from loadtests.kvstore.peers.roster import MOONCAKE, Peers
-from loadtests.kvstore.plan import MIB, Plan
+from loadtests.kvstore.peers.roster import MOONCAKE, ComparedSystems
+from loadtests.kvstore.plan import MIB, BenchmarkPlan
 
 BLOCK_BYTES = MIB
 CALL_SECONDS = 30.0
@@ -32,7 +32,7 @@ POLL_SECONDS = 20e-6
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """One a way."""
     blocks = plan.crossing_bytes // BLOCK_BYTES
     size = f"{plan.crossing_bytes // MIB} MiB"
@@ -47,11 +47,11 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
         def memcpy() -> float:
             return speed(source.nbytes, lambda: copy(source, room))
 
-        def line(name: str, limit: Contestant, limit_is: str, path: str, peers: dict[str, Contestant]) -> Line:
-            return Line(
+        def line(name: str, limit: Contestant, limit_is: str, path: str, peers: dict[str, Contestant]) -> BenchmarkLine:
+            return BenchmarkLine(
                 name=f"process to process, {size}, {name}",
                 unit="GB/s",
-                better=Better.MORE,
+                better=LineDirection.MORE,
                 limit=limit,
                 limit_is=limit_is,
                 fleet=_Fetch(held, node, path, source, room),
@@ -107,12 +107,12 @@ class _Fetch:
                     call_timeout_seconds=CALL_SECONDS,
                 )
             except (ValueError, StoreUnreachable) as error:
-                raise Absent(f"{self._path}: {error}") from error
+                raise SystemUnavailable(f"{self._path}: {error}") from error
             self._client = self._held.enter_context(client)
         return self._client
 
 
-class _Source:
+class _SourceProcess:
     """A process with bytes; started when they are first wanted."""
 
     def __init__(self, held: ExitStack, kind: str, size: int):
@@ -128,7 +128,7 @@ class _Source:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise Absent(f"the process that offers bytes by {kind} did not start")
+            raise SystemUnavailable(f"the process that offers bytes by {kind} did not start")
         self.told: dict[str, Any] = json.loads(line)
 
 
@@ -151,7 +151,7 @@ class _Socket:
 
     def __call__(self) -> float:
         if self._connection is None:
-            source = _Source(self._held, "socket", self._room.nbytes)
+            source = _SourceProcess(self._held, "socket", self._room.nbytes)
             self._connection = self._held.enter_context(socket.create_connection(("127.0.0.1", source.told["port"])))
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return speed(self._room.nbytes, self._fetch)
@@ -183,8 +183,8 @@ class _Nixl:
         try:
             from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - optional, and slow to load
         except ImportError as error:
-            raise Absent(f"nixl: {error}; `fleet doctor` says how to install it") from error
-        source = _Source(self._held, "nixl", self._room.nbytes)
+            raise SystemUnavailable(f"nixl: {error}; `fleet doctor` says how to install it") from error
+        source = _SourceProcess(self._held, "nixl", self._room.nbytes)
         agent = nixl_agent(f"bench-{os.getpid()}", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         here = self._room.ctypes.data
         agent.register_memory([(here, self._room.nbytes, 0, "")], "DRAM")

@@ -16,11 +16,11 @@ from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Contestant, Line
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.memory_lines import chains, content, label, named, speed, untouched
-from loadtests.kvstore.peers.roster import GIGABYTE, Peers
-from loadtests.kvstore.plan import Plan
+from loadtests.kvstore.peers.roster import GIGABYTE, ComparedSystems
+from loadtests.kvstore.plan import BenchmarkPlan
 
 CALL_SECONDS = 120.0
 SEGMENTS = 16  # that the rounds of one block size fill; a multiple of what one round writes, so that old ones go whole
@@ -29,12 +29,12 @@ LOOP = "O_DIRECT loop"
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """Writes and reads; their files are gone when the context is closed."""
     with ExitStack() as held:
         found = []
         for block_bytes in plan.disk_sizes:
-            ends = _Ends(plan, block_bytes)
+            ends = _DiskContestants(plan, block_bytes)
             held.callback(ends.close)
             loops: dict[str, Contestant] = {"write": ends.loop_write, "read": ends.loop_read}
             contestants: dict[str, Contestant] = {"write": ends.tier_write, "read": ends.tier_read}
@@ -45,10 +45,10 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
             for kind in ("write", "read"):
                 fio = ends.fio(kind)
                 found.append(
-                    Line(
+                    BenchmarkLine(
                         name=f"SSD {kind} {label(block_bytes)}",
                         unit="GB/s",
-                        better=Better.MORE,
+                        better=LineDirection.MORE,
                         limit=fio or loops[kind],
                         limit_is=f"{'fio' if fio else LOOP}, {plan.disk_threads} threads",
                         fleet=contestants[kind],
@@ -69,10 +69,10 @@ def soon() -> Nanos:
     return Nanos(CLOCK.now() + nanos(CALL_SECONDS))
 
 
-class _Ends:
+class _DiskContestants:
     """The contestants of one block size."""
 
-    def __init__(self, plan: Plan, block_bytes: int):
+    def __init__(self, plan: BenchmarkPlan, block_bytes: int):
         self._block_bytes = block_bytes
         self.blocks = plan.disk_bytes // block_bytes
         self._total = self.blocks * block_bytes
@@ -137,7 +137,7 @@ class _Ends:
             command += ["--fallocate=native", *(["--unlink=1"] if kind == "write" else [])]
             done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False)
             if done.returncode:
-                raise Absent(f"fio: {done.stderr.strip()[:200]}")
+                raise SystemUnavailable(f"fio: {done.stderr.strip()[:200]}")
             (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
             return float(job[kind]["bw_bytes"]) / GIGABYTE
 

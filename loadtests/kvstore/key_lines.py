@@ -14,12 +14,12 @@ from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES
 from kvstore.machine import BlockMachine
-from loadtests.kvstore.contest import Better, Contestant, Line
+from loadtests.kvstore.contest import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.memory_lines import chains, named
 from loadtests.kvstore.nodes import running
 from loadtests.kvstore.peers.answering import best_of
-from loadtests.kvstore.peers.roster import MICROSECONDS, MILLISECONDS, Peers
-from loadtests.kvstore.plan import Plan
+from loadtests.kvstore.peers.roster import MICROSECONDS, MILLISECONDS, ComparedSystems
+from loadtests.kvstore.plan import BenchmarkPlan
 from loadtests.kvstore.resident import measured
 
 LOOKUP_KEYS = 512  # 128k tokens in blocks of 256
@@ -34,7 +34,7 @@ RAW: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """Lookup, hashing, memory."""
     with ExitStack() as held:
 
@@ -47,7 +47,7 @@ def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
         yield [*_lookup_lines(cache(connect), peers), *_hashing_lines(peers), _memory_line(plan, peers)]
 
 
-def _lookup_lines(client: Callable[[], StoreClient], peers: Peers) -> list[Line]:
+def _lookup_lines(client: Callable[[], StoreClient], peers: ComparedSystems) -> list[BenchmarkLine]:
     namespace = named(PAGE_BYTES)
     names = next(chains(HELD_KEYS))
     asked = names[:LOOKUP_KEYS]
@@ -79,10 +79,10 @@ def _lookup_lines(client: Callable[[], StoreClient], peers: Peers) -> list[Line]
 
     in_node, by_client = f"lookup of {LOOKUP_KEYS} keys, in the node", f"lookup of {LOOKUP_KEYS} keys, by a client"
     return [
-        Line(
+        BenchmarkLine(
             name=name,
             unit="µs",
-            better=Better.LESS,
+            better=LineDirection.LESS,
             limit=in_a_dict,
             limit_is="a loop over a dict",
             fleet=ours,
@@ -92,17 +92,17 @@ def _lookup_lines(client: Callable[[], StoreClient], peers: Peers) -> list[Line]
     ]
 
 
-def _hashing_lines(peers: Peers) -> list[Line]:
+def _hashing_lines(peers: ComparedSystems) -> list[BenchmarkLine]:
     found = []
     for algorithm in HashAlgorithm:
         for tokens in PROMPTS:
             for block_tokens in BLOCK_TOKENS:
                 ids = np.random.default_rng(1).integers(0, 150_000, tokens, dtype=np.uint32).tobytes()
                 found.append(
-                    Line(
+                    BenchmarkLine(
                         name=f"keys of {tokens // 1024}k tokens, block {block_tokens}, {algorithm.value}",
                         unit="ms",
-                        better=Better.LESS,
+                        better=LineDirection.LESS,
                         limit=partial(_raw_hashes, RAW[algorithm], ids, 4 * block_tokens),
                         limit_is="the same hash on each block, unchained",
                         fleet=partial(_chain, ids, block_tokens, algorithm),
@@ -120,13 +120,13 @@ def _chain(ids: bytes, block_tokens: int, algorithm: HashAlgorithm) -> float:
     return MILLISECONDS * best_of(lambda: chain(ids, block_tokens, algorithm=algorithm))
 
 
-def _memory_line(plan: Plan, peers: Peers) -> Line:
+def _memory_line(plan: BenchmarkPlan, peers: ComparedSystems) -> BenchmarkLine:
     """Bytes a key are megabytes a million keys."""
     limit: Contestant = partial(measured, "dict", plan.keys)
-    return Line(
+    return BenchmarkLine(
         name="memory per million keys",
         unit="MB",
-        better=Better.LESS,
+        better=LineDirection.LESS,
         limit=limit,
         limit_is="a dict of names",
         fleet=partial(measured, "fleet", plan.keys),

@@ -24,11 +24,11 @@ from kvstore.client import StoreClient
 from kvstore.layout import Namespace
 from kvstore.messages import Address, BlockKey
 from kvstore.tiers.shared_memory import SharedMemoryTier
-from loadtests.kvstore.contest import Better, Contestant, Line
+from loadtests.kvstore.contest import BenchmarkLine, Contestant, LineDirection
 from loadtests.kvstore.nodes import StoreNode, running
 from loadtests.kvstore.peers.answering import empty_caches
-from loadtests.kvstore.peers.roster import GIGABYTE, Peers
-from loadtests.kvstore.plan import MIB, Plan
+from loadtests.kvstore.peers.roster import GIGABYTE, ComparedSystems
+from loadtests.kvstore.plan import MIB, BenchmarkPlan
 
 CALL_SECONDS = 10.0
 BLOCK_TOKENS = 32
@@ -36,7 +36,7 @@ NOBODY: Mapping[str, Contestant] = {}
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """All lines of the CPU tier; they use memory for as long as the context is open."""
     found = []
     # What is held and one put fill the pool, so that every put that counts evicts, as in a node that has run for a while.
@@ -91,9 +91,11 @@ def speed(moved_bytes: int, act: Callable[[], None]) -> float:
     return moved_bytes / GIGABYTE / (time.perf_counter() - started)
 
 
-def _lines_of(plan: Plan, peers: Peers, node: Callable[[], StoreNode], block_bytes: int) -> list[Line]:
+def _lines_of(
+    plan: BenchmarkPlan, peers: ComparedSystems, node: Callable[[], StoreNode], block_bytes: int
+) -> list[BenchmarkLine]:
     blocks = plan.blocks(block_bytes)
-    ends = _Ends(node, block_bytes, blocks)
+    ends = _MemoryContestants(node, block_bytes, blocks)
     size = label(block_bytes)
     found = []
     for fresh, kind in ((False, "warm"), (True, "first touch")):
@@ -114,11 +116,11 @@ def _lines_of(plan: Plan, peers: Peers, node: Callable[[], StoreNode], block_byt
     ]
 
 
-def _line(name: str, limit: Contestant, fleet: Contestant, peers: Mapping[str, Contestant] = NOBODY) -> Line:
-    return Line(
+def _line(name: str, limit: Contestant, fleet: Contestant, peers: Mapping[str, Contestant] = NOBODY) -> BenchmarkLine:
+    return BenchmarkLine(
         name=f"CPU {name}",
         unit="GB/s",
-        better=Better.MORE,
+        better=LineDirection.MORE,
         limit=limit,
         limit_is="memcpy",
         fleet=fleet,
@@ -130,7 +132,7 @@ def label(size: int) -> str:
     return f"{size >> 20} MiB" if size >= MIB else f"{size >> 10} KiB"
 
 
-class _Ends:
+class _MemoryContestants:
     """The contestants of one block size. Memory is taken when a line is first run, and kept."""
 
     def __init__(self, node: Callable[[], StoreNode], block_bytes: int, blocks: int):

@@ -8,7 +8,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class BenchmarkPlan(Struct, frozen=True, kw_only=True):
     rounds: int = 5
     block_sizes: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
     moved_bytes: int = 128 * MIB  # a round, to and from memory
@@ -24,9 +24,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         return max(1, self.moved_bytes // block_bytes)
 
 
-def quick(folder: Path, traces: Path | None) -> Plan:
+def quick(folder: Path, traces: Path | None) -> BenchmarkPlan:
     """A few minutes instead of half an hour, for seeing that everything runs; too short for figures to quote."""
-    return Plan(
+    return BenchmarkPlan(
         rounds=3,
         block_sizes=(64 * KIB, MIB),
         disk_sizes=(MIB,),

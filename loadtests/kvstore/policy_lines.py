@@ -14,11 +14,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Line
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, LineDirection
 from loadtests.kvstore.nodes import ROOT, environment
-from loadtests.kvstore.peers.roster import Peers
-from loadtests.kvstore.plan import Plan
+from loadtests.kvstore.peers.roster import ComparedSystems
+from loadtests.kvstore.plan import BenchmarkPlan
 
 OURS = "hazard"
 PEERS = "lru"
@@ -28,14 +28,14 @@ CUTS = ROOT / "tests" / "data"  # short cuts of the traces, for machines that do
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:  # noqa: ARG001 - their policies are replayed, not they
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:  # noqa: ARG001 - their policies are replayed, not they
     """One a trace and capacity."""
     folder = plan.traces or CUTS
     yield [
-        Line(
+        BenchmarkLine(
             name=f"hit rate, {trace.name.partition('.')[0]} at {share:.0%}",
             unit="share",
-            better=Better.MORE,
+            better=LineDirection.MORE,
             limit=partial(_replayed, trace, PEERS, share, "ideal"),
             limit_is="a cache that never evicts",
             fleet=partial(_replayed, trace, OURS, share, "hit_rate"),
@@ -58,7 +58,7 @@ def _replay(trace: Path, policy: str, capacity_blocks: int) -> dict[str, Any]:
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=REPLAY_SECONDS, check=False
     )
     if done.returncode:
-        raise Absent(f"fleet kv replay: {done.stderr.strip()[-300:]}")
+        raise SystemUnavailable(f"fleet kv replay: {done.stderr.strip()[-300:]}")
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 

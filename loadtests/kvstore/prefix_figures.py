@@ -8,7 +8,7 @@ from msgspec import Struct
 LENGTHS = (32, 64, 128, 512, 1024, 2048, 3072)  # tokens; whole blocks
 
 
-class Origin(StrEnum):
+class PrefixOrigin(StrEnum):
     """Where the prefix is when it is asked for."""
 
     COMPUTED = "computed"
@@ -18,13 +18,13 @@ class Origin(StrEnum):
     REDIS = "redis"
 
 
-LOADED = tuple(origin for origin in Origin if origin is not Origin.COMPUTED)
+LOADED = tuple(origin for origin in PrefixOrigin if origin is not PrefixOrigin.COMPUTED)
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class PrefixLine(Struct, frozen=True, kw_only=True):
     """Answers to prompts of one length, with the prefix in one place."""
 
-    origin: Origin
+    origin: PrefixOrigin
     tokens: int  # of the prefix
     blocks: int  # of it, that came from there; proved for each answer
     rounds: int  # answers that count
@@ -55,24 +55,24 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
     return lengths[last] + share * (lengths[last + 1] - lengths[last])
 
 
-def break_evens(lines: Sequence[Line]) -> dict[str, float | None]:
+def break_evens(lines: Sequence[PrefixLine]) -> dict[str, float | None]:
     """By origin."""
-    medians: dict[Origin, dict[int, float]] = {origin: {} for origin in Origin}
+    medians: dict[PrefixOrigin, dict[int, float]] = {origin: {} for origin in PrefixOrigin}
     for line in lines:
         if line.median_ms is not None:
             medians[line.origin][line.tokens] = line.median_ms
-    return {str(origin): break_even(medians[Origin.COMPUTED], medians[origin]) for origin in LOADED}
+    return {str(origin): break_even(medians[PrefixOrigin.COMPUTED], medians[origin]) for origin in LOADED}
 
 
-def table(lines: Sequence[Line]) -> str:
+def table(lines: Sequence[PrefixLine]) -> str:
     """For a person: a row a length."""
     found = {(line.tokens, line.origin): line for line in lines}
-    rows = ["tokens " + "".join(f"{origin:>26}" for origin in Origin)]
-    rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in Origin) for length in LENGTHS]
+    rows = ["tokens " + "".join(f"{origin:>26}" for origin in PrefixOrigin)]
+    rows += [f"{length:6} " + "".join(_cell(found[length, origin]) for origin in PrefixOrigin) for length in LENGTHS]
     return "\n".join(rows)
 
 
-def _cell(line: Line) -> str:
+def _cell(line: PrefixLine) -> str:
     declined = f" -{line.declined}" if line.declined else ""
     if line.median_ms is None or line.spread_ms is None:
         return f"{'declined':>26}"

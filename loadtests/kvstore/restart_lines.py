@@ -13,37 +13,37 @@ import numpy as np
 from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.messages import BlockKey, BlockOutcome
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Line
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, LineDirection
 from loadtests.kvstore.disk_lines import open_tier, soon
 from loadtests.kvstore.memory_lines import chains, content, named, untouched
 from loadtests.kvstore.nodes import StoreNode, short_folder
-from loadtests.kvstore.peers.roster import MILLISECONDS, Peers
-from loadtests.kvstore.plan import MIB, Plan
+from loadtests.kvstore.peers.roster import MILLISECONDS, ComparedSystems
+from loadtests.kvstore.plan import MIB, BenchmarkPlan
 
 BLOCK_BYTES = MIB
 KEPT_SECONDS = 60.0
 
 
 @contextmanager
-def lines(plan: Plan, peers: Peers) -> Iterator[list[Line]]:
+def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[BenchmarkLine]]:
     """The tier by itself, and a whole node that was killed."""
     blocks = max(plan.disk_bytes // BLOCK_BYTES // 2, 16)
     try:
         yield [
-            Line(
+            BenchmarkLine(
                 name=f"restart of the SSD tier ({blocks} MiB) to the first hit",
                 unit="ms",
-                better=Better.LESS,
+                better=LineDirection.LESS,
                 limit=partial(_read_one_block, plan.folder),
                 limit_is="open a file and read one block",
                 fleet=partial(_reopen, plan.folder / "restart", blocks, plan.disk_threads),
                 peers=peers.restart(BLOCK_BYTES, plan.disk_threads),
             ),
-            Line(
+            BenchmarkLine(
                 name="start of a node after kill -9 to the first hit from SSD",
                 unit="ms",
-                better=Better.LESS,
+                better=LineDirection.LESS,
                 limit=partial(_start_an_empty_node, plan),
                 limit_is="a node that keeps nothing starts and answers",
                 fleet=partial(_kill_and_start, plan, blocks),
@@ -87,7 +87,7 @@ def _reopen(folder: Path, blocks: int, threads: int) -> float:
     return MILLISECONDS * seconds
 
 
-def _start_an_empty_node(plan: Plan) -> float:
+def _start_an_empty_node(plan: BenchmarkPlan) -> float:
     with short_folder() as folder:
         node = StoreNode(folder, capacity_bytes=plan.moved_bytes)
         started = time.perf_counter()
@@ -99,7 +99,7 @@ def _start_an_empty_node(plan: Plan) -> float:
     return MILLISECONDS * seconds
 
 
-def _kill_and_start(plan: Plan, blocks: int) -> float:
+def _kill_and_start(plan: BenchmarkPlan, blocks: int) -> float:
     names = next(chains(blocks))
     disk = plan.folder / "restart-node"
     tier = {
@@ -128,7 +128,7 @@ def _kill_and_start(plan: Plan, blocks: int) -> float:
                 deadline = started + KEPT_SECONDS
                 while not _first_hit(client, names, room):
                     if time.perf_counter() > deadline:
-                        raise Absent("after its restart the node does not give back what its SSD holds")
+                        raise SystemUnavailable("after its restart the node does not give back what its SSD holds")
             return MILLISECONDS * (time.perf_counter() - started)
         finally:
             node.stop()
@@ -149,5 +149,5 @@ def _wait_until_kept(client: StoreClient, blocks: int) -> None:
         if stats is not None and sum(tier.blocks for tier in stats.tiers if tier.name == "ssd") >= blocks:
             return
         if time.monotonic() > deadline:
-            raise Absent(f"not all of {blocks} blocks are on SSD within {KEPT_SECONDS:.0f} s")
+            raise SystemUnavailable(f"not all of {blocks} blocks are on SSD within {KEPT_SECONDS:.0f} s")
         time.sleep(0.02)

@@ -52,7 +52,7 @@ FOLDS = 3
 Floats = NDArray[np.float64]
 
 
-class Run:
+class ReuseRun:
     """Blocks of one chain that were last used together, and are again now."""
 
     __slots__ = ("at", "blocks", "conversation", "features", "next_uses", "number")
@@ -66,12 +66,12 @@ class Run:
         self.next_uses: dict[float, int] = {}  # seconds until then -> blocks
 
 
-def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
+def runs_of(requests: Sequence[Request]) -> list[list[ReuseRun]]:
     """For each request, those of its chain."""
-    last: dict[int, tuple[int, Run]] = {}  # block -> the last request that used it, and in which run
+    last: dict[int, tuple[int, ReuseRun]] = {}  # block -> the last request that used it, and in which run
     uses: dict[int, int] = {}
     turns, gaps = [0] * len(requests), [float("nan")] * len(requests)  # of the conversation so far; their mean
-    rows: list[list[Run]] = []
+    rows: list[list[ReuseRun]] = []
     count = 0
     for index, request in enumerate(requests):
         chain, now = request.chain, request.arrival / SECOND
@@ -85,7 +85,7 @@ def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
             former = 0.0 if turns[parent] == 0 else gaps[parent] * turns[parent]
             gaps[index] = (former + rhythm) / turns[index]
             question = request.prompt_tokens - requests[parent].prompt_tokens - requests[parent].output_tokens
-        row: list[Run] = []
+        row: list[ReuseRun] = []
         start = 0
         while start < len(chain):
             was = before[start]
@@ -96,7 +96,7 @@ def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
             conversation = (rhythm, gaps[index], turns[index], len(chain), len(chain) - known)
             place = (start, len(chain) - start, stop - start)
             features = (uses.get(chain[start], 0), gap, *conversation, *place, question, request.output_tokens)
-            run = Run(count, now, list(chain[start:stop]), chain[min(1, len(chain) - 1)], features)
+            run = ReuseRun(count, now, list(chain[start:stop]), chain[min(1, len(chain) - 1)], features)
             if was is not None:
                 was[1].next_uses[gap] = was[1].next_uses.get(gap, 0) + stop - start
             row.append(run)
@@ -111,7 +111,7 @@ def runs_of(requests: Sequence[Request]) -> list[list[Run]]:
     return rows
 
 
-def observed(runs: Sequence[Run], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
+def observed(runs: Sequence[ReuseRun], until: float) -> tuple[Floats, NDArray[np.bool_], Floats]:
     """Of each run and span that was seen to its end, or to a use: features with the span, whether there was one, weight."""
     asked, answers, weights = [], [], []
     for run in runs:
@@ -136,7 +136,7 @@ def observed(runs: Sequence[Run], until: float) -> tuple[Floats, NDArray[np.bool
     return np.array(asked), np.array(answers), np.array(weights)
 
 
-def foretold(taught: Sequence[Run], until: float, asked: Sequence[Run]) -> Floats:
+def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]) -> Floats:
     """Values by age, a row for each run that is asked about."""
     questions, answers, weights = observed(taught, until)
     parameters = TREES | {"seed": SEED, "verbose": -1, "num_threads": 1}
@@ -149,14 +149,14 @@ def foretold(taught: Sequence[Run], until: float, asked: Sequence[Run]) -> Float
 
 
 def hits(
-    requests: Sequence[Request], rows: Sequence[Sequence[Run]], values: Floats, capacity: int, block: int
+    requests: Sequence[Request], rows: Sequence[Sequence[ReuseRun]], values: Floats, capacity: int, block: int
 ) -> list[int]:
     """Tokens found, by request."""
     ages = np.array(EDGES) / SECOND
-    where: dict[int, Run] = {}  # held blocks
+    where: dict[int, ReuseRun] = {}  # held blocks
     children: dict[int, int] = {}  # held, of a block
     parents: dict[int, int] = {}
-    live: list[Run] = []
+    live: list[ReuseRun] = []
     found = []
     for request, row in zip(requests, rows, strict=True):
         chain = request.chain
@@ -188,7 +188,9 @@ def hits(
     return found
 
 
-def _shorten(run: Run, where: dict[int, Run], children: dict[int, int], parents: dict[int, int], most: int) -> None:
+def _shorten(
+    run: ReuseRun, where: dict[int, ReuseRun], children: dict[int, int], parents: dict[int, int], most: int
+) -> None:
     while most > 0 and run.blocks:
         name = run.blocks[-1]
         if where.get(name) is run:

@@ -21,11 +21,11 @@ from fleet.errors import ConfigurationRefused
 from loadtests import host
 from loadtests.router import grpc_stream
 from loadtests.router.contest import contest, write
-from loadtests.router.figures import Row, table
+from loadtests.router.figures import BenchmarkRow, table
 from loadtests.router.processes import cores_of_this_process
 from loadtests.router.prompts import Vocabulary, model_with_long_context
 from loadtests.router.scenarios import SCENARIOS, quick
-from loadtests.router.targets import BEFORE, KNOWN, Setting, targets
+from loadtests.router.targets import BEFORE, KNOWN, BenchmarkSetting, targets
 
 DEFAULT_TARGETS = (
     "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router,dynamo"
@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = arguments.rounds or (1 if arguments.quick else 3)
     tiny = build_tiny_model(default_cache_dir(), tokenizer_only=True)
     vocabulary = Vocabulary(tiny)
-    rows: list[Row] = []
+    rows: list[BenchmarkRow] = []
     with tempfile.TemporaryDirectory(prefix="fleet-router-bench-") as name:
         folder = arguments.keep_logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         model_dir = model_with_long_context(tiny, folder)
         machine = host.facts(folder, PACKAGES)
         for scenario in scenarios:
-            setting = Setting(
+            setting = BenchmarkSetting(
                 model_dir=model_dir,
                 folder=folder / scenario,
                 cache=(arguments.cache or default_cache_dir() / "bench").resolve(),
@@ -104,7 +104,7 @@ def _known(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _versions(rows: Sequence[Row], packages: dict[str, str]) -> str:
+def _versions(rows: Sequence[BenchmarkRow], packages: dict[str, str]) -> str:
     measured = {each.target.partition(":")[0]: each.version for each in rows if each.version}
     return ", ".join(f"{name} {version}" for name, version in (packages | measured).items())
 

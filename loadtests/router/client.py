@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import uvloop
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 
 GOOD = b"HTTP/1.1 200"
 EVENT = b"data: "
@@ -25,7 +25,7 @@ Next = Callable[[], bytes | None]
 """The next request; None: there is none left."""
 
 
-class Meter(Protocol):
+class CpuMeter(Protocol):
     """Whatever is to be measured of a round besides what the client sees."""
 
     def start(self) -> None: ...
@@ -33,7 +33,7 @@ class Meter(Protocol):
     def stop(self) -> None: ...
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class LoadWindow(Struct, frozen=True, kw_only=True):
     """What came of a round."""
 
     requests: int
@@ -45,7 +45,7 @@ class Window(Struct, frozen=True, kw_only=True):
     complaint: str = ""  # the first failure's
 
 
-class Connection(asyncio.Protocol):
+class LoadConnection(asyncio.Protocol):
     """One connection: the next request goes out as soon as an answer has ended."""
 
     def __init__(self, following: Next, until: "Until", acknowledging: socket.socket | None):
@@ -137,10 +137,10 @@ def round_of(
     ports: Sequence[int],
     following: Sequence[Next],
     seconds: float,
-    meter: Meter,
+    meter: CpuMeter,
     *,
     delayed_acknowledgements: bool = False,
-) -> Window:
+) -> LoadWindow:
     """Ask until nothing is left to ask or the time is over, and wait for what is on its way.
 
     Args:
@@ -164,17 +164,17 @@ class _Dialler:
         self._opened = opened
         self._delayed_acknowledgements = delayed_acknowledgements
 
-    async def connect(self, port: int, following: Next) -> Connection:
+    async def connect(self, port: int, following: Next) -> LoadConnection:
         sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
         sock.setblocking(False)
         acknowledging = None if self._delayed_acknowledgements else sock
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(following, self.until, acknowledging), sock=sock
+            lambda: LoadConnection(following, self.until, acknowledging), sock=sock
         )
         self._opened.callback(connection.close)
         return connection
 
-    async def keep_asking(self, port: int, connection: Connection) -> list[Connection]:
+    async def keep_asking(self, port: int, connection: LoadConnection) -> list[LoadConnection]:
         """One connection after the other, as long as they fail: everybody keeps asking."""
         tried = [connection]
         while True:
@@ -188,16 +188,16 @@ class _Dialler:
 
 
 async def _round_of(
-    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter, *, delayed_acknowledgements: bool
-) -> Window:
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, *, delayed_acknowledgements: bool
+) -> LoadWindow:
     with ExitStack() as opened:  # all closed at the end: the event loop may wait for ever for one that is not
         dialler = _Dialler(opened, delayed_acknowledgements=delayed_acknowledgements)
         return await _asked(dialler, ports, following, seconds, meter)
 
 
 async def _asked(
-    dialler: _Dialler, ports: Sequence[int], following: Sequence[Next], seconds: float, meter: Meter
-) -> Window:
+    dialler: _Dialler, ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter
+) -> LoadWindow:
     try:
         async with asyncio.timeout(START_SECONDS):
             dealt = list(zip(cycle(ports), following, strict=False))
@@ -213,16 +213,18 @@ async def _asked(
         ended, cpu = time.perf_counter(), time.process_time() - cpu
         meter.stop()
     except TimeoutError:
-        raise Absent(f"does not answer within {seconds + WAIT_SECONDS:.0f} s") from None
+        raise SystemUnavailable(f"does not answer within {seconds + WAIT_SECONDS:.0f} s") from None
     except OSError as error:
-        raise Absent(f"refuses connections: {error}") from error
+        raise SystemUnavailable(f"refuses connections: {error}") from error
     asked = [connection for each in asking for connection in each.result()]
     latencies = [latency for each in asked for latency in each.latencies]
     gaps = [gap for each in asked for gap in each.gaps]
     complaints = [each.complaint for each in asked if each.complaint]
     if not latencies:
-        raise Absent(f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}")
-    return Window(
+        raise SystemUnavailable(
+            f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}"
+        )
+    return LoadWindow(
         requests=sum(each.completed for each in asked),
         failures=len(complaints),
         seconds=ended - started,

@@ -20,12 +20,12 @@ from fleet.hardware.latency import EngineLatency
 from fleet.roles import Role
 from fleet.router.policies.ports import PlacementPolicy
 from fleet.router.settings import RouterSettings
-from fleet.sim.clients import Sessions
+from fleet.sim.clients import SessionClients
 from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Ended, Slo
-from fleet.sim.run import Plan, simulate
+from fleet.sim.results import EndedRequest, Slo
+from fleet.sim.run import RunPlan, simulate
 from fleet.sim.work import EngineLimits
-from loadtests.router.traffic import Workload
+from loadtests.router.traffic import RouterTraffic
 
 SLACK_SECONDS, PACES = 0.5, 5.0  # of the goals
 PERCENTILE = 99
@@ -34,7 +34,7 @@ PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_s
 """Nobody is refused for having to wait: what does not keep up shows in the times."""
 
 
-class Times(Struct, frozen=True):
+class LatencyStepTimes(Struct, frozen=True):
     """Step times by straight lines; implements `fleet.sim.work.StepTimes`."""
 
     latency: EngineLatency
@@ -50,7 +50,7 @@ class Times(Struct, frozen=True):
         return milliseconds * MILLISECOND / SECOND
 
 
-class Device(Struct, frozen=True, kw_only=True):
+class SimulatedDevice(Struct, frozen=True, kw_only=True):
     """What engines are. By default about an 8-billion model on one H100: 20k prompt tokens a second, 8 ms a step."""
 
     latency: EngineLatency = EngineLatency(
@@ -66,7 +66,7 @@ class Device(Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 2048
 
 
-class Goals(Struct, frozen=True, kw_only=True):
+class AnswerGoals(Struct, frozen=True, kw_only=True):
     """What an answer has to keep to be worth anything."""
 
     ttft_seconds: float
@@ -75,14 +75,14 @@ class Goals(Struct, frozen=True, kw_only=True):
     ttft_seconds_per_token: float
     tpot_seconds: float
 
-    def kept(self, ended: Ended) -> bool:
+    def kept(self, ended: EndedRequest) -> bool:
         if ended.refused or ended.first_token is None:
             return False
         goal = self.ttft_seconds + self.ttft_seconds_per_token * ended.prompt_tokens
         return ended.ttft_ms <= 1000 * goal and ended.tpot_ms <= 1000 * self.tpot_seconds
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class PolicyOutcome(Struct, frozen=True, kw_only=True):
     """Of one policy on one workload."""
 
     requests: int
@@ -99,26 +99,30 @@ class Outcome(Struct, frozen=True, kw_only=True):
     busy: float  # share of the time that engines worked
 
 
-def goals_of(device: Device) -> Goals:
+def goals_of(device: SimulatedDevice) -> AnswerGoals:
     """The first token within half a second beyond twice the prompt's own time, the others at five idle steps each."""
     latency = device.latency
-    return Goals(
+    return AnswerGoals(
         ttft_seconds=SLACK_SECONDS,
         ttft_seconds_per_token=2 * latency.prefill_ms_per_token / 1000,
         tpot_seconds=PACES * latency.step_base_ms / 1000,
     )
 
 
-def run(workload: Workload, workers: int, device: Device, policy: PlacementPolicy, seed: int) -> Outcome:
+def run(
+    workload: RouterTraffic, workers: int, device: SimulatedDevice, policy: PlacementPolicy, seed: int
+) -> PolicyOutcome:
     """One policy on one workload, judged by the goals of the device."""
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     ran = simulate(
         plan_of(workload, workers, device, policy, seed), workload.traffic(), told=ended.append, look_every=NEVER
     )
     return outcome(ended, goals_of(device), imbalance=ran.outcome.imbalance, busy=ran.outcome.utilisation)
 
 
-def plan_of(workload: Workload, workers: int, device: Device, policy: PlacementPolicy, seed: int) -> Plan:
+def plan_of(
+    workload: RouterTraffic, workers: int, device: SimulatedDevice, policy: PlacementPolicy, seed: int
+) -> RunPlan:
     limits = EngineLimits(
         kv_blocks=device.kv_tokens // workload.block_tokens,
         block_tokens=workload.block_tokens,
@@ -129,7 +133,7 @@ def plan_of(workload: Workload, workers: int, device: Device, policy: PlacementP
         name="both",
         role=Role.BOTH,
         workers=workers,
-        times=Times(device.latency),
+        times=LatencyStepTimes(device.latency),
         limits=limits,
         gpus=1,
         dollars_per_hour=0.0,
@@ -140,7 +144,7 @@ def plan_of(workload: Workload, workers: int, device: Device, policy: PlacementP
         link_latency=Nanos(0),
         start_time=Nanos(0),
     )
-    return Plan(
+    return RunPlan(
         pools=(pool,),
         router=PATIENT,
         slo=Slo(),
@@ -148,11 +152,11 @@ def plan_of(workload: Workload, workers: int, device: Device, policy: PlacementP
         message_delay=Nanos(0),
         seed=seed,
         policy=policy,
-        clients=Sessions(users=0),
+        clients=SessionClients(users=0),
     )
 
 
-def outcome(ended: Sequence[Ended], goals: Goals, *, imbalance: float, busy: float) -> Outcome:
+def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: float, busy: float) -> PolicyOutcome:
     """Of all requests of a run.
 
     Args:
@@ -166,7 +170,7 @@ def outcome(ended: Sequence[Ended], goals: Goals, *, imbalance: float, busy: flo
     kept = sum(map(goals.kept, ended))
     first = min(each.arrival for each in ended)
     arriving = (max(each.arrival for each in ended) - first) / SECOND
-    return Outcome(
+    return PolicyOutcome(
         requests=len(ended),
         refused=len(ended) - len(served),
         goodput=kept / arriving if arriving else 0.0,
@@ -182,7 +186,7 @@ def outcome(ended: Sequence[Ended], goals: Goals, *, imbalance: float, busy: flo
     )
 
 
-def ideal_rate(workload: Workload, workers: int, device: Device) -> float:
+def ideal_rate(workload: RouterTraffic, workers: int, device: SimulatedDevice) -> float:
     """Requests a second that engines would just keep up with that had one cache together, as large as all, and no imbalance.
 
     Work of a request: what that cache does not have of its prompt, and its share of decode steps in a batch that is half full.

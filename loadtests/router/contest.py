@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.router import workers
 from loadtests.router.client import Next, round_of
-from loadtests.router.figures import Round, Row, missing, row
+from loadtests.router.figures import BenchmarkRow, MeasuredRound, missing, row
 from loadtests.router.processes import ask, running_on, started_module
 from loadtests.router.prompts import Conversations, NewPrompts, Vocabulary
-from loadtests.router.scenarios import Scenario
-from loadtests.router.targets import DIRECT, Running, Setting, Target
+from loadtests.router.scenarios import RouterScenario
+from loadtests.router.targets import DIRECT, BenchmarkSetting, RouterTarget, RunningRouter
 
 WARM_UP = 0  # the number of the round that is not counted
 
@@ -32,8 +32,13 @@ class Counted(Struct, frozen=True, kw_only=True):
 
 
 def contest(
-    scenario: Scenario, contestants: Sequence[Target], rounds: int, setting: Setting, vocabulary: Vocabulary, seed: int
-) -> list[Row]:
+    scenario: RouterScenario,
+    contestants: Sequence[RouterTarget],
+    rounds: int,
+    setting: BenchmarkSetting,
+    vocabulary: Vocabulary,
+    seed: int,
+) -> list[BenchmarkRow]:
     """Rows in the order of the targets; one that cannot take part, or fails on the way, has a row that says why.
 
     Args:
@@ -45,10 +50,10 @@ def contest(
         seed: Of the prompts; equal for all targets, whose caches are their own.
     """
     absent: dict[str, str] = {}
-    figures: dict[str, list[Round]] = {target.name: [] for target in contestants}
+    figures: dict[str, list[MeasuredRound]] = {target.name: [] for target in contestants}
     with ExitStack() as stack:
         stack.enter_context(running_on(setting.cores.others))
-        behaviour = workers.Settings(
+        behaviour = workers.MockWorkerSettings(
             workers=scenario.workers,
             tokens=scenario.answer_tokens,
             gap_seconds=scenario.gap_seconds,
@@ -65,11 +70,11 @@ def contest(
             cache_blocks=scenario.cache_blocks,
             gap_seconds=scenario.gap_seconds,
         )
-        running: dict[str, Running] = {}
+        running: dict[str, RunningRouter] = {}
         for target in contestants:
             try:
                 running[target.name] = stack.enter_context(target.running(here))
-            except Absent as reason:
+            except SystemUnavailable as reason:
                 absent[target.name] = str(reason)
         source = _source(scenario, vocabulary, seed)
         for number in range(rounds + 1):
@@ -78,7 +83,7 @@ def contest(
                     continue
                 try:
                     measured = _round(scenario, router, here.workers, source(name, number))
-                except Absent as reason:
+                except SystemUnavailable as reason:
                     absent[name] = str(reason)
                     continue
                 if number != WARM_UP:
@@ -94,7 +99,7 @@ def contest(
     ]
 
 
-def _source(scenario: Scenario, vocabulary: Vocabulary, seed: int) -> Callable[[str, int], list[Next]]:
+def _source(scenario: RouterScenario, vocabulary: Vocabulary, seed: int) -> Callable[[str, int], list[Next]]:
     """What gives, for a target and a round, each connection its requests."""
     if scenario.sharing is None:
         prompts: dict[str, NewPrompts] = {}
@@ -127,7 +132,7 @@ def _limited(sources: Sequence[Callable[[], bytes]], requests: int) -> list[Next
 class _Meter:
     """Processor time of the router and counters of the workers, over a round."""
 
-    def __init__(self, router: Running, workers_ports: Sequence[int]):
+    def __init__(self, router: RunningRouter, workers_ports: Sequence[int]):
         self._server = router.server
         self._ports = workers_ports
         self._counted: list[Counted] = []
@@ -152,14 +157,16 @@ class _Meter:
         if self._server is None:
             return 0.0
         if not self._server.alive:
-            raise Absent(f"{self._server.name} ended: {self._server.last_words()}")
+            raise SystemUnavailable(f"{self._server.name} ended: {self._server.last_words()}")
         return self._server.cpu_seconds()
 
     def _counters(self) -> list[Counted]:
         return [msgspec.json.decode(ask(port, "/counters")[1], type=Counted) for port in self._ports]
 
 
-def _round(scenario: Scenario, router: Running, ports: Sequence[int], following: Sequence[Next]) -> Round:
+def _round(
+    scenario: RouterScenario, router: RunningRouter, ports: Sequence[int], following: Sequence[Next]
+) -> MeasuredRound:
     meter = _Meter(router, ports)
     window = round_of(
         router.ports, following, scenario.seconds, meter, delayed_acknowledgements=scenario.delayed_acknowledgements
@@ -168,7 +175,7 @@ def _round(scenario: Scenario, router: Running, ports: Sequence[int], following:
     if window.failures:
         print(f"{server.name if server else DIRECT}: {window.failures} failures: {window.complaint}", file=sys.stderr)
     by_worker = [] if router.own_workers else meter.by_worker
-    return Round(
+    return MeasuredRound(
         requests=window.requests,
         failures=window.failures,
         tokens=window.requests * scenario.answer_tokens,
@@ -186,5 +193,5 @@ def _round(scenario: Scenario, router: Running, ports: Sequence[int], following:
     )
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
+def write(rows: Sequence[BenchmarkRow], path: Path) -> None:
     path.write_text(json.dumps(msgspec.to_builtins(rows), indent=1) + "\n")

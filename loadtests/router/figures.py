@@ -27,7 +27,7 @@ COLUMNS = (
 """Of the table: title, field, digits after the point."""
 
 
-class Round(Struct, frozen=True, kw_only=True):
+class MeasuredRound(Struct, frozen=True, kw_only=True):
     """One target's turn."""
 
     requests: int
@@ -60,7 +60,7 @@ class Round(Struct, frozen=True, kw_only=True):
     hits: int = 0
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class BenchmarkRow(Struct, frozen=True, kw_only=True):
     """Medians over the rounds; None where there is nothing to measure."""
 
     scenario: str
@@ -110,12 +110,12 @@ class Row(Struct, frozen=True, kw_only=True):
 def row(
     scenario: str,
     target: str,
-    rounds: Sequence[Round],
-    direct: Sequence[Round] | None,
+    rounds: Sequence[MeasuredRound],
+    direct: Sequence[MeasuredRound] | None,
     version: str,
     *,
-    paced: Sequence[Round] | None = None,
-) -> Row:
+    paced: Sequence[MeasuredRound] | None = None,
+) -> BenchmarkRow:
     """What came of a target in a scenario.
 
     Args:
@@ -153,7 +153,7 @@ def row(
     }
     medians = {name: _median(values) for name, values in figures.items()}
     per_token = medians["cpu_us_per_token"]
-    return Row(
+    return BenchmarkRow(
         scenario=scenario,
         target=target,
         cpu_us_per_request=medians["cpu_us_per_request"],
@@ -180,9 +180,9 @@ def row(
     )
 
 
-def missing(scenario: str, target: str, reason: str, version: str) -> Row:
+def missing(scenario: str, target: str, reason: str, version: str) -> BenchmarkRow:
     """The row of a target that could not take part."""
-    return Row(
+    return BenchmarkRow(
         scenario=scenario,
         target=target,
         cpu_us_per_request=None,
@@ -197,20 +197,20 @@ def missing(scenario: str, target: str, reason: str, version: str) -> Row:
     )
 
 
-def cpu_us_per_request(measured: Round) -> float | None:
+def cpu_us_per_request(measured: MeasuredRound) -> float | None:
     return _per(measured.router_cpu_seconds, measured.requests)
 
 
-def cpu_us_per_token(measured: Round) -> float | None:
+def cpu_us_per_token(measured: MeasuredRound) -> float | None:
     """All of the router's time on the tokens of the answers."""
     return _per(measured.router_cpu_seconds, measured.tokens)
 
 
-def resident_mebibytes(measured: Round) -> float | None:
+def resident_mebibytes(measured: MeasuredRound) -> float | None:
     return None if measured.resident_bytes is None else measured.resident_bytes / MEBIBYTE
 
 
-def hit_rate(measured: Round) -> float | None:
+def hit_rate(measured: MeasuredRound) -> float | None:
     return measured.hits / measured.blocks if measured.blocks else None
 
 
@@ -220,7 +220,7 @@ def imbalance(by_worker: Sequence[int]) -> float | None:
     return max(by_worker) * len(by_worker) / total if total else None
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BenchmarkRow]) -> str:
     """For a person."""
     width = max((len(each.target) for each in rows), default=6)
     titles = " ".join(f"{title:>{max(6, len(title))}}" for title, _, _ in COLUMNS)
@@ -239,7 +239,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _each(rounds: Sequence[Round], figure: Callable[[Round], float | None]) -> list[float]:
+def _each(rounds: Sequence[MeasuredRound], figure: Callable[[MeasuredRound], float | None]) -> list[float]:
     """Nothing at all where a round has no such figure."""
     values = [value for each in rounds if (value := figure(each)) is not None]
     return values if len(values) == len(rounds) else []

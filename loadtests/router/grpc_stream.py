@@ -23,11 +23,11 @@ from msgspec import Struct
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.client.asking import build_message
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.nodes import environment
-from loadtests.router.figures import Round, Row, missing, row
+from loadtests.router.figures import BenchmarkRow, MeasuredRound, missing, row
 from loadtests.router.processes import Cores, cpu_seconds, resident_bytes, running_on, started
-from loadtests.router.targets import Setting, Target
+from loadtests.router.targets import BenchmarkSetting, RouterTarget
 
 NAME = "grpc-stream"
 METHOD = "/fleet.v1.Inference/Generate"
@@ -56,20 +56,22 @@ latency = { prefill_base_ms = 1.0, prefill_ms_per_token = 0.0, step_base_ms = 5.
 """
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class StreamWindow(Struct, frozen=True, kw_only=True):
     seconds: float
     router_cpu_seconds: float
     client_cpu_seconds: float
     ttft_seconds: float
 
 
-def contest(contestants: Sequence[Target], rounds: int, setting: Setting, seed: int, *, short: bool) -> list[Row]:
+def contest(
+    contestants: Sequence[RouterTarget], rounds: int, setting: BenchmarkSetting, seed: int, *, short: bool
+) -> list[BenchmarkRow]:
     """The row of Fleet, if it was asked for."""
     tokens = QUICK_TOKENS if short else TOKENS
     return [_row(each, rounds, setting, seed, tokens) for each in contestants if each.name == "fleet"]
 
 
-def _row(target: Target, rounds: int, setting: Setting, seed: int, tokens: int) -> Row:
+def _row(target: RouterTarget, rounds: int, setting: BenchmarkSetting, seed: int, tokens: int) -> BenchmarkRow:
     chance = random.Random(seed)
     figures = []
     try:
@@ -80,7 +82,7 @@ def _row(target: Target, rounds: int, setting: Setting, seed: int, tokens: int) 
                 print(f"{NAME}: round {number} of {rounds}", file=sys.stderr)
                 if number:
                     figures.append(_figures(window, tokens, router))
-    except Absent as reason:
+    except SystemUnavailable as reason:
         return missing(NAME, target.name, str(reason), target.version)
     return row(NAME, target.name, figures, None, target.version)
 
@@ -96,7 +98,7 @@ def _cluster(folder: Path, cores: Cores) -> Iterator[tuple[str, int]]:
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
             if not cluster.alive or time.monotonic() > deadline:
-                raise Absent(f"fleet up was not ready within {START_SECONDS:.0f} s: {cluster.last_words()}")
+                raise SystemUnavailable(f"fleet up was not ready within {START_SECONDS:.0f} s: {cluster.last_words()}")
             time.sleep(0.1)
         known = json.loads(ready.read_text())
         router = psutil.Process(known["pids"]["router"])
@@ -105,7 +107,7 @@ def _cluster(folder: Path, cores: Cores) -> Iterator[tuple[str, int]]:
         yield known["grpc"], router.pid
 
 
-async def _round(address: str, prompts: Sequence[Sequence[int]], tokens: int, router: int) -> Window:
+async def _round(address: str, prompts: Sequence[Sequence[int]], tokens: int, router: int) -> StreamWindow:
     """All prompts at once; messages are counted, not parsed."""
     latencies: list[float] = []
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -131,8 +133,8 @@ async def _round(address: str, prompts: Sequence[Sequence[int]], tokens: int, ro
                 for message in messages:
                     tasks.create_task(stream(message))
         except* (grpc.aio.AioRpcError, TimeoutError) as failures:
-            raise Absent(f"a stream failed: {failures.exceptions[0]!r}") from failures
-        return Window(
+            raise SystemUnavailable(f"a stream failed: {failures.exceptions[0]!r}") from failures
+        return StreamWindow(
             seconds=time.perf_counter() - began,
             router_cpu_seconds=cpu_seconds(router) - cpu,
             client_cpu_seconds=time.process_time() - own,
@@ -140,8 +142,8 @@ async def _round(address: str, prompts: Sequence[Sequence[int]], tokens: int, ro
         )
 
 
-def _figures(window: Window, tokens: int, router: int) -> Round:
-    return Round(
+def _figures(window: StreamWindow, tokens: int, router: int) -> MeasuredRound:
+    return MeasuredRound(
         requests=STREAMS,
         failures=0,
         tokens=STREAMS * tokens,

@@ -32,7 +32,7 @@ PIECES = 512 // BLOCK_TOKENS  # of a block of the trace
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ over the golden ratio (Knuth): keys look like hashes, and stay distinct
 
 
-class Operation(Struct, frozen=True):
+class IndexOperation(Struct, frozen=True):
     """One request: what it asks, and what follows from it."""
 
     asked: tuple[int, ...]
@@ -41,7 +41,7 @@ class Operation(Struct, frozen=True):
     removed: tuple[int, ...]
 
 
-class Index(Protocol):
+class MeasuredIndex(Protocol):
     """What both of them can do."""
 
     def add(self, holder: Holder, capacity: int) -> None: ...
@@ -53,7 +53,7 @@ class Index(Protocol):
     def longest(self, keys: Sequence[int]) -> dict[Holder, int]: ...
 
 
-class Reference:
+class ReferenceIndex:
     """Rule 2."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Reference:
         return depths
 
 
-def operations(trace: Path, *, requests: int, workers: int, capacity: int) -> list[Operation]:
+def operations(trace: Path, *, requests: int, workers: int, capacity: int) -> list[IndexOperation]:
     """What happens to an index by rule 1; `capacity` is in blocks of 16 tokens, of each worker."""
     rng = random.Random(0)
     caches: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
@@ -103,7 +103,7 @@ def operations(trace: Path, *, requests: int, workers: int, capacity: int) -> li
             cache[key] = None
             cache.move_to_end(key)
         removed = tuple(cache.popitem(last=False)[0] for _ in range(max(0, len(cache) - capacity)))
-        found.append(Operation(asked, Holder(f"worker/{place}"), stored, removed))
+        found.append(IndexOperation(asked, Holder(f"worker/{place}"), stored, removed))
     return found
 
 
@@ -113,7 +113,7 @@ def _keys(chain: Sequence[int]) -> Iterator[int]:
             yield ((name * PIECES + piece + 1) * GOLDEN) % 2**64
 
 
-def replay(index: Index, work: Sequence[Operation], workers: int, capacity: int) -> tuple[list[int], int]:
+def replay(index: MeasuredIndex, work: Sequence[IndexOperation], workers: int, capacity: int) -> tuple[list[int], int]:
     """Do all that; returns nanoseconds of each question, and of all changes together."""
     for number in range(workers):
         index.add(Holder(f"worker/{number}"), capacity)
@@ -143,7 +143,7 @@ def main() -> None:
     rounds = []
     for _ in range(asked.rounds):
         ours = replay(PrefixIndex(), done, asked.workers, asked.capacity)
-        plain = replay(Reference(), done, asked.workers, asked.capacity)
+        plain = replay(ReferenceIndex(), done, asked.workers, asked.capacity)
         rounds.append((ours, plain))
     questions = sorted(statistics.median(times) for times in zip(*(ours[0] for ours, _ in rounds), strict=True))
     told = {

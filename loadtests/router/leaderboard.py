@@ -23,9 +23,9 @@ from msgspec import Struct
 from fleet.adapters.traces import TraceError, read_trace
 from fleet.errors import ConfigurationRefused
 from fleet.router.policies.built_in import BUILT_IN, DEFAULT, policy
-from loadtests.router.cluster import Device, Outcome, ideal_rate, run
+from loadtests.router.cluster import PolicyOutcome, SimulatedDevice, ideal_rate, run
 from loadtests.router.traffic import (
-    Workload,
+    RouterTraffic,
     conversations,
     hot_prefix,
     recorded,
@@ -43,17 +43,17 @@ NEVER = 1e9  # times longer
 LEVEL = 0.01  # of all requests: policies that are no further apart are as good as each other
 TITLE = "workload         wrk load  policy            goodput in time   hits imbal. TTFT ms      p99   TPOT"
 
-TIGHT = Device(kv_tokens=100_000)
+TIGHT = SimulatedDevice(kv_tokens=100_000)
 """Room for a few prompts beside those that run: shared prefixes have to be kept where they are, or they are lost."""
 
-LONG = Device(kv_tokens=2_000_000, max_running=32)
+LONG = SimulatedDevice(kv_tokens=2_000_000, max_running=32)
 """Several accelerators, for prompts of a hundred thousand tokens."""
 
-MADE: Mapping[str, tuple[Callable[[int, int, int], Workload], Device]] = {
-    "unique": (lambda requests, seed, _: unique(requests, seed), Device()),
+MADE: Mapping[str, tuple[Callable[[int, int, int], RouterTraffic], SimulatedDevice]] = {
+    "unique": (lambda requests, seed, _: unique(requests, seed), SimulatedDevice()),
     "few-prefixes": (
         lambda requests, seed, _: shared_prefixes(requests, seed, groups=16, skew=0.0, opening=32, own=8),
-        Device(),
+        SimulatedDevice(),
     ),
     "many-prefixes": (
         lambda requests, seed, workers: shared_prefixes(
@@ -63,9 +63,9 @@ MADE: Mapping[str, tuple[Callable[[int, int, int], Workload], Device]] = {
     ),
     "zipf-prefixes": (
         lambda requests, seed, _: shared_prefixes(requests, seed, groups=256, skew=1.0, opening=64, own=8),
-        Device(),
+        SimulatedDevice(),
     ),
-    "hot-prefix": (lambda requests, seed, _: hot_prefix(requests, seed), Device()),
+    "hot-prefix": (lambda requests, seed, _: hot_prefix(requests, seed), SimulatedDevice()),
     "conversations": (
         lambda requests, seed, workers: conversations(requests, seed, groups=16 * workers),
         TIGHT,
@@ -74,7 +74,7 @@ MADE: Mapping[str, tuple[Callable[[int, int, int], Workload], Device]] = {
 """Made-up workloads: of so many requests, a seed and so many workers; and the engines that serve them."""
 
 
-def fitted(name: str, device: Device) -> dict[str, Any]:
+def fitted(name: str, device: SimulatedDevice) -> dict[str, Any]:
     """Parameters that a rule takes from an engine measured beforehand: it gets the true ones. All others have their defaults.
 
     Mooncake's instances fetch prefixes from each other; these engines do not, so its rule must not count on it.
@@ -96,7 +96,7 @@ def fitted(name: str, device: Device) -> dict[str, Any]:
             return {}
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class LeaderboardRow(Struct, frozen=True, kw_only=True):
     """One policy on one workload: means over the seeds."""
 
     workload: str
@@ -104,47 +104,47 @@ class Row(Struct, frozen=True, kw_only=True):
     load: float
     policy: str
     seeds: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[PolicyOutcome, ...]
     requests_per_cpu_second: float  # that were simulated
 
     def mean(self, field: str) -> float:
         return statistics.fmean(getattr(each, field) for each in self.outcomes)
 
 
-class Contest(Struct, frozen=True, kw_only=True):
+class LeaderboardContest(Struct, frozen=True, kw_only=True):
     """What all policies are given, once for each seed."""
 
     workload: str
     workers: int
     load: float
-    device: Device
-    made: tuple[Workload, ...]
+    device: SimulatedDevice
+    made: tuple[RouterTraffic, ...]
 
 
 def contests(
     workloads: Sequence[str],
-    traces: Mapping[str, Workload],
+    traces: Mapping[str, RouterTraffic],
     workers: Sequence[int],
     loads: Sequence[float],
     seeds: int,
     requests: int,
-) -> Iterator[Contest]:
+) -> Iterator[LeaderboardContest]:
     """All of them, one after the other."""
-    sources: tuple[Workload, ...]
+    sources: tuple[RouterTraffic, ...]
     for name in workloads:
         for count in workers:
             if name in traces:
-                device = LONG if traces[name].name == "agentic" else Device(kv_tokens=1_000_000)
+                device = LONG if traces[name].name == "agentic" else SimulatedDevice(kv_tokens=1_000_000)
                 sources = (_cut(traces[name], requests * count),)  # a trace is what it is, whatever the seed
             else:
                 make, device = MADE[name]
                 sources = tuple(make(requests * count, seed + 1, count) for seed in range(seeds))
             for load in loads:
                 made = tuple(each.at(load * ideal_rate(each, count, device)) for each in sources)
-                yield Contest(workload=name, workers=count, load=load, device=device, made=made)
+                yield LeaderboardContest(workload=name, workers=count, load=load, device=device, made=made)
 
 
-def rows(contest: Contest, policies: Sequence[str]) -> Iterator[Row]:
+def rows(contest: LeaderboardContest, policies: Sequence[str]) -> Iterator[LeaderboardRow]:
     """One for each policy, in their order."""
     for name in policies:
         began = time.process_time()
@@ -153,7 +153,7 @@ def rows(contest: Contest, policies: Sequence[str]) -> Iterator[Row]:
             for seed, each in enumerate(contest.made)
         )
         seconds = time.process_time() - began
-        yield Row(
+        yield LeaderboardRow(
             workload=contest.workload,
             workers=contest.workers,
             load=contest.load,
@@ -164,12 +164,12 @@ def rows(contest: Contest, policies: Sequence[str]) -> Iterator[Row]:
         )
 
 
-def best_of(found: Sequence[Row]) -> Row:
+def best_of(found: Sequence[LeaderboardRow]) -> LeaderboardRow:
     """By goodput; of equal ones, the one whose first tokens come sooner."""
     return max(found, key=lambda row: (round(row.mean("attainment"), 3), -row.mean("ttft_mean")))
 
 
-def line(row: Row, best: bool) -> str:
+def line(row: LeaderboardRow, best: bool) -> str:
     return (
         f"{row.workload:16} {row.workers:3} {row.load:4.1f}  {row.policy:16} {row.mean('goodput'):8.2f} "
         f"{row.mean('attainment'):7.3f} {row.mean('hit_rate'):6.3f} {row.mean('imbalance'):6.2f} "
@@ -178,7 +178,7 @@ def line(row: Row, best: bool) -> str:
     )
 
 
-def verdict(found: Sequence[Sequence[Row]], chosen: str = DEFAULT) -> list[str]:
+def verdict(found: Sequence[Sequence[LeaderboardRow]], chosen: str = DEFAULT) -> list[str]:
     """How one policy stands beside each of the others: paired differences, contest by contest."""
     told = []
     for name in sorted({row.policy for each in found for row in each} - {chosen}):
@@ -202,11 +202,11 @@ def verdict(found: Sequence[Sequence[Row]], chosen: str = DEFAULT) -> list[str]:
     return told
 
 
-def _cut(trace: Workload, requests: int) -> Workload:
+def _cut(trace: RouterTraffic, requests: int) -> RouterTraffic:
     return msgspec.structs.replace(trace, sessions=trace.sessions[:requests])
 
 
-def _trace(told: str, half: int) -> tuple[str, Workload]:
+def _trace(told: str, half: int) -> tuple[str, RouterTraffic]:
     """Name and requests of ``NAME=FILE``.
 
     Raises:
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigurationRefused, ValueError) as error:
         print(f"loadtests.router.leaderboard: {error}", file=sys.stderr)
         return MISUSED
-    found: list[list[Row]] = []
+    found: list[list[LeaderboardRow]] = []
     print(TITLE)
     for contest in contests(workloads, traces, workers, loads, arguments.seeds, arguments.requests):
         each = list(rows(contest, policies))

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from loadtests.environments import Distribution
+from loadtests.environments import SystemDistribution
 from loadtests.kvstore.nodes import free_port
 
 BLOCK_TOKENS = 64  # where a router counts tokens
 CommandOf = Callable[[Path, int, Sequence[str], str], Sequence[str]]
 """From its interpreter, the port to listen at, the workers' URLs and the policy to what starts it."""
 
-SGLANG = Distribution(name="sglang-router", version="0.3.2", steps=((("sglang-router==0.3.2",),),))
-SMG = Distribution(name="smg", version="1.13.0", steps=((("smg==1.13.0",),),))
-VLLM = Distribution(name="vllm-router", version="0.1.17", steps=((("vllm-router==0.1.17",),),))
+SGLANG = SystemDistribution(name="sglang-router", version="0.3.2", steps=((("sglang-router==0.3.2",),),))
+SMG = SystemDistribution(name="smg", version="1.13.0", steps=((("smg==1.13.0",),),))
+VLLM = SystemDistribution(name="vllm-router", version="0.1.17", steps=((("vllm-router==0.1.17",),),))
 
-DYNAMO = Distribution(
+DYNAMO = SystemDistribution(
     name="dynamo",
     version="1.6.1",
     steps=(

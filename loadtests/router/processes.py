@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 
 READY_SECONDS = 60.0
@@ -49,7 +49,7 @@ def running_on(cores: frozenset[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Server:
+class ProcessTree:
     """A process with all the children that it has."""
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path):
@@ -108,7 +108,7 @@ def resident_bytes(pid: int) -> int:
 @contextmanager
 def started(
     name: str, command: Sequence[str], folder: Path, cores: frozenset[int], more: Mapping[str, str]
-) -> Iterator[Server]:
+) -> Iterator[ProcessTree]:
     """A server on these cores that writes to a log in the folder."""
     log = folder / f"{name.replace(':', '-')}.log"
     with log.open("ab") as output, running_on(cores):
@@ -120,7 +120,7 @@ def started(
             env={**os.environ, **more},
             start_new_session=True,
         )
-    server = Server(name, process, log)
+    server = ProcessTree(name, process, log)
     try:
         yield server
     finally:
@@ -130,7 +130,7 @@ def started(
 @contextmanager
 def started_module(
     module: str, arguments: Sequence[str], folder: Path, cores: frozenset[int]
-) -> Iterator[tuple[Server, dict[str, Any]]]:
+) -> Iterator[tuple[ProcessTree, dict[str, Any]]]:
     """A module of this checkout, on these cores, that prints one JSON line when it is ready, and that line.
 
     Raises:
@@ -147,20 +147,20 @@ def started_module(
             env=environment(),
             start_new_session=True,
         )
-    server = Server(name, process, log)
+    server = ProcessTree(name, process, log)
     assert process.stdout is not None
     try:
         readable, _, _ = select.select([process.stdout], [], [], READY_SECONDS)
         line = process.stdout.readline() if readable else b""
         if not line:
-            raise Absent(f"{name} was not ready within {READY_SECONDS:.0f} s: {server.last_words()}")
+            raise SystemUnavailable(f"{name} was not ready within {READY_SECONDS:.0f} s: {server.last_words()}")
         yield server, json.loads(line)
     finally:
         server.end()
         process.stdout.close()
 
 
-def wait_until_it_answers(server: Server, port: int, request: tuple[str, bytes], seconds: float) -> None:
+def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, bytes], seconds: float) -> None:
     """Until it answers a streamed request in full.
 
     Args:
@@ -185,7 +185,7 @@ def wait_until_it_answers(server: Server, port: int, request: tuple[str, bytes],
             complaint = f"HTTP {status}: {answer[:300].decode(errors='replace')}"
         time.sleep(PAUSE_SECONDS)
     what = f"does not answer within {seconds:.0f} s ({complaint})" if server.alive else "ended at its start"
-    raise Absent(f"{server.name} {what}: {server.last_words()}")
+    raise SystemUnavailable(f"{server.name} {what}: {server.last_words()}")
 
 
 def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:

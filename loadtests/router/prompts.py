@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from loadtests.router.scenarios import Scenario, Sharing
+from loadtests.router.scenarios import PrefixSharing, RouterScenario
 
 MODEL = "tiny"
 PATH = "/v1/completions"
@@ -75,7 +75,7 @@ def request(prompt: str, answer_tokens: int) -> bytes:
 class NewPrompts:
     """Requests with prompts that differ from the first character on; all but that is made beforehand."""
 
-    def __init__(self, scenario: Scenario, vocabulary: Vocabulary, seed: int):
+    def __init__(self, scenario: RouterScenario, vocabulary: Vocabulary, seed: int):
         chance = random.Random(seed)
         stamp = "0" * 16
         self._halves = []
@@ -94,7 +94,7 @@ class NewPrompts:
 class Conversations:
     """Requests of somebody who holds one conversation after the other, turn by turn."""
 
-    def __init__(self, sharing: Sharing, vocabulary: Vocabulary, seed: int):
+    def __init__(self, sharing: PrefixSharing, vocabulary: Vocabulary, seed: int):
         self._sharing = sharing
         self._vocabulary = vocabulary
         self._seed = seed

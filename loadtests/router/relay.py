@@ -20,13 +20,13 @@ import uvloop
 from fleet.adapters.process_group import die_with_parent
 
 
-class Upstream(asyncio.Protocol):
+class RelayUpstream(asyncio.Protocol):
     """A connection to a worker; belongs to one client connection at a time."""
 
-    client: "Client | None" = None
+    client: "RelayClient | None" = None
     transport: asyncio.Transport
 
-    def __init__(self, idle: "list[Upstream]"):
+    def __init__(self, idle: "list[RelayUpstream]"):
         self.idle = idle
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -44,14 +44,14 @@ class Upstream(asyncio.Protocol):
             self.idle.remove(self)
 
 
-class Client(asyncio.Protocol):
+class RelayClient(asyncio.Protocol):
     answered = True  # the next bytes are a new request
     transport: asyncio.Transport
 
-    def __init__(self, turns: "Iterator[Worker]", loop: asyncio.AbstractEventLoop):
+    def __init__(self, turns: "Iterator[RelayDestination]", loop: asyncio.AbstractEventLoop):
         self._turns = turns
         self._loop = loop
-        self._upstream: Upstream | None = None
+        self._upstream: RelayUpstream | None = None
         self._waiting: list[bytes] = []
         self._dialling: asyncio.Task[None] | None = None
 
@@ -90,27 +90,27 @@ class Client(asyncio.Protocol):
             self._upstream.idle.append(self._upstream)
             self._upstream = None
 
-    def _take(self, upstream: Upstream) -> None:
+    def _take(self, upstream: RelayUpstream) -> None:
         upstream.client = self
         self._upstream = upstream
 
-    async def _dial(self, worker: "Worker") -> None:
-        _, upstream = await self._loop.create_connection(lambda: Upstream(worker.idle), "127.0.0.1", worker.port)
+    async def _dial(self, worker: "RelayDestination") -> None:
+        _, upstream = await self._loop.create_connection(lambda: RelayUpstream(worker.idle), "127.0.0.1", worker.port)
         self._take(upstream)
         upstream.transport.write(b"".join(self._waiting))
         self._waiting.clear()
 
 
-class Worker:
+class RelayDestination:
     def __init__(self, port: int):
         self.port = port
-        self.idle: list[Upstream] = []
+        self.idle: list[RelayUpstream] = []
 
 
 async def _serve(ports: list[int]) -> None:
     loop = asyncio.get_running_loop()
-    turns = cycle([Worker(port) for port in ports])
-    server = await loop.create_server(lambda: Client(turns, loop), "127.0.0.1", 0, backlog=1024)
+    turns = cycle([RelayDestination(port) for port in ports])
+    server = await loop.create_server(lambda: RelayClient(turns, loop), "127.0.0.1", 0, backlog=1024)
     gc.freeze()
     print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
     await loop.create_future()  # until it is killed

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 
-class Sharing(Struct, frozen=True, kw_only=True):
+class PrefixSharing(Struct, frozen=True, kw_only=True):
     """Conversations: prompts that begin with what many have in common, and grow from turn to turn."""
 
     groups: int = 64
@@ -19,7 +19,7 @@ class Sharing(Struct, frozen=True, kw_only=True):
     turns: int = 6
 
 
-class Scenario(Struct, frozen=True, kw_only=True):
+class RouterScenario(Struct, frozen=True, kw_only=True):
     name: str
     prompt_tokens: int
     """As the tiny model's tokenizer counts them."""
@@ -39,7 +39,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     answer apart from its first event then waits up to 40 ms, idly: that is told by the scenario of the latency, and would
     leave nothing to measure in the others."""
 
-    sharing: Sharing | None = None
+    sharing: PrefixSharing | None = None
     """None: every prompt is new."""
 
     cache_blocks: int = 0
@@ -52,10 +52,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario(name="prompt-128", prompt_tokens=128, concurrency=32),
-        Scenario(name="prompt-2k", prompt_tokens=2048, concurrency=32),
-        Scenario(name="prompt-16k", prompt_tokens=16_384, concurrency=16, seconds=2.0),
-        Scenario(
+        RouterScenario(name="prompt-128", prompt_tokens=128, concurrency=32),
+        RouterScenario(name="prompt-2k", prompt_tokens=2048, concurrency=32),
+        RouterScenario(name="prompt-16k", prompt_tokens=16_384, concurrency=16, seconds=2.0),
+        RouterScenario(
             name="streams-64",
             prompt_tokens=128,
             concurrency=64,
@@ -64,26 +64,26 @@ SCENARIOS = {
             requests=64,
             seconds=30,
         ),
-        Scenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, delayed_acknowledgements=True),
+        RouterScenario(name="ttft-1", prompt_tokens=128, concurrency=1, seconds=1.0, delayed_acknowledgements=True),
         # Four workers remember a quarter of all openings each, and the conversations that run: whoever spreads openings
         # over all workers loses them, and whoever sends too much to one makes it the busiest.
-        Scenario(
+        RouterScenario(
             name="prefix-sharing",
             prompt_tokens=0,
             concurrency=32,
             workers=4,
             requests=2000,
             seconds=60,
-            sharing=Sharing(),
+            sharing=PrefixSharing(),
             cache_blocks=1024,
             prefill_seconds_a_block=0.000_2,
         ),
-        Scenario(name="memory", prompt_tokens=16_384, concurrency=16, requests=5000, seconds=120),
+        RouterScenario(name="memory", prompt_tokens=16_384, concurrency=16, requests=5000, seconds=120),
     )
 }
 
 
-def quick(scenario: Scenario) -> Scenario:
+def quick(scenario: RouterScenario) -> RouterScenario:
     """The same in a fraction of the time, for seeing that everything runs; too short for figures to quote."""
     return msgspec.structs.replace(
         scenario,

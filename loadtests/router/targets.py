@@ -16,11 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from fleet.errors import ConfigurationRefused
-from loadtests.absent import Absent
-from loadtests.environments import Distribution, python_of
+from loadtests.absent import SystemUnavailable
+from loadtests.environments import SystemDistribution, python_of
 from loadtests.kvstore.nodes import environment, free_port
 from loadtests.router import peers, relay
-from loadtests.router.processes import Cores, Server, started, started_module, wait_until_it_answers
+from loadtests.router.processes import Cores, ProcessTree, started, started_module, wait_until_it_answers
 from loadtests.router.prompts import MODEL, PATH
 
 START_SECONDS = 90.0
@@ -28,7 +28,7 @@ DYNAMO_AT_ONCE = 1000.0  # times the speed of its simulated engine
 DYNAMO_PACED = 0.007  # seconds a token at speed 1
 
 
-class Setting(Struct, frozen=True, kw_only=True):
+class BenchmarkSetting(Struct, frozen=True, kw_only=True):
     """Where a router is started."""
 
     workers: tuple[int, ...] = ()
@@ -55,24 +55,24 @@ class Setting(Struct, frozen=True, kw_only=True):
     """Another checkout of Fleet, which the target `fleet-before` runs; None: there is none."""
 
 
-class Running(Struct, frozen=True, kw_only=True):
+class RunningRouter(Struct, frozen=True, kw_only=True):
     """A router that answers."""
 
     ports: tuple[int, ...]
     """The client's connections are dealt out among them."""
 
-    server: Server | None
+    server: ProcessTree | None
     """None: there is none, the client asks the workers."""
 
     own_workers: bool = False
     """Whether it serves workers that are not ours, and whose counters nobody knows."""
 
 
-Start = Callable[[Setting, str], AbstractContextManager[Running]]
-"""Runs it with that policy (empty: its own choice by cache) as long as the context is open; may raise `Absent`."""
+Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]
+"""Runs it with that policy (empty: its own choice by cache) as long as the context is open; may raise `SystemUnavailable`."""
 
 
-class Target(Struct, frozen=True, kw_only=True):
+class RouterTarget(Struct, frozen=True, kw_only=True):
     name: str
     """As it was asked for, with the policy."""
 
@@ -80,11 +80,11 @@ class Target(Struct, frozen=True, kw_only=True):
     version: str
     start: Start
 
-    def running(self, setting: Setting) -> AbstractContextManager[Running]:
+    def running(self, setting: BenchmarkSetting) -> AbstractContextManager[RunningRouter]:
         return self.start(setting, self.policy)
 
 
-def targets(names: Sequence[str]) -> list[Target]:
+def targets(names: Sequence[str]) -> list[RouterTarget]:
     """What was asked for, with the client alone before everybody else: every table needs it.
 
     Raises:
@@ -93,45 +93,47 @@ def targets(names: Sequence[str]) -> list[Target]:
     return [_target(name) for name in dict.fromkeys((DIRECT, *names))]
 
 
-def _target(full_name: str) -> Target:
+def _target(full_name: str) -> RouterTarget:
     name, _, policy = full_name.partition(":")
     if (known := KNOWN.get(name)) is None:
         raise ConfigurationRefused(f"--targets: {name} is not one of {', '.join(KNOWN)}")
     version, start = known
-    return Target(name=full_name, policy=policy, version=version, start=start)
+    return RouterTarget(name=full_name, policy=policy, version=version, start=start)
 
 
 @contextmanager
-def _direct(setting: Setting, policy: str) -> Iterator[Running]:  # noqa: ARG001 - has none
+def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - has none
     """Every connection of the client goes to one worker for good: no router, no choice."""
-    yield Running(ports=setting.workers, server=None)
+    yield RunningRouter(ports=setting.workers, server=None)
 
 
 @contextmanager
-def _relay(setting: Setting, policy: str) -> Iterator[Running]:  # noqa: ARG001 - has none
+def _relay(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - has none
     ports = [str(port) for port in setting.workers]
     with started_module(relay.__name__, ports, setting.folder, setting.cores.router) as (server, ready):
-        yield Running(ports=(ready["port"],), server=server)
+        yield RunningRouter(ports=(ready["port"],), server=server)
 
 
 @contextmanager
-def _fleet(setting: Setting, policy: str) -> Iterator[Running]:
+def _fleet(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
     """Run `fleet serve router` of this checkout in front of the workers; it compares exact token blocks."""
     with _fleet_of(environment(), "fleet", setting, policy) as running:
         yield running
 
 
 @contextmanager
-def _fleet_before(setting: Setting, policy: str) -> Iterator[Running]:
+def _fleet_before(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
     """Run the same of another checkout, with this one's dependencies."""
     if setting.before is None:
-        raise Absent("--before names no checkout")
+        raise SystemUnavailable("--before names no checkout")
     with _fleet_of({**os.environ, "PYTHONPATH": str(setting.before)}, BEFORE, setting, policy) as running:
         yield running
 
 
 @contextmanager
-def _fleet_of(variables: Mapping[str, str], name: str, setting: Setting, policy: str) -> Iterator[Running]:
+def _fleet_of(
+    variables: Mapping[str, str], name: str, setting: BenchmarkSetting, policy: str
+) -> Iterator[RunningRouter]:
     port = free_port()
     lines = [f'http_listen = "127.0.0.1:{port}"', 'grpc_listen = "127.0.0.1:0"']
     lines += [f"policy = {json.dumps(policy)}"] if policy else []
@@ -153,9 +155,9 @@ def _fleet_of(variables: Mapping[str, str], name: str, setting: Setting, policy:
         yield running
 
 
-def _peer(name: str, distribution: Distribution, command_of: peers.CommandOf, default: str) -> Start:
+def _peer(name: str, distribution: SystemDistribution, command_of: peers.CommandOf, default: str) -> Start:
     @contextmanager
-    def start(setting: Setting, policy: str) -> Iterator[Running]:
+    def start(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
         python = python_of(distribution, setting.cache)
         port = free_port()
         urls = [f"http://127.0.0.1:{worker}" for worker in setting.workers]
@@ -167,7 +169,7 @@ def _peer(name: str, distribution: Distribution, command_of: peers.CommandOf, de
 
 
 @contextmanager
-def _dynamo(setting: Setting, policy: str) -> Iterator[Running]:
+def _dynamo(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
     """Frontend on the router's core, mocker on the others'."""
     python = python_of(peers.DYNAMO, setting.cache)
     port = free_port()
@@ -186,14 +188,14 @@ def _dynamo(setting: Setting, policy: str) -> Iterator[Running]:
 
 @contextmanager
 def _serving(
-    name: str, policy: str, command: Sequence[str], port: int, setting: Setting, more: Mapping[str, str]
-) -> Iterator[Running]:
+    name: str, policy: str, command: Sequence[str], port: int, setting: BenchmarkSetting, more: Mapping[str, str]
+) -> Iterator[RunningRouter]:
     """A router on its core until the context is left, once it answers."""
     full_name = f"{name}:{policy}" if policy else name
     body = {"model": MODEL, "stream": True, "max_tokens": 1, "temperature": 0, "prompt": "Are you there?"}
     with started(full_name, command, setting.folder, setting.cores.router, more) as server:
         wait_until_it_answers(server, port, (PATH, json.dumps(body).encode()), START_SECONDS)
-        yield Running(ports=(port,), server=server)
+        yield RunningRouter(ports=(port,), server=server)
 
 
 DIRECT = "direct"

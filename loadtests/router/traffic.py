@@ -14,7 +14,7 @@ BLOCK_TOKENS = 64  # of made-up prompts
 MIX = 0x9E3779B97F4A7C15  # odd: consecutive numbers become keys that look like hashes, and stay different
 
 
-class Workload(Struct, frozen=True, kw_only=True):
+class RouterTraffic(Struct, frozen=True, kw_only=True):
     """Sessions that begin at a rate, which may be stretched."""
 
     name: str
@@ -38,14 +38,14 @@ class Workload(Struct, frozen=True, kw_only=True):
         """What clients send."""
         return iter(self.sessions)
 
-    def at(self, rate: float) -> "Workload":
+    def at(self, rate: float) -> "RouterTraffic":
         """The same sessions, so close to each other that so many requests come a second."""
         factor = self.requests / self.seconds / rate
         first = _begin(self.sessions[0])
         moved = [TraceSession(each.turns, Nanos(round((_begin(each) - first) * factor))) for each in self.sessions]
         return structs.replace(self, sessions=moved)
 
-    def half(self, number: int) -> "Workload":
+    def half(self, number: int) -> "RouterTraffic":
         """The first half of the sessions (0), for tuning, or the second (1), for reporting."""
         middle = len(self.sessions) // 2
         return structs.replace(self, sessions=self.sessions[:middle] if number == 0 else self.sessions[middle:])
@@ -56,7 +56,7 @@ def _begin(session: TraceSession) -> Nanos:
     return session.begins
 
 
-def recorded(name: str, requests: Sequence[Request], block_tokens: int) -> Workload:
+def recorded(name: str, requests: Sequence[Request], block_tokens: int) -> RouterTraffic:
     """A trace: every request comes when it came, whatever became of the one before."""
     sessions = []
     for each in requests:
@@ -64,16 +64,16 @@ def recorded(name: str, requests: Sequence[Request], block_tokens: int) -> Workl
         chain = tuple([_key(block) for block in each.chain[:full]])
         request = Request(Nanos(0), max(1, each.prompt_tokens), chain, max(1, each.output_tokens), each.session)
         sessions.append(TraceSession((TraceTurn(request),), each.arrival))
-    return Workload(name=name, block_tokens=block_tokens, sessions=sessions)
+    return RouterTraffic(name=name, block_tokens=block_tokens, sessions=sessions)
 
 
-def unique(requests: int, seed: int) -> Workload:
+def unique(requests: int, seed: int) -> RouterTraffic:
     """Prompts that have nothing in common."""
     keys = count(1)
     return _made("unique", seed, requests, lambda chance: [_turn(_new(keys, chance.randint(8, 56)), chance)])
 
 
-def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, opening: int, own: int) -> Workload:
+def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, opening: int, own: int) -> RouterTraffic:
     """Prompts of groups that begin alike; group number n is asked for in proportion to n to the power of minus `skew`.
 
     Args:
@@ -95,7 +95,7 @@ def shared_prefixes(requests: int, seed: int, *, groups: int, skew: float, openi
     return _made(f"shared-{groups}" + (f"-zipf-{skew:g}" if skew else ""), seed, requests, ask)
 
 
-def hot_prefix(requests: int, seed: int) -> Workload:
+def hot_prefix(requests: int, seed: int) -> RouterTraffic:
     """Half of all requests begin with the same long opening, the others with one that nobody else has."""
     keys = count(1)
     opening = _new(keys, 64)
@@ -106,7 +106,7 @@ def hot_prefix(requests: int, seed: int) -> Workload:
     return _made("hot", seed, requests, ask)
 
 
-def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6) -> Workload:
+def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6) -> RouterTraffic:
     """Conversations that begin with one of several openings, and grow by each question and answer; somebody thinks for a second in between."""
     keys = count(1)
     openings = [_new(keys, 32) for _ in range(groups)]
@@ -124,7 +124,7 @@ def conversations(requests: int, seed: int, *, groups: int = 64, turns: int = 6)
     return _made("conversations", seed, requests // turns, talk)
 
 
-def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], list[TraceTurn]]) -> Workload:
+def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], list[TraceTurn]]) -> RouterTraffic:
     chance = random.Random(seed)
     at = 0.0
     made = []
@@ -134,7 +134,7 @@ def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], li
         if len(turns) > 1:
             turns = [structs.replace(turn, request=_of_session(turn.request, number + 1)) for turn in turns]
         made.append(TraceSession(tuple(turns), Nanos(round(at * SECOND))))
-    return Workload(name=name, block_tokens=BLOCK_TOKENS, sessions=made)
+    return RouterTraffic(name=name, block_tokens=BLOCK_TOKENS, sessions=made)
 
 
 def _of_session(request: Request, number: int) -> Request:

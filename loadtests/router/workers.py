@@ -41,7 +41,7 @@ NEAR = 256  # bytes of a body, from either end, among which its short fields are
 STREAM = re.compile(rb'"stream":\s*true')
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class MockWorkerSettings(Struct, frozen=True, kw_only=True):
     workers: int
     tokens: int = 1
     """Of each answer."""
@@ -51,7 +51,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     prefill_seconds_a_block: float = 0.0
 
 
-class Counters(Struct):
+class MockWorkerCounters(Struct):
     requests: int = 0
     tokens: int = 0
     blocks: int = 0
@@ -60,7 +60,7 @@ class Counters(Struct):
     """Requests for anything but a completion."""
 
 
-class Prompt(Struct):
+class MockPrompt(Struct):
     prompt: str | list[int] = ""
     messages: list[dict[str, Any]] = []
 
@@ -70,10 +70,10 @@ class Prompt(Struct):
         return self.prompt.encode() if isinstance(self.prompt, str) else msgspec.json.encode(self.prompt)
 
 
-PROMPT = msgspec.json.Decoder(Prompt)
+PROMPT = msgspec.json.Decoder(MockPrompt)
 
 
-class Answers:
+class CannedAnswers:
     """The bytes of everything that is ever said."""
 
     def __init__(self) -> None:
@@ -103,15 +103,15 @@ class Answers:
         self.unknown = _whole_answer(b"404 Not Found", b"application/json", b'{"error":"there is no such path"}')
 
 
-class Worker:
-    def __init__(self, settings: Settings, answers: Answers, loop: asyncio.AbstractEventLoop):
+class MockWorker:
+    def __init__(self, settings: MockWorkerSettings, answers: CannedAnswers, loop: asyncio.AbstractEventLoop):
         self.settings = settings
         self.answers = answers
-        self.counters = Counters()
+        self.counters = MockWorkerCounters()
         self._loop = loop
         self._cache = PrefixCache(settings.cache_blocks)
         self._free_at = 0.0
-        self._streams: dict[Connection, int] = {}  # tokens that are left
+        self._streams: dict[MockWorkerConnection, int] = {}  # tokens that are left
         self._beating = False
 
     @property
@@ -119,10 +119,10 @@ class Worker:
         return self.settings.cache_blocks > 0
 
     def reset(self) -> None:
-        self.counters = Counters()
+        self.counters = MockWorkerCounters()
         self._cache = PrefixCache(self.settings.cache_blocks)
 
-    def complete(self, connection: "Connection", body: bytes, *, chat: bool) -> None:
+    def complete(self, connection: "MockWorkerConnection", body: bytes, *, chat: bool) -> None:
         """Answer a request, or begin to."""
         counters = self.counters
         counters.requests += 1
@@ -138,10 +138,10 @@ class Worker:
         self._free_at = max(now, self._free_at) + (blocks - known) * self.settings.prefill_seconds_a_block
         self._loop.call_at(self._free_at, lambda: self._begin(connection, chat=chat, streamed=streamed))
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: "MockWorkerConnection") -> None:
         self._streams.pop(connection, None)
 
-    def _begin(self, connection: "Connection", *, chat: bool, streamed: bool) -> None:
+    def _begin(self, connection: "MockWorkerConnection", *, chat: bool, streamed: bool) -> None:
         answers = self.answers
         tokens = self.settings.tokens
         if not streamed:
@@ -176,12 +176,12 @@ class Worker:
             self._loop.call_at(at + self.settings.gap_seconds, self._beat, at + self.settings.gap_seconds)
 
 
-class Connection(asyncio.Protocol):
+class MockWorkerConnection(asyncio.Protocol):
     """One connection of a router, one request at a time."""
 
     chat = False
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: MockWorker):
         self._worker = worker
         self._parts: list[bytes] = []
         self._left: int | None = None  # bytes of the body to come; None: the head is not complete
@@ -302,14 +302,14 @@ def _whole_answer(status: bytes, content_type: bytes, body: bytes) -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (status, content_type, len(body), body)
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: MockWorkerSettings) -> None:
     loop = asyncio.get_running_loop()
-    answers = Answers()
+    answers = CannedAnswers()
     ports = []
     servers = []
     for _ in range(settings.workers):
-        worker = Worker(settings, answers, loop)
-        server = await loop.create_server(partial(Connection, worker), "127.0.0.1", 0, backlog=1024)
+        worker = MockWorker(settings, answers, loop)
+        server = await loop.create_server(partial(MockWorkerConnection, worker), "127.0.0.1", 0, backlog=1024)
         servers.append(server)
         ports.append(server.sockets[0].getsockname()[1])
     gc.freeze()
@@ -319,7 +319,7 @@ async def _serve(settings: Settings) -> None:
 
 def main() -> None:
     die_with_parent(os.getppid())
-    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=Settings)))
+    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=MockWorkerSettings)))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from msgspec import Struct, structs
 
 from fleet.sim.planning import run_scenario
 from fleet.sim.results import RunOutcome
-from fleet.sim.scenario import PoolSection, Scenario, read_scenario
-from fleet.sim.workloads import Drawn, Recorded
+from fleet.sim.scenario import Scenario, SimulatedPoolSection, read_scenario
+from fleet.sim.workloads import DrawnWorkload, RecordedWorkload
 from loadtests.host import facts
 
 STUDIES = Path(__file__).parent.parent / "studies"
 TP = 4
 
-SHORT = Drawn(
+SHORT = DrawnWorkload(
     requests=20_000,
     rate=20_000 / 994,
     prompt_tokens=2375,
@@ -43,7 +43,7 @@ REFERENCES = {"short-4": 11_100, "short-64": 3_400}
 """Of Dynamo's replay (rule 1), on another machine with two cores of x86; how much faster that one is, is not known."""
 
 
-class Case(Struct, frozen=True, kw_only=True):
+class SpeedCase(Struct, frozen=True, kw_only=True):
     """One of the figures."""
 
     name: str
@@ -51,23 +51,23 @@ class Case(Struct, frozen=True, kw_only=True):
     scenario: Scenario
 
 
-def cases(requests: int) -> list[Case]:
+def cases(requests: int) -> list[SpeedCase]:
     """All of them, with so many requests at most (0: all)."""
     conversation = read_scenario(STUDIES / "conversation.toml")
     recorded = conversation.workload
-    assert isinstance(recorded, Recorded)
+    assert isinstance(recorded, RecordedWorkload)
     made = []
     for workers in (4, 64):
-        pools = (PoolSection(gpu="h100", gpus=workers * TP, tp=TP),)
+        pools = (SimulatedPoolSection(gpu="h100", gpus=workers * TP, tp=TP),)
         workload = structs.replace(SHORT, requests=requests) if requests else SHORT
         scenario = Scenario(model=conversation.model, pools=pools, workload=workload)
-        made.append(Case(name=f"short-{workers}", workers=workers, scenario=scenario))
+        made.append(SpeedCase(name=f"short-{workers}", workers=workers, scenario=scenario))
     cut = structs.replace(conversation, workload=structs.replace(recorded, requests=requests))
-    made.append(Case(name="conversation-4", workers=4, scenario=cut))
+    made.append(SpeedCase(name="conversation-4", workers=4, scenario=cut))
     return made
 
 
-def measure(made: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
+def measure(made: Sequence[SpeedCase], rounds: int) -> list[dict[str, Any]]:
     """All cases in turn.
 
     Raises:
@@ -81,7 +81,7 @@ def measure(made: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
     return [_row(case, outcomes[case.name]) for case in made]
 
 
-def _row(case: Case, outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
+def _row(case: SpeedCase, outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
     digests = {outcome.digest for outcome in outcomes}
     if len(digests) > 1:
         raise RuntimeError(f"{case.name}: rounds differ: {', '.join(sorted(digests))}")

@@ -14,12 +14,12 @@ from msgspec import structs
 
 from fleet.errors import ConfigurationRefused
 from loadtests.studies import distserve, lengths, mixes, policies, ratio, splitwise, tuning
-from loadtests.studies.findings import Report
+from loadtests.studies.findings import StudyReport
 from loadtests.studies.runs import Effort
 
 FAILED, MISUSED, REFUSED = 1, 2, 3
 
-STUDIES: dict[str, tuple[str, Callable[[Effort], Report]]] = {
+STUDIES: dict[str, tuple[str, Callable[[Effort], StudyReport]]] = {
     "splitwise": ("six designs of equal power beside Splitwise's own simulator", splitwise.study),
     "distserve": ("DistServe's self-check: 1.56 requests a second and GPU", distserve.study),
     "lengths": ("one worker or two for a request, by length of prompt and answer", lengths.study),
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.holds else FAILED
 
 
-def _write(report: Report, file: str | None) -> None:
+def _write(report: StudyReport, file: str | None) -> None:
     content = msgspec.json.encode(report).decode() + "\n"
     if file == "-":
         print(end=content)

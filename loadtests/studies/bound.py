@@ -17,12 +17,12 @@ from math import ceil
 from msgspec import Struct
 
 from fleet.clock import SECOND
-from fleet.sim.run import Plan
+from fleet.sim.run import RunPlan
 from fleet.sim.work import StepTimes
 from kvstore.replay import Request
 
 
-class Bound(Struct, frozen=True, kw_only=True):
+class UpperBound(Struct, frozen=True, kw_only=True):
     """Of requests on the workers of a plan."""
 
     seconds: float  # over which the requests come
@@ -48,7 +48,7 @@ class Bound(Struct, frozen=True, kw_only=True):
         return good / self.requests
 
 
-def bound_of(requests: Sequence[Request], plan: Plan) -> Bound:
+def bound_of(requests: Sequence[Request], plan: RunPlan) -> UpperBound:
     """The bound of a plan whose workers are alike; that some are for prompts only, it does not know."""
     pool = plan.pools[0]
     costs = _Costs(pool.times, pool.limits.step_tokens)
@@ -69,7 +69,7 @@ def bound_of(requests: Sequence[Request], plan: Plan) -> Bound:
         total += seconds
         if costs.alone(request.prompt_tokens, had) <= plan.slo.ttft_ms / 1000:
             work.append(seconds)
-    return Bound(
+    return UpperBound(
         seconds=requests[-1].arrival / SECOND,
         workers=sum(each.workers for each in plan.pools),
         work=sorted(work),

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fleet.sim.run import Plan
+from fleet.sim.run import RunPlan
 from loadtests.studies.runs import FOLDER
 
 NEVER = 1e9
@@ -53,7 +53,7 @@ class Contestant(Struct, frozen=True, kw_only=True):
         }
 
 
-def published(policy: str, plan: Plan) -> Contestant:
+def published(policy: str, plan: RunPlan) -> Contestant:
     """With its defaults, and prompts computed as they come; ours as it is when nothing is set."""
     return Contestant(
         name=policy,
@@ -63,13 +63,13 @@ def published(policy: str, plan: Plan) -> Contestant:
     )
 
 
-def tuned(policy: str, workload: str, plan: Plan) -> Contestant:
+def tuned(policy: str, workload: str, plan: RunPlan) -> Contestant:
     """With what was found for a workload, if anything was."""
     found = tomllib.loads((FOLDER / "tuned.toml").read_text()).get(workload, {}).get(policy)
     return published(policy, plan) if found is None else chosen(policy, found, plan)
 
 
-def chosen(policy: str, values: dict[str, Any], plan: Plan, name: str = "") -> Contestant:
+def chosen(policy: str, values: dict[str, Any], plan: RunPlan, name: str = "") -> Contestant:
     """With some parameters of the policy, and some of the lanes."""
     parameters = {key: value for key, value in values.items() if key not in LANES}
     fit = fitted(policy, plan)
@@ -82,7 +82,7 @@ def chosen(policy: str, values: dict[str, Any], plan: Plan, name: str = "") -> C
     return Contestant(name=name or policy, policy=policy, parameters={**parameters, **fit}, settings=settings)
 
 
-def fitted(policy: str, plan: Plan) -> dict[str, Any]:
+def fitted(policy: str, plan: RunPlan) -> dict[str, Any]:
     """Parameters that a rule takes from an engine measured beforehand: it gets the true ones."""
     if policy not in ("mooncake", "preble"):
         return {}

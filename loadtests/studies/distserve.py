@@ -13,11 +13,11 @@ from functools import cache
 from msgspec import Struct, structs
 
 from fleet.clock import Nanos
-from fleet.sim.results import Ended
-from fleet.sim.run import Plan
+from fleet.sim.results import EndedRequest
+from fleet.sim.run import RunPlan
 from kvstore.replay import Request
 from loadtests.studies import recorded_lengths
-from loadtests.studies.findings import Cell, Finding, Report, Table
+from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
 
 THEIRS = 1.5625
@@ -34,7 +34,7 @@ FOUND = {"prefill": (1.1, 1.45), "client": (0.4, 0.65)}
 """Rates when this was written, over DistServe's."""
 
 
-class Fitted(Struct, frozen=True):
+class DistServeTimes(Struct, frozen=True):
     """DistServe's closed forms."""
 
     prefill: tuple[float, float, float]
@@ -54,12 +54,12 @@ class Fitted(Struct, frozen=True):
 
 
 @cache
-def fitted(name: str) -> Fitted:
+def fitted(name: str) -> DistServeTimes:
     row = tomllib.loads((FOLDER / "profiles/distserve.toml").read_text())[name]
-    return Fitted(tuple(row["prefill"]), tuple(row["decode"]), tuple(row["decode_many"]), row["kv_tokens"])
+    return DistServeTimes(tuple(row["prefill"]), tuple(row["decode"]), tuple(row["decode_many"]), row["kv_tokens"])
 
 
-def plan_of() -> Plan:
+def plan_of() -> RunPlan:
     """The scenario with DistServe's times, and hand-offs that take none, as in its simulator."""
     scenario = read("distserve")
     planned = planned_of(scenario)
@@ -89,9 +89,9 @@ class Shares(Struct, frozen=True):
 def shares(rate: float, requests: int, seed: int) -> Shares:
     planned = structs.replace(plan_of(), seed=seed)
     drawn = recorded_lengths.no_longer_than(LONGEST, requests, rate * GPUS, seed)
-    whole: list[Ended] = []
+    whole: list[EndedRequest] = []
     simulated(planned, drawn, whole.append)
-    prompts: list[Ended] = []  # alone: answers of one token end where the prompt is computed
+    prompts: list[EndedRequest] = []  # alone: answers of one token end where the prompt is computed
     simulated(planned, [Request(each.arrival, each.prompt_tokens, each.chain, 1) for each in drawn], prompts.append)
     return Shares(
         client=sum(each.ttft_ms < TTFT_MS for each in whole) / len(whole),
@@ -112,7 +112,7 @@ def kept(task: tuple[str, int, int]) -> float:
     return low
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     counts = (effort.requests,) if effort.requests else (300, 1500)
     tasks = [(which, count, seed) for which in FOUND for count in counts for seed in effort.seeds]
     found = dict(zip(tasks, spread(kept, tasks, effort.processes), strict=True))
@@ -123,17 +123,17 @@ def study(effort: Effort) -> Report:
     for which, (low, high) in FOUND.items():
         rates = [found[which, counts[-1], seed] for seed in effort.seeds]
         findings.append(
-            Finding(
+            StudyFinding(
                 claim=f"rate a GPU, first tokens counted at the {which}, over DistServe's {THEIRS}",
                 figure=sum(rates) / len(rates) / THEIRS,
                 low=low,
                 high=high,
             )
         )
-    return Report(
+    return StudyReport(
         study="distserve",
         tables=(
-            Table(
+            StudyTable(
                 title=f"Highest rate, requests a second and GPU (DistServe's simulator: {THEIRS}, with 300 requests)",
                 columns=("counted at", "requests", *(f"seed {seed}" for seed in effort.seeds)),
                 rows=rows,

@@ -7,7 +7,7 @@ from msgspec import Struct
 Cell = str | float | int
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class StudyFinding(Struct, frozen=True, kw_only=True):
     """One thing that was found, as a figure and the range in which it was."""
 
     claim: str
@@ -34,7 +34,7 @@ def _bound(value: float) -> str:
     return "" if value in (float("inf"), float("-inf")) else f"{value:g}"
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class StudyTable(Struct, frozen=True, kw_only=True):
     """Rows under a title."""
 
     title: str
@@ -58,12 +58,12 @@ def _shown(cell: Cell) -> str:
     return str(cell)
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class StudyReport(Struct, frozen=True, kw_only=True):
     """What a study came to."""
 
     study: str
-    tables: tuple[Table, ...]
-    findings: tuple[Finding, ...]
+    tables: tuple[StudyTable, ...]
+    findings: tuple[StudyFinding, ...]
     cpu_seconds: float = 0.0
 
     @property

@@ -5,9 +5,9 @@ requests in time (2 s to the first token, 40 ms a token).
 """
 
 from fleet.roles import Role
-from fleet.sim.scenario import PoolSection
-from loadtests.studies.findings import Cell, Finding, Report, Table
-from loadtests.studies.rates import Cluster, carried
+from fleet.sim.scenario import SimulatedPoolSection
+from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
+from loadtests.studies.rates import ClusterVariant, carried
 from loadtests.studies.runs import Effort, spread
 
 PROMPTS = (500, 2000, 8000)
@@ -26,12 +26,12 @@ FOUND: dict[tuple[int, int], tuple[float, float]] = {
 no steady state at the rates that these workers carry: nothing is claimed of them."""
 
 
-def _pools(prefill: int) -> tuple[PoolSection, ...]:
+def _pools(prefill: int) -> tuple[SimulatedPoolSection, ...]:
     if not prefill:
-        return (PoolSection(role=Role.BOTH, gpu="h100", gpus=WORKERS * TP, tp=TP),)
+        return (SimulatedPoolSection(role=Role.BOTH, gpu="h100", gpus=WORKERS * TP, tp=TP),)
     return (
-        PoolSection(role=Role.PREFILL, gpu="h100", gpus=prefill * TP, tp=TP),
-        PoolSection(role=Role.DECODE, gpu="h100", gpus=(WORKERS - prefill) * TP, tp=TP),
+        SimulatedPoolSection(role=Role.PREFILL, gpu="h100", gpus=prefill * TP, tp=TP),
+        SimulatedPoolSection(role=Role.DECODE, gpu="h100", gpus=(WORKERS - prefill) * TP, tp=TP),
     )
 
 
@@ -40,10 +40,10 @@ def _first(prompt: int, answer: int) -> float:
     return WORKERS / (prompt / 12_000 + answer / 1500)
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     places = [(prompt, answer, prefill) for prompt in PROMPTS for answer in ANSWERS for prefill in (0, *SPLITS)]
     clusters = [
-        Cluster(
+        ClusterVariant(
             scenario="lengths",
             pools=_pools(prefill),
             changes={"workload.prompt_tokens": prompt, "workload.output_tokens": answer},
@@ -65,17 +65,17 @@ def study(effort: Effort) -> Report:
             rows.append((prompt, answer, whole, *split.values(), f"{best}:{WORKERS - best}", gain))
             low, high = FOUND.get((prompt, answer), (float("-inf"), float("inf")))
             findings.append(
-                Finding(
+                StudyFinding(
                     claim=f"prompts of {prompt}, answers of {answer}: best split over whole requests",
                     figure=gain,
                     low=low,
                     high=high,
                 )
             )
-    return Report(
+    return StudyReport(
         study="lengths",
         tables=(
-            Table(
+            StudyTable(
                 title="Highest rate on 32 H100, requests a second, 90 % in time",
                 columns=(
                     "prompt",

@@ -5,26 +5,26 @@ of MI300X rest on its data sheet and the efficiencies of others, with ± 35 % (d
 """
 
 from fleet.roles import Role
-from fleet.sim.scenario import PoolSection
-from loadtests.studies.findings import Finding, Report, Table
-from loadtests.studies.rates import Cluster, carried
+from fleet.sim.scenario import SimulatedPoolSection
+from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
+from loadtests.studies.rates import ClusterVariant, carried
 from loadtests.studies.runs import Effort, spread
 
 MILLION_OVER_HOUR = 1e6 / 3600
 
 
-def _whole(gpu: str, gpus: int, tp: int) -> tuple[PoolSection, ...]:
-    return (PoolSection(role=Role.BOTH, gpu=gpu, gpus=gpus, tp=tp),)
+def _whole(gpu: str, gpus: int, tp: int) -> tuple[SimulatedPoolSection, ...]:
+    return (SimulatedPoolSection(role=Role.BOTH, gpu=gpu, gpus=gpus, tp=tp),)
 
 
-def _pair(prefill: tuple[str, int, int], decode: tuple[str, int, int]) -> tuple[PoolSection, ...]:
+def _pair(prefill: tuple[str, int, int], decode: tuple[str, int, int]) -> tuple[SimulatedPoolSection, ...]:
     return (
-        PoolSection(role=Role.PREFILL, gpu=prefill[0], gpus=prefill[1], tp=prefill[2]),
-        PoolSection(role=Role.DECODE, gpu=decode[0], gpus=decode[1], tp=decode[2]),
+        SimulatedPoolSection(role=Role.PREFILL, gpu=prefill[0], gpus=prefill[1], tp=prefill[2]),
+        SimulatedPoolSection(role=Role.DECODE, gpu=decode[0], gpus=decode[1], tp=decode[2]),
     )
 
 
-CLUSTERS: dict[str, tuple[PoolSection, ...]] = {
+CLUSTERS: dict[str, tuple[SimulatedPoolSection, ...]] = {
     "32 H100": _whole("h100", 32, 4),
     "16 B200": _whole("b200", 16, 2),
     "32 MI300X": _whole("mi300x", 32, 4),
@@ -34,8 +34,8 @@ CLUSTERS: dict[str, tuple[PoolSection, ...]] = {
     "8 B200 + 16 H100": _pair(("b200", 8, 2), ("h100", 16, 4)),
     "8 B200 + 16 MI300X": _pair(("b200", 8, 2), ("mi300x", 16, 4)),
     "16 H100 and 8 B200": (
-        PoolSection(role=Role.BOTH, gpu="h100", gpus=16, tp=4),
-        PoolSection(role=Role.BOTH, gpu="b200", gpus=8, tp=2),
+        SimulatedPoolSection(role=Role.BOTH, gpu="h100", gpus=16, tp=4),
+        SimulatedPoolSection(role=Role.BOTH, gpu="b200", gpus=8, tp=2),
     ),
 }
 """*A + B*: prompts on A, answers on B; *A and B*: whole requests on both."""
@@ -51,9 +51,9 @@ FOUND: dict[str, tuple[float, float]] = {
 """Dollars for a million requests, over those of 32 H100, when this was written."""
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     clusters = [
-        Cluster(scenario="mixes", pools=pools, requests=effort.requests, seed=effort.seeds[0], first=16.0)
+        ClusterVariant(scenario="mixes", pools=pools, requests=effort.requests, seed=effort.seeds[0], first=16.0)
         for pools in CLUSTERS.values()
     ]
     found = dict(zip(CLUSTERS, spread(carried, clusters, effort.processes), strict=True))
@@ -66,12 +66,14 @@ def study(effort: Effort) -> Report:
     for name, cost in dollars.items():
         low, high = FOUND.get(name, (float("-inf"), float("inf")))
         findings.append(
-            Finding(claim=f"{name}: dollars a request, over those of 32 H100", figure=cost / base, low=low, high=high)
+            StudyFinding(
+                claim=f"{name}: dollars a request, over those of 32 H100", figure=cost / base, low=low, high=high
+            )
         )
-    return Report(
+    return StudyReport(
         study="mixes",
         tables=(
-            Table(
+            StudyTable(
                 title="Highest rate with 90 % in time, and what that costs",
                 columns=("cluster", "requests/s", "$/h", "$ a million", "of H100", "handed over"),
                 rows=[

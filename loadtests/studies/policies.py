@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Struct, structs
 
 from loadtests.studies.contestants import LANES, PEERS, POLICIES, Contestant, published, tuned
-from loadtests.studies.findings import Cell, Finding, Report, Table
-from loadtests.studies.runs import Case, Effort, Part, Ran, planned_of, read, run_all
+from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
+from loadtests.studies.runs import Effort, StudyCase, StudyRun, WorkloadPart, planned_of, read, run_all
 
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 EDGE = (0.62, 0.64, 0.66, 0.68, 0.7, 0.72)
@@ -25,7 +25,7 @@ Held = dict[str, tuple[float, float]]
 """Ranges of figures, by their names."""
 
 
-class Traffic(Struct, frozen=True, kw_only=True):
+class StudyTraffic(Struct, frozen=True, kw_only=True):
     """Requests that no parameter was chosen with."""
 
     name: str
@@ -34,7 +34,7 @@ class Traffic(Struct, frozen=True, kw_only=True):
     """Whose parameters count, in `tuned.toml`."""
 
     changes: dict[str, Any] = {}
-    part: Part
+    part: WorkloadPart
     requests: int = 0
     loads: tuple[float, ...] = LOADS
     edge: tuple[float, ...] = (0.6, 0.7, 0.8)
@@ -42,34 +42,38 @@ class Traffic(Struct, frozen=True, kw_only=True):
 
 
 TRAFFIC = (
-    Traffic(name="conversation", scenario="policies-conversation", tuned_as="conversation", part=Part.SECOND),
-    Traffic(
+    StudyTraffic(
+        name="conversation", scenario="policies-conversation", tuned_as="conversation", part=WorkloadPart.SECOND
+    ),
+    StudyTraffic(
         name="split",
         scenario="policies-split",
         tuned_as="split",
-        part=Part.SECOND,
+        part=WorkloadPart.SECOND,
         loads=(0.55, 0.6, 0.65, 0.7, 0.8),
         edge=(0.65, 0.7),
     ),
-    Traffic(
+    StudyTraffic(
         name="agentic",
         scenario="policies-agentic",
         tuned_as="agentic",
-        part=Part.ALL,
+        part=WorkloadPart.ALL,
         requests=2500,
         loads=(0.1, 0.2, 0.3),
         edge=(0.2,),
     ),
 )
-WIDE = Traffic(name="wide", scenario="policies-wide", tuned_as="conversation", part=Part.SECOND, loads=(0.7,))
+WIDE = StudyTraffic(
+    name="wide", scenario="policies-wide", tuned_as="conversation", part=WorkloadPart.SECOND, loads=(0.7,)
+)
 
 
-class Curve(Struct, frozen=True, kw_only=True):
+class AttainmentCurve(Struct, frozen=True, kw_only=True):
     """One contestant over all loads, seeds averaged."""
 
     contestant: Contestant
     loads: tuple[float, ...]
-    runs: tuple[tuple[Ran, ...], ...]  # by load
+    runs: tuple[tuple[StudyRun, ...], ...]  # by load
 
     def mean(self, place: int, field: str) -> float:
         return fmean(float(getattr(ran.outcome, field)) for ran in self.runs[place])
@@ -95,10 +99,10 @@ class Curve(Struct, frozen=True, kw_only=True):
         return next((place for place, attained in enumerate(self.attained) if attained < wanted), None)
 
 
-def contest(traffic: Traffic, contestants: Sequence[Contestant], effort: Effort) -> list[Curve]:
+def contest(traffic: StudyTraffic, contestants: Sequence[Contestant], effort: Effort) -> list[AttainmentCurve]:
     """All contestants at all loads, with the same requests and seeds."""
     cases = [
-        Case(
+        StudyCase(
             scenario=traffic.scenario,
             changes={**traffic.changes, **contestant.changes()},
             part=traffic.part,
@@ -112,7 +116,7 @@ def contest(traffic: Traffic, contestants: Sequence[Contestant], effort: Effort)
     ]
     ran = iter(run_all(cases, effort))
     return [
-        Curve(
+        AttainmentCurve(
             contestant=contestant,
             loads=traffic.loads,
             runs=tuple(tuple(next(ran) for _ in effort.seeds) for _ in traffic.loads),
@@ -121,12 +125,12 @@ def contest(traffic: Traffic, contestants: Sequence[Contestant], effort: Effort)
     ]
 
 
-def contestants_of(traffic: Traffic) -> list[Contestant]:
+def contestants_of(traffic: StudyTraffic) -> list[Contestant]:
     planned = planned_of(read(traffic.scenario, traffic.changes))
     return [tuned(policy, traffic.tuned_as, planned) for policy in POLICIES]
 
 
-def in_our_order(traffic: Traffic) -> list[Contestant]:
+def in_our_order(traffic: StudyTraffic) -> list[Contestant]:
     """What part the order of prompts has, and what the choice of workers: the peers' rules with our lanes, and ours without."""
     planned = planned_of(read(traffic.scenario, traffic.changes))
     ours = tuned(OURS, traffic.tuned_as, planned)
@@ -155,17 +159,17 @@ def in_our_order(traffic: Traffic) -> list[Contestant]:
     ]
 
 
-def attainments(traffic: Traffic, curves: Sequence[Curve]) -> Table:
+def attainments(traffic: StudyTraffic, curves: Sequence[AttainmentCurve]) -> StudyTable:
     rows: list[tuple[Cell, ...]] = [("bound", *(ran.bound for (ran, *_) in curves[0].runs), "")]
     rows.extend((each.contestant.name, *each.attained, each.capacity()) for each in curves)
-    return Table(
+    return StudyTable(
         title=f"{traffic.name}: share in time, by load",
         columns=("policy", *(f"{load:g}" for load in traffic.loads), "90 % at"),
         rows=rows,
     )
 
 
-def details(traffic: Traffic, curves: Sequence[Curve], place: int) -> Table:
+def details(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], place: int) -> StudyTable:
     load = traffic.loads[place]
     rows = []
     for each in curves:
@@ -182,14 +186,14 @@ def details(traffic: Traffic, curves: Sequence[Curve], place: int) -> Table:
                 fmean(ran.outcome.tpot_ms["p90"] for ran in each.runs[place]),
             )
         )
-    return Table(
+    return StudyTable(
         title=f"{traffic.name} at a load of {load:g}",
         columns=("policy", "goodput", "in time", "hits", "imbalance", "TTFT p50 s", "TTFT p90 s", "TPOT p90 ms"),
         rows=rows,
     )
 
 
-def compared(traffic: Traffic, curves: Sequence[Curve], held: Held) -> tuple[list[Finding], int]:
+def compared(traffic: StudyTraffic, curves: Sequence[AttainmentCurve], held: Held) -> tuple[list[StudyFinding], int]:
     """Ours beside the better of the peers, where that one first misses; and the place of that load."""
     by_name = {each.contestant.name: each for each in curves}
     ours = by_name[OURS]
@@ -203,9 +207,9 @@ def compared(traffic: Traffic, curves: Sequence[Curve], held: Held) -> tuple[lis
     bound = ours.mean(place, "attainment") / ours.runs[place][0].bound
     load = traffic.loads[place]
 
-    def finding(name: str, claim: str, figure: float, target: str, *, met: bool) -> Finding:
+    def finding(name: str, claim: str, figure: float, target: str, *, met: bool) -> StudyFinding:
         low, high = held.get(name, (float("-inf"), float("inf")))
-        return Finding(claim=f"{traffic.name}: {claim}", figure=figure, low=low, high=high, target=target, met=met)
+        return StudyFinding(claim=f"{traffic.name}: {claim}", figure=figure, low=low, high=high, target=target, met=met)
 
     return [
         finding(
@@ -229,9 +233,9 @@ HELD: dict[str, Held] = {
 """What was found; docs/studies.md has the tables."""
 
 
-def study(effort: Effort) -> Report:
-    tables: list[Table] = []
-    findings: list[Finding] = []
+def study(effort: Effort) -> StudyReport:
+    tables: list[StudyTable] = []
+    findings: list[StudyFinding] = []
     for traffic in TRAFFIC:
         everybody = contestants_of(traffic)
         curves = contest(traffic, [each for each in everybody if each.name in (OURS, *PEERS)], effort)
@@ -241,31 +245,31 @@ def study(effort: Effort) -> Report:
         beside = contest(near, [*others, *in_our_order(traffic)], effort)
         tables += [attainments(traffic, curves), details(traffic, curves, place), attainments(near, beside)]
         findings += found
-    return Report(study="policies", tables=tuple(tables), findings=tuple(findings))
+    return StudyReport(study="policies", tables=tuple(tables), findings=tuple(findings))
 
 
-def edge(effort: Effort) -> Report:
+def edge(effort: Effort) -> StudyReport:
     """Whole requests on one worker again, with loads closer to each other where the better ones begin to be late."""
     traffic = structs.replace(TRAFFIC[0], name="edge", loads=EDGE)
     curves = contest(traffic, [each for each in contestants_of(traffic) if each.name in (OURS, *PEERS)], effort)
     found, _ = compared(traffic, curves, HELD[traffic.name])
-    return Report(study="edge", tables=(attainments(traffic, curves),), findings=tuple(found))
+    return StudyReport(study="edge", tables=(attainments(traffic, curves),), findings=tuple(found))
 
 
 WIDE_IMBALANCE = (1.0, 1.3)
 
 
-def wide(effort: Effort) -> Report:
+def wide(effort: Effort) -> StudyReport:
     """How even sixty-four workers are."""
     names = (OURS, "dynamo", "mooncake", "llm_d", "smg", "aibrix")
     curves = contest(WIDE, [each for each in contestants_of(WIDE) if each.policy in names], effort)
     ours = next(each for each in curves if each.contestant.name == OURS).mean(0, "imbalance")
     low, high = WIDE_IMBALANCE
-    return Report(
+    return StudyReport(
         study="wide",
         tables=(details(WIDE, curves, 0),),
         findings=(
-            Finding(
+            StudyFinding(
                 claim="the busiest of 64 workers over their mean, by time spent in steps",
                 figure=ours,
                 low=low,

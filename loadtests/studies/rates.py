@@ -4,19 +4,19 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.sim.scenario import PoolSection, Scenario
-from fleet.sim.workloads import Drawn
+from fleet.sim.scenario import Scenario, SimulatedPoolSection
+from fleet.sim.workloads import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9
 NONE = 0.02  # requests a second: below that a cluster is said to carry nothing
 
 
-class Cluster(Struct, frozen=True, kw_only=True):
+class ClusterVariant(Struct, frozen=True, kw_only=True):
     """A scenario with other pools."""
 
     scenario: str
-    pools: tuple[PoolSection, ...]
+    pools: tuple[SimulatedPoolSection, ...]
     changes: dict[str, Any] = {}  # of the scenario
     requests: int = 0  # at most; 0: as the scenario says
     seed: int = 1
@@ -27,14 +27,14 @@ class Cluster(Struct, frozen=True, kw_only=True):
         return sum(pool.gpus for pool in self.pools)
 
 
-class Carried(Struct, frozen=True, kw_only=True):
+class CarriedRate(Struct, frozen=True, kw_only=True):
     rate: float  # requests a second
     dollars_per_hour: float  # of all its GPUs
     gpus: int
     handed_over: float  # share of the requests that two workers served, at that rate
 
 
-def carried(cluster: Cluster) -> Carried:
+def carried(cluster: ClusterVariant) -> CarriedRate:
     """By search; runs wherever it is called."""
     scenario = structs.replace(read(cluster.scenario, cluster.changes), pools=cluster.pools, seed=cluster.seed)
     planned = planned_of(scenario)
@@ -50,7 +50,7 @@ def carried(cluster: Cluster) -> Carried:
 
     rate = capacity(attained, wanted=WANTED, first=cluster.first)
     dollars = sum(pool.workers * pool.gpus * pool.dollars_per_hour for pool in planned.pools)
-    return Carried(
+    return CarriedRate(
         rate=0.0 if rate < NONE else rate,
         dollars_per_hour=dollars,
         gpus=cluster.gpus,
@@ -59,6 +59,6 @@ def carried(cluster: Cluster) -> Carried:
 
 
 def _at(scenario: Scenario, rate: float, most: int) -> Scenario:
-    assert isinstance(scenario.workload, Drawn), "a drawn workload"
+    assert isinstance(scenario.workload, DrawnWorkload), "a drawn workload"
     requests = min(most or scenario.workload.requests, scenario.workload.requests)
     return structs.replace(scenario, workload=structs.replace(scenario.workload, rate=rate, requests=requests))

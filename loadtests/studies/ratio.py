@@ -1,9 +1,9 @@
 """How many of sixteen workers should compute prompts: the highest rate with 90 % in time, by ratio, for three mixtures of lengths."""
 
 from fleet.roles import Role
-from fleet.sim.scenario import PoolSection
-from loadtests.studies.findings import Cell, Finding, Report, Table
-from loadtests.studies.rates import Cluster, carried
+from fleet.sim.scenario import SimulatedPoolSection
+from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
+from loadtests.studies.rates import ClusterVariant, carried
 from loadtests.studies.runs import Effort, spread
 
 WORKERS = 16
@@ -16,13 +16,13 @@ FOUND: dict[str, tuple[float, float]] = {"chat": (8, 12), "documents": (8, 12), 
 """Workers for prompts in the best ratio, when this was written."""
 
 
-def _cluster(name: str, prefill: int, effort: Effort) -> Cluster:
+def _cluster(name: str, prefill: int, effort: Effort) -> ClusterVariant:
     prompt, answer = TRAFFIC[name]
-    return Cluster(
+    return ClusterVariant(
         scenario="ratio",
         pools=(
-            PoolSection(role=Role.PREFILL, gpu="h100", gpus=prefill * TP, tp=TP),
-            PoolSection(role=Role.DECODE, gpu="h100", gpus=(WORKERS - prefill) * TP, tp=TP),
+            SimulatedPoolSection(role=Role.PREFILL, gpu="h100", gpus=prefill * TP, tp=TP),
+            SimulatedPoolSection(role=Role.DECODE, gpu="h100", gpus=(WORKERS - prefill) * TP, tp=TP),
         ),
         changes={"workload.prompt_tokens": prompt, "workload.output_tokens": answer},
         requests=effort.requests,
@@ -31,7 +31,7 @@ def _cluster(name: str, prefill: int, effort: Effort) -> Cluster:
     )
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     places = [(name, prefill) for name in TRAFFIC for prefill in PREFILLS]
     clusters = [_cluster(*place, effort) for place in places]
     found = dict(zip(places, spread(carried, clusters, effort.processes), strict=True))
@@ -43,12 +43,12 @@ def study(effort: Effort) -> Report:
         rows.append((name, f"{prompt}/{answer}", *rates.values(), f"{best}:{WORKERS - best}"))
         low, high = FOUND.get(name, (float("-inf"), float("inf")))
         findings.append(
-            Finding(claim=f"{name}: workers for prompts in the best ratio", figure=float(best), low=low, high=high)
+            StudyFinding(claim=f"{name}: workers for prompts in the best ratio", figure=float(best), low=low, high=high)
         )
-    return Report(
+    return StudyReport(
         study="ratio",
         tables=(
-            Table(
+            StudyTable(
                 title="Highest rate on 64 H100, requests a second, by workers for prompts and for answers",
                 columns=("traffic", "tokens", *(f"{each}:{WORKERS - each}" for each in PREFILLS), "best"),
                 rows=rows,

@@ -17,12 +17,12 @@ from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.sim.planning import plan
-from fleet.sim.results import Ended, RunOutcome
-from fleet.sim.run import Plan, simulate
+from fleet.sim.results import EndedRequest, RunOutcome
+from fleet.sim.run import RunPlan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import requests_of
 from kvstore.replay import Request
-from loadtests.studies.bound import Bound, bound_of
+from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent
 CLOSE = 0.03  # of two rates between which a capacity lies: seeds differ by more
@@ -40,7 +40,7 @@ class Effort(Struct, frozen=True, kw_only=True):
     """Of each run, at most; 0: all. With fewer than all of them findings need not hold."""
 
 
-class Part(StrEnum):
+class WorkloadPart(StrEnum):
     """Which requests of a workload."""
 
     ALL = "all"
@@ -48,14 +48,14 @@ class Part(StrEnum):
     SECOND = "second"  # half, to report
 
 
-class Case(Struct, frozen=True, kw_only=True):
+class StudyCase(Struct, frozen=True, kw_only=True):
     """One run."""
 
     scenario: str
     """Name of a file in this folder, without its ending."""
 
     changes: dict[str, Any] = {}
-    part: Part = Part.ALL
+    part: WorkloadPart = WorkloadPart.ALL
     requests: int = 0
     load: float = 0.0
     """At which requests come; 0: as the scenario says."""
@@ -63,16 +63,16 @@ class Case(Struct, frozen=True, kw_only=True):
     seed: int = 1
 
 
-class Ran(Struct, frozen=True, kw_only=True):
+class StudyRun(Struct, frozen=True, kw_only=True):
     """What became of it."""
 
-    case: Case
+    case: StudyCase
     outcome: RunOutcome
     rate: float  # requests a second that came
     bound: float  # attainment that nobody could have passed
 
 
-def run(case: Case) -> Ran:
+def run(case: StudyCase) -> StudyRun:
     """One run; needs nothing but its case, so that it can be anywhere."""
     planned = structs.replace(planned_of(read(case.scenario, case.changes)), seed=case.seed)
     wanted = {path: value for path, value in case.changes.items() if not path.startswith("router.")}
@@ -80,7 +80,7 @@ def run(case: Case) -> Ran:
     speed = case.load / limit.load if case.load else 1.0
     outcome = simulated(planned, faster(requests, speed))
     seconds = requests[-1].arrival / SECOND / speed
-    return Ran(
+    return StudyRun(
         case=case,
         outcome=outcome,
         rate=len(requests) / seconds if seconds else 0.0,
@@ -88,12 +88,16 @@ def run(case: Case) -> Ran:
     )
 
 
-def simulated(plan: Plan, requests: Iterable[Request], told: Callable[[Ended], None] | None = None) -> RunOutcome:
+def simulated(
+    plan: RunPlan, requests: Iterable[Request], told: Callable[[EndedRequest], None] | None = None
+) -> RunOutcome:
     """Requests that come when they come, on a plan."""
     return simulate(plan, iter(requests), told=told).outcome
 
 
-def run_all(cases: Sequence[Case], effort: Effort, told: Callable[[Ran], None] | None = None) -> list[Ran]:
+def run_all(
+    cases: Sequence[StudyCase], effort: Effort, told: Callable[[StudyRun], None] | None = None
+) -> list[StudyRun]:
     """All of them, in their order."""
     ran = []
     for each in spread(run, cases, effort.processes):
@@ -118,21 +122,21 @@ def read(name: str, changes: dict[str, Any] | None = None) -> Scenario:
     return read_scenario(FOLDER / f"{name}.toml", changes or {})
 
 
-def planned_of(scenario: Scenario) -> Plan:
+def planned_of(scenario: Scenario) -> RunPlan:
     return plan(scenario, FOLDER)
 
 
-def requests_in(scenario: Scenario, part: Part = Part.ALL, most: int = 0) -> list[Request]:
+def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most: int = 0) -> list[Request]:
     """Those of a scenario's workload, or a part of them, whose arrivals then begin anew."""
     drawn = requests_of(scenario.workload, FOLDER, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
     requests = list(drawn)
     half = len(requests) // 2
     match part:
-        case Part.FIRST:
+        case WorkloadPart.FIRST:
             requests = requests[:half]
-        case Part.SECOND:
+        case WorkloadPart.SECOND:
             requests = requests[half:]
-        case Part.ALL:
+        case WorkloadPart.ALL:
             pass
     requests = requests[: most or None]
     first = requests[0].arrival
@@ -150,7 +154,7 @@ def _at(request: Request, arrival: Nanos) -> Request:
 
 
 @lru_cache(maxsize=4)
-def _offered(name: str, changes: bytes, part: Part, most: int) -> tuple[list[Request], Bound]:
+def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[list[Request], UpperBound]:
     """What is asked for, which does not depend on who routes it, and the bound for it."""
     scenario = read(name, msgspec.json.decode(changes))
     requests = requests_in(scenario, part, most)

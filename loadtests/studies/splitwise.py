@@ -15,11 +15,11 @@ from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Nanos
 from fleet.roles import Role
-from fleet.sim.results import Ended
-from fleet.sim.run import Plan
-from fleet.sim.scenario import PoolSection
+from fleet.sim.results import EndedRequest
+from fleet.sim.run import RunPlan
+from fleet.sim.scenario import SimulatedPoolSection
 from loadtests.studies import recorded_lengths
-from loadtests.studies.findings import Finding, Report, Table
+from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
 
 SECONDS = 120
@@ -90,12 +90,12 @@ def points(name: str) -> Points:
     )
 
 
-def plan_of(design: str) -> Plan:
+def plan_of(design: str) -> RunPlan:
     """The scenario with a design's machines, and their measured times."""
     machines, _ = DESIGNS[design]
     scenario = read("splitwise")
     sections = tuple(
-        PoolSection(
+        SimulatedPoolSection(
             name=f"{each.role.value}-{each.times}",
             role=each.role,
             gpu="a100" if each.times == "a100" else "h100",
@@ -124,19 +124,19 @@ def plan_of(design: str) -> Plan:
     return structs.replace(planned, pools=pools)
 
 
-class Try(Struct, frozen=True):
+class SearchStep(Struct, frozen=True):
     design: str
     rate: float
     seed: int
     requests: int  # at most; 0: all
 
 
-def slowdowns(tried: Try) -> dict[str, tuple[float, float, float]]:
+def slowdowns(tried: SearchStep) -> dict[str, tuple[float, float, float]]:
     """Against an A100 that has nothing else to do, at the three percentiles."""
     count = round(tried.rate * SECONDS)
     requests = recorded_lengths.independent(tried.requests or count, tried.rate, tried.seed)
     planned = structs.replace(plan_of(tried.design), seed=tried.seed)
-    over: list[Ended] = []
+    over: list[EndedRequest] = []
     simulated(planned, requests, over.append)
     alone = points("a100")
     token = alone.seconds(0, 0, 1, 0)
@@ -175,7 +175,7 @@ def highest(task: tuple[str, int, int]) -> Searched:
     design, seed, requests = task
     rate, kept, missed = float(DESIGNS[design][1]), 0.0, ""
     while True:
-        found = slowdowns(Try(design, rate, seed, requests))
+        found = slowdowns(SearchStep(design, rate, seed, requests))
         if in_limits(found):
             kept = rate
             if missed:
@@ -197,7 +197,7 @@ def _worst(found: dict[str, tuple[float, float, float]]) -> str:
     return f"{name} P{100 * SHARES[place]:.0f} {found[name][place]:.2f} > {LIMITS[name][place]:g}"
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     tasks = [(design, effort.seeds[0], effort.requests) for design in DESIGNS]
     searched = list(spread(highest, tasks, effort.processes))
     base = searched[0].rate
@@ -219,14 +219,14 @@ def study(effort: Effort) -> Report:
         )
         low, high = FOUND.get(each.design, (float("-inf"), float("inf")))
         findings.append(
-            Finding(
+            StudyFinding(
                 claim=f"{each.design}: rate beside Splitwise's simulator", figure=each.rate / theirs, low=low, high=high
             )
         )
-    return Report(
+    return StudyReport(
         study="splitwise",
         tables=(
-            Table(
+            StudyTable(
                 title="Highest rate that keeps all nine limits, requests a second",
                 columns=("design", "machines", "Splitwise", "of A100", "here", "of A100", "first over its limit"),
                 rows=rows,

@@ -9,8 +9,8 @@ from random import Random
 from typing import Any
 
 from loadtests.studies.contestants import Contestant, chosen, published
-from loadtests.studies.findings import Finding, Report, Table
-from loadtests.studies.runs import Case, Effort, Part, planned_of, read, run_all
+from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
+from loadtests.studies.runs import Effort, StudyCase, WorkloadPart, planned_of, read, run_all
 
 TRIALS = 8
 LOADS = {"conversation": (0.75,), "split": (0.7,)}
@@ -37,9 +37,9 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 """What may be drawn."""
 
-WORKLOADS: dict[str, tuple[str, dict[str, Any], Part]] = {
-    "conversation": ("policies-conversation", {}, Part.FIRST),
-    "split": ("policies-split", {}, Part.FIRST),
+WORKLOADS: dict[str, tuple[str, dict[str, Any], WorkloadPart]] = {
+    "conversation": ("policies-conversation", {}, WorkloadPart.FIRST),
+    "split": ("policies-split", {}, WorkloadPart.FIRST),
 }
 """Scenario, changes and part of the requests that parameters are chosen with."""
 
@@ -71,7 +71,7 @@ def search(
         for values in trials(policy, count)
     ]
     cases = [
-        Case(
+        StudyCase(
             scenario=scenario,
             changes={**changes, **contestant.changes()},
             part=part,
@@ -92,7 +92,7 @@ def search(
     return sorted(found, key=lambda each: -each[0])
 
 
-def study(effort: Effort) -> Report:
+def study(effort: Effort) -> StudyReport:
     """What a search finds, beside the defaults and what `tuned.toml` has."""
     tables, findings = [], []
     for workload in WORKLOADS:
@@ -103,17 +103,17 @@ def study(effort: Effort) -> Report:
             default = next(mean for mean, _, each in found if not each)
             rows.append((policy, default, best, " ".join(f"{name}={value:g}" for name, value in values.items())))
             findings.append(
-                Finding(
+                StudyFinding(
                     claim=f"{workload}: what tuning gives {policy}, in attainment on the first half",
                     figure=best - default,
                     low=0.0,
                 )
             )
         tables.append(
-            Table(
+            StudyTable(
                 title=f"{workload}: best of {TRIALS} trials each, mean attainment at loads {LOADS[workload]}",
                 columns=("policy", "default", "best", "values"),
                 rows=rows,
             )
         )
-    return Report(study="tuning", tables=tuple(tables), findings=tuple(findings))
+    return StudyReport(study="tuning", tables=tuple(tables), findings=tuple(findings))

@@ -10,8 +10,8 @@ import pytest
 
 from fleet.clock import SECOND, Nanos
 from fleet.planner.execution import PlanOutcome
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, Why, Writer
-from fleet.planner.ports import Connector, Refused, Stale, Unreachable
+from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
 from fleet.planner.server import carry_out
 from tests.kv_builders import HandClock
 
@@ -28,13 +28,13 @@ class Killed(BaseException):
 class World(Protocol):
     """Two pools, of one replica each at first, and whoever obeys plans for them."""
 
-    def open(self, writer: Writer = Writer.PLANNER) -> AbstractAsyncContextManager[Connector]: ...
+    def open(self, writer: PlanWriter = PlanWriter.PLANNER) -> AbstractAsyncContextManager[PlanConnector]: ...
 
-    def open_mortal(self, answered: bool) -> AbstractAsyncContextManager[Connector]:
+    def open_mortal(self, answered: bool) -> AbstractAsyncContextManager[PlanConnector]:
         """Its planner is killed by its first write: before it, or when it is done and not answered yet."""
         ...
 
-    def open_cut(self) -> AbstractAsyncContextManager[Connector]:
+    def open_cut(self) -> AbstractAsyncContextManager[PlanConnector]:
         """Whatever it is connected to does not answer."""
         ...
 
@@ -54,7 +54,7 @@ def a_plan(name: str, within: int = SECONDS * SECOND, **replicas: int) -> Plan:
     return Plan(id=PlanId(name), replicas=pools, within=Nanos(within))
 
 
-async def until(connector: Connector, condition: Callable[[Observation], bool]) -> Observation:
+async def until(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
     """What is seen when that is so."""
     seen = None
     try:
@@ -71,11 +71,11 @@ def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:
     return {each.name: (each.wanted, each.ready, each.draining) for each in seen.pools}
 
 
-async def sees(connector: Connector, **pools: tuple[int, int, int]) -> Observation:
+async def sees(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
     """Once whoever obeys has read the plan: before that it may be so by chance."""
 
     def is_so(seen: Observation) -> bool:
-        return sizes(seen) == pools and all(each.why is not Why.NOT_TAKEN_UP for each in seen.pools)
+        return sizes(seen) == pools and all(each.why is not PoolGapReason.NOT_TAKEN_UP for each in seen.pools)
 
     return await until(connector, is_so)
 
@@ -95,7 +95,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         impossible = a_plan("impossible", within=5 * SECOND, decode=3)
 
         def late(seen: Observation) -> None:
-            if seen.pool(DECODE).why is Why.NO_ROOM:
+            if seen.pool(DECODE).why is PoolGapReason.NO_ROOM:
                 assert sizes(seen)["decode"] == (3, 2, 0)
                 assert seen.pool(DECODE).pending == 1
                 assert seen.pool(DECODE).message
@@ -119,7 +119,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         async with a_world.open() as restarted:
             await restarted.apply(swap, await restarted.observe())
         draining = await sees(planner, decode=(1, 1, 1), prefill=(2, 1, 0))
-        await until(planner, lambda seen: seen.pool(PREFILL).why is Why.NO_ROOM)
+        await until(planner, lambda seen: seen.pool(PREFILL).why is PoolGapReason.NO_ROOM)
         assert [each.plan for each in draining.pools] == ["swap", "swap"]
         await a_world.finish()
         swapped = await sees(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
@@ -127,7 +127,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         # What was written before is done; who knows only what was before comes late.
         await planner.apply(swap, kept)
         assert await planner.observe() == swapped
-        with pytest.raises(Stale):
+        with pytest.raises(PlanConflict):
             await planner.apply(a_plan("late", decode=2, prefill=1), kept)
 
         # A person's number stays, and so does what the plan says of other pools.
@@ -135,12 +135,12 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         pinned = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert "pinned" in pinned.pool(PREFILL).pinned
         assert pinned.pool(PREFILL).plan != "swap"
-        with pytest.raises(Refused, match=r"^prefill: pinned"):
+        with pytest.raises(PlanRefused, match=r"^prefill: pinned"):
             await planner.apply(a_plan("pinned", decode=2, prefill=2), pinned)
-        with pytest.raises(Refused, match=r"^prefill: pinned"):
+        with pytest.raises(PlanRefused, match=r"^prefill: pinned"):
             await planner.apply(a_plan("unaware", prefill=2), swapped)
         assert await planner.observe() == pinned
-        async with a_world.open(Writer.PERSON) as person:
+        async with a_world.open(PlanWriter.PERSON) as person:
             seen = await person.observe()
             assert seen.pool(PREFILL).pinned == ""
 
@@ -150,7 +150,7 @@ async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_w
         with suppress(Killed):
             await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
     async with a_world.open() as planner:
-        left = await until(planner, lambda seen: seen.pool(DECODE).why is Why.NO_ROOM)
+        left = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)
         assert left.pool(DECODE).unfinished
         assert (left.pool(DECODE).wanted, left.pool(DECODE).before) == (ROOM + 1, 1)
 
@@ -167,7 +167,7 @@ async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_wr
     async with a_world.open() as planner:
         seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         for plan in (a_plan("odd", decode=2, vision=1), a_plan("odd", vision=0)):
-            with pytest.raises(Refused, match=r"^vision: there is no such pool; there are decode, prefill$"):
+            with pytest.raises(PlanRefused, match=r"^vision: there is no such pool; there are decode, prefill$"):
                 await planner.apply(plan, seen)
 
         assert await planner.observe() == seen
@@ -179,9 +179,9 @@ async def test_who_does_not_answer_is_unreachable_in_time(a_world, monkeypatch):
     async with a_world.open() as planner:
         seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
     async with asyncio.timeout(60), a_world.open_cut() as cut:
-        with pytest.raises(Unreachable):
+        with pytest.raises(ConnectorUnreachable):
             await cut.observe()
-        with pytest.raises(Unreachable):
+        with pytest.raises(ConnectorUnreachable):
             await cut.apply(a_plan("unheard", decode=2), seen)
     async with a_world.open() as planner:
         assert await planner.observe() == seen

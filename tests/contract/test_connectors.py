@@ -21,8 +21,8 @@ from fleet.adapters.connectors import connector_of
 from fleet.cli.main import run
 from fleet.client import AsyncClient
 from fleet.planner.execution import PlanOutcome
-from fleet.planner.messages import Why, Writer
-from fleet.planner.ports import Unreachable
+from fleet.planner.messages import PlanWriter, PoolGapReason
+from fleet.planner.ports import ConnectorUnreachable
 from fleet.planner.server import carry_out
 from fleet.planner.settings import EtcdTarget, FolderTarget
 from tests.connectors import Mortal, Orchestrator, silent_port
@@ -62,7 +62,7 @@ class VirtualWorld:
         (self.folder / "new").write_bytes(report)
         (self.folder / "new").rename(self.folder / "report.json")
 
-    def open(self, writer=Writer.PLANNER):
+    def open(self, writer=PlanWriter.PLANNER):
         return connector_of(self.target, writer)
 
     @contextlib.asynccontextmanager
@@ -72,7 +72,7 @@ class VirtualWorld:
             yield connector
 
     def open_cut(self):
-        return connector_of(FolderTarget(folder=str(self.folder / "away")), Writer.PLANNER)
+        return connector_of(FolderTarget(folder=str(self.folder / "away")), PlanWriter.PLANNER)
 
     async def occupy(self) -> None:
         self.orchestrator.finishes = False
@@ -81,7 +81,7 @@ class VirtualWorld:
         self.orchestrator.finishes = True
 
     async def pin(self, pool, replicas) -> None:
-        async with self.open(Writer.PERSON) as person:
+        async with self.open(PlanWriter.PERSON) as person:
             await person.apply(a_plan("by hand", **{pool: replicas}), await person.observe())
 
 
@@ -102,7 +102,7 @@ class EtcdWorld(VirtualWorld):
         await self.client.put(b"/fleet/scaling/report", report)
 
     def open_cut(self):
-        return connector_of(EtcdTarget(endpoints=(f"127.0.0.1:{self.silent}",)), Writer.PLANNER)
+        return connector_of(EtcdTarget(endpoints=(f"127.0.0.1:{self.silent}",)), PlanWriter.PLANNER)
 
 
 class LocalWorld(VirtualWorld):
@@ -248,12 +248,12 @@ async def test_who_writes_waits_for_another_that_does(tmp_path):
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
 async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tmp_path, name, content):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
-    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         seen = await planner.observe()
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(Unreachable, match=name):
+        with pytest.raises(ConnectorUnreachable, match=name):
             await planner.observe()
-        with pytest.raises(Unreachable, match=name):
+        with pytest.raises(ConnectorUnreachable, match=name):
             await planner.apply(a_plan("more", decode=2), seen)
 
     assert (tmp_path / name).read_bytes() == content
@@ -264,19 +264,19 @@ async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
-        with pytest.raises(Unreachable, match=name):
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
+        with pytest.raises(ConnectorUnreachable, match=name):
             await asyncio.wait_for(planner.observe(), 60)
 
 
 async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_until_when_it_counts(tmp_path):
     report = {"revision": 7, "later_field": 1, "pools": {"decode": {"asked": 1, "ready": 1, "why": None}}}
     (tmp_path / "report.json").write_text(json.dumps(report))
-    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         await planner.apply(a_plan("more", decode=2), await planner.observe())
         pool = (await planner.observe()).pool(DECODE)
 
-    assert (pool.wanted, pool.pending, pool.why) == (2, 1, Why.NOT_TAKEN_UP)
+    assert (pool.wanted, pool.pending, pool.why) == (2, 1, PoolGapReason.NOT_TAKEN_UP)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["revision"] == plan["pools"]["decode"]["revision"] == 8
     assert 0 < (datetime.fromisoformat(plan["settle_by"]) - utc_now()).total_seconds() <= SECONDS
@@ -288,7 +288,7 @@ async def test_a_plan_is_not_settled_by_what_happened_to_be_there_before_it_is_t
         (tmp_path / "report.json").write_text(json.dumps({"revision": revision, "pools": {"decode": pool}}))
 
     report(revision=7, asked=3, draining=0)  # two begin
-    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         await planner.apply(a_plan("less", decode=1), await planner.observe())
         early = (await planner.observe()).pool(DECODE)
         report(revision=8, asked=1, draining=1)
@@ -297,10 +297,10 @@ async def test_a_plan_is_not_settled_by_what_happened_to_be_there_before_it_is_t
         left = (await planner.observe()).pool(DECODE)
 
     assert [each.settled for each in (early, leaving, left)] == [False, False, True]
-    assert [each.why for each in (early, leaving, left)] == [Why.NOT_TAKEN_UP, None, None]
+    assert [each.why for each in (early, leaving, left)] == [PoolGapReason.NOT_TAKEN_UP, None, None]
 
 
 async def test_a_folder_without_a_report_is_obeyed_by_nobody(tmp_path):
-    async with connector_of(FolderTarget(folder=str(tmp_path)), Writer.PLANNER) as planner:
-        with pytest.raises(Unreachable, match="is it running"):
+    async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
+        with pytest.raises(ConnectorUnreachable, match="is it running"):
             await planner.observe()

@@ -11,11 +11,11 @@ import pytest
 
 from fleet.cli import kv_bench
 from fleet.errors import ConfigurationRefused
-from loadtests.absent import Absent
-from loadtests.environments import Distribution, python_of
+from loadtests.absent import SystemUnavailable
+from loadtests.environments import SystemDistribution, python_of
 from loadtests.kvstore.nodes import ROOT
 from loadtests.kvstore.peers import processes
-from loadtests.kvstore.peers.processes import PeerProcess
+from loadtests.kvstore.peers.processes import ComparedSystemProcess
 from tests.fleet_processes import alive
 from tests.stopwatch import at_most
 from tests.waiting import eventually
@@ -49,7 +49,7 @@ answer({{
 def peer(tmp_path):
     script = tmp_path / "peer_process.py"
     script.write_text(PEER)
-    peer = PeerProcess("Peer", lambda: Path(sys.executable), script, tmp_path / "log")
+    peer = ComparedSystemProcess("Peer", lambda: Path(sys.executable), script, tmp_path / "log")
     yield peer
     peer.end()
 
@@ -60,18 +60,18 @@ def test_a_peer_answers_and_its_noise_does_not_matter(peer):
 
 
 def test_what_a_peer_cannot_do_is_a_reason_and_it_goes_on(peer):
-    with pytest.raises(Absent, match="Peer: RuntimeError: no room"):
+    with pytest.raises(SystemUnavailable, match="Peer: RuntimeError: no room"):
         peer.ask("fail")
-    with pytest.raises(Absent, match="has no such function"):
+    with pytest.raises(SystemUnavailable, match="has no such function"):
         peer.ask("unknown")
     assert peer.ask("add", a=1, b=1) == {"sum": 2}
 
 
 def test_a_peer_that_died_is_not_waited_for_again(peer):
-    with pytest.raises(Absent, match="does not answer"):
+    with pytest.raises(SystemUnavailable, match="does not answer"):
         peer.ask("die")
 
-    with at_most(10), pytest.raises(Absent, match="does not answer"):
+    with at_most(10), pytest.raises(SystemUnavailable, match="does not answer"):
         peer.ask("add", a=1, b=1)
 
 
@@ -80,16 +80,16 @@ def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(processes, "END_SECONDS", 0.3)
 
-    with pytest.raises(Absent, match="does not answer"):
+    with pytest.raises(SystemUnavailable, match="does not answer"):
         peer.ask("hang")
 
     eventually(lambda: alive([child]) == [])
 
 
 def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path):
-    impossible = Distribution(name="Nobody", version="1", steps=(((str(tmp_path / "missing.whl"),),),))
+    impossible = SystemDistribution(name="Nobody", version="1", steps=(((str(tmp_path / "missing.whl"),),),))
 
-    with pytest.raises(Absent, match=r"Nobody 1 could not be installed: .*missing\.whl"):
+    with pytest.raises(SystemUnavailable, match=r"Nobody 1 could not be installed: .*missing\.whl"):
         python_of(impossible, tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fleet.adapters.connector_virtual import Intent, Report
 from fleet.config import Topology
-from fleet.planner.settings import ConnectorSettings, EtcdTarget, FolderTarget
+from fleet.planner.settings import EtcdTarget, FolderTarget, PlanConnectorSettings
 from fleet.router.settings import RouterSettings
 from kvstore.settings import StoreSettings
 from tests.fleet_processes import fleet_up
@@ -84,7 +84,9 @@ def test_the_toml_sample_of_the_hardware_page_is_a_profile():
 
 def test_the_samples_of_the_scaling_page_are_what_connectors_read():
     page = ROOT / "docs" / "scaling.md"
-    folder, etcd = (msgspec.convert(tomllib.loads(each), ConnectorSettings).connector for each in blocks("toml", page))
+    folder, etcd = (
+        msgspec.convert(tomllib.loads(each), PlanConnectorSettings).connector for each in blocks("toml", page)
+    )
     plan, report = (json.loads(each) for each in blocks("json", page))
 
     assert isinstance(folder, FolderTarget)

@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.router import client, relay, workers
 from loadtests.router.client import round_of
@@ -30,7 +30,7 @@ def serve(tmp_path):
     left = []
 
     def start(**settings):
-        argument = msgspec.json.encode(workers.Settings(**settings)).decode()
+        argument = msgspec.json.encode(workers.MockWorkerSettings(**settings)).decode()
         context = started_module(workers.__name__, [argument], tmp_path, ANYWHERE)
         left.append(context)
         _, ready = context.__enter__()
@@ -142,21 +142,24 @@ def test_a_client_gives_up_on_a_router_that_refuses_everything_and_says_what_it_
     (port,) = serve(workers=1)
     refused = request("x", 1).replace(PATH.encode(), b"/v1/nothing....")
 
-    with pytest.raises(Absent, match=r"answers nothing: HTTP/1\.1 404 Not Found"):
+    with pytest.raises(SystemUnavailable, match=r"answers nothing: HTTP/1\.1 404 Not Found"):
         round_of([port], [lambda: refused], 10, NoMeter())
 
 
 def test_a_router_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.2)
     large = request("word " * 2_000_000, 1)  # more than goes out while nobody reads
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Absent, match="does not answer within"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(SystemUnavailable, match="does not answer within"),
+    ):
         round_of([silent.getsockname()[1]], [lambda: large] * 2, 0.1, NoMeter())
 
 
 def test_a_router_that_does_not_start_is_absent_with_its_last_words(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such option')"]
     with (
-        pytest.raises(Absent, match="router ended at its start: no such option"),
+        pytest.raises(SystemUnavailable, match="router ended at its start: no such option"),
         started("router", command, tmp_path, ANYWHERE, {}) as server,
     ):
         wait_until_it_answers(server, 9, (PATH, BODY), 20)
@@ -238,7 +241,7 @@ async def test_an_answer_ends_with_its_last_chunk_however_it_is_cut(piece):
     answer = b"HTTP/1.1 200 OK\r\n\r\n" + misleading + b"0\r\n\r\n"
     sink, until = Sink(), client.Until()
     until.at = time.perf_counter() + 60
-    connection = client.Connection(one(b"first", b"second"), until, None)
+    connection = client.LoadConnection(one(b"first", b"second"), until, None)
     connection.connection_made(sink)
     connection.send()
 

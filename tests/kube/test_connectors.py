@@ -8,8 +8,8 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from fleet.adapters.connectors import connector_of
 from fleet.errors import ConfigurationRefused
-from fleet.planner.messages import Why, Writer
-from fleet.planner.ports import Refused, Stale, Unreachable
+from fleet.planner.messages import PlanWriter, PoolGapReason
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
 from operators.resources.parts import GROUP, VERSION
 from tests.connectors import Mortal, silent_port
@@ -29,10 +29,10 @@ class KubernetesWorld:
     def __init__(self, asked, nodes, silent: ApiServer, folder) -> None:
         self.asked, self.nodes, self.silent, self.folder = asked, nodes, silent, folder
 
-    def open(self, writer=Writer.PLANNER):
+    def open(self, writer=PlanWriter.PLANNER):
         return self._open(self.asked.kubeconfig, writer)
 
-    def _open(self, kubeconfig, writer=Writer.PLANNER):
+    def _open(self, kubeconfig, writer=PlanWriter.PLANNER):
         target = KubernetesTarget(deployment="dd", namespace=self.asked.namespace, kubeconfig=kubeconfig)
         return connector_of(target, writer)
 
@@ -72,15 +72,15 @@ async def a_world(asked, nodes, tmp_path):
 
 async def test_a_planner_leaves_alone_what_the_deployment_says_is_not_its(a_world):
     roles = (a_role("prefill", scaling={"mode": "Static"}), a_role("decode", scaling={"mode": "External", "most": 8}))
-    async with a_world.open() as planner, a_world.open(Writer.PERSON) as person:
+    async with a_world.open() as planner, a_world.open(PlanWriter.PERSON) as person:
         before = await planner.observe()
         a_world.asked.apply(a_deployment(*roles)).expect(200)
         seen = await until(planner, lambda seen: all(each.pinned for each in seen.pools))
 
-        with pytest.raises(Refused, match=r"^decode: scaling\.mode is External"):
+        with pytest.raises(PlanRefused, match=r"^decode: scaling\.mode is External"):
             await planner.apply(a_plan("more", decode=2), before)
         for writer in (planner, person):
-            with pytest.raises(Refused, match=r"^prefill: scaling\.mode is Static"):
+            with pytest.raises(PlanRefused, match=r"^prefill: scaling\.mode is Static"):
                 await writer.apply(a_plan("more", prefill=2, decode=2), seen)
         await person.apply(a_plan("more", decode=2), seen)
         await sees(person, decode=(2, 2, 0), prefill=(1, 1, 0))
@@ -89,7 +89,7 @@ async def test_a_planner_leaves_alone_what_the_deployment_says_is_not_its(a_worl
 async def test_bounds_of_the_role_are_why_fewer_come(a_world):
     async with a_world.open() as planner:
         await planner.apply(a_plan("many", decode=9), await planner.observe())
-        seen = await until(planner, lambda seen: seen.pool(DECODE).why is Why.LIMITED)
+        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.LIMITED)
 
     assert seen.pool(DECODE).wanted == 9
     assert "8" in seen.pool(DECODE).message
@@ -99,7 +99,7 @@ async def test_a_replica_that_ends_again_and_again_is_failing(a_world, nodes):
     nodes.crashes["cpu:1"] = nodes.crashes["cuda:1"] = "fleet: model_dir: no such folder"
     async with a_world.open() as planner:
         await planner.apply(a_plan("more", decode=2), await planner.observe())
-        seen = await until(planner, lambda seen: seen.pool(DECODE).why is Why.FAILING)
+        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.FAILING)
 
     assert seen.pool(DECODE).wanted == 2
     assert "dd-decode-" in seen.pool(DECODE).message
@@ -117,13 +117,16 @@ async def test_a_pool_is_not_settled_by_what_happens_to_be_there_before_the_oper
     meta = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RoleScaler", "metadata": {"name": "dd-decode"}}
     asked.api.apply(asked.path("rolescalers", "dd-decode"), meta | {"spec": scaler}, "somebody").expect(201)
     target = KubernetesTarget(deployment="dd", namespace=asked.namespace, kubeconfig=asked.kubeconfig)
-    async with connector_of(target, Writer.PERSON) as planner:
+    async with connector_of(target, PlanWriter.PERSON) as planner:
         said(desired=3)  # two begin
         early = (await planner.observe()).pool(DECODE)
         said(desired=1)
         acted = (await planner.observe()).pool(DECODE)
 
-    assert [(each.wanted, each.ready, each.why) for each in (early, acted)] == [(1, 1, Why.NOT_TAKEN_UP), (1, 1, None)]
+    assert [(each.wanted, each.ready, each.why) for each in (early, acted)] == [
+        (1, 1, PoolGapReason.NOT_TAKEN_UP),
+        (1, 1, None),
+    ]
     assert (early.settled, acted.settled) == (False, True)
 
 
@@ -153,7 +156,7 @@ async def test_a_status_that_is_written_meanwhile_is_no_change_and_a_number_is(a
         seen = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
         planner._cluster = Meanwhile(behind, lambda: write({"spec": {"replicas": 0}}))
-        with pytest.raises(Stale):
+        with pytest.raises(PlanConflict):
             await planner.apply(a_plan("less", decode=1), seen)
         assert (await planner.observe()).pool(DECODE).wanted == 0
 
@@ -164,15 +167,15 @@ async def test_replicas_serve_though_nobody_says_which_are_registered(a_world, n
     target = KubernetesTarget(
         deployment="unheard", namespace=a_world.asked.namespace, kubeconfig=a_world.asked.kubeconfig
     )
-    async with connector_of(target, Writer.PLANNER) as planner:
+    async with connector_of(target, PlanWriter.PLANNER) as planner:
         await sees(planner, both=(1, 1, 0))
 
 
 async def test_what_is_not_there_is_said(a_world, tmp_path):
     target = KubernetesTarget(deployment="away", namespace="default", kubeconfig=a_world.asked.kubeconfig)
-    async with connector_of(target, Writer.PLANNER) as planner:
-        with pytest.raises(Unreachable, match="no DisaggDeployment away in namespace default"):
+    async with connector_of(target, PlanWriter.PLANNER) as planner:
+        with pytest.raises(ConnectorUnreachable, match="no DisaggDeployment away in namespace default"):
             await planner.observe()
     with pytest.raises(ConfigurationRefused, match=r"^connector\.kubeconfig: /nowhere"):
-        async with connector_of(KubernetesTarget(deployment="dd", kubeconfig="/nowhere"), Writer.PLANNER):
+        async with connector_of(KubernetesTarget(deployment="dd", kubeconfig="/nowhere"), PlanWriter.PLANNER):
             pass

@@ -7,9 +7,9 @@ import pytest
 
 from fleet.config import load, parse_changes
 from fleet.hardware.gpus import GIB, Number, gpu
-from fleet.hardware.known import by_repository
+from fleet.hardware.known import model_by_repository
 from fleet.hardware.models import stored_bytes
-from fleet.hardware.placement import Parallelism, place
+from fleet.hardware.placement import ShardingDegrees, shard_model
 from fleet.hardware.sizing import ONE_CONTEXT
 from operators.resources.deployment import DisaggDeploymentSpec, RoleType
 from workers.engines.vllm_launch import ENGINE_OVERHEAD_BYTES
@@ -44,13 +44,13 @@ def test_a_sample_says_how_long_requests_may_be_and_all_its_workers_agree(path, 
     (context,) = {settings_of(role, tmp_path).max_model_len for role in workers}
 
     assert all("--set=max_model_len=" in " ".join(main_of(role)["args"]) for role in workers)
-    assert 4096 < context <= by_repository(spec.model.uri).context
+    assert 4096 < context <= model_by_repository(spec.model.uri).context
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_weights_and_the_kv_of_the_longest_request_fit_what_a_sample_asks_for(path, tmp_path):
     spec, workers = workers_of(path)
-    model = by_repository(spec.model.uri).model
+    model = model_by_repository(spec.model.uri).model
     for role in workers:
         context = settings_of(role, tmp_path).max_model_len
         if not role.gpus.per_replica:
@@ -61,8 +61,8 @@ def test_weights_and_the_kv_of_the_longest_request_fit_what_a_sample_asks_for(pa
             assert cache + 2 * weights + ENGINE_OVERHEAD_BYTES <= memory
             continue
         cut = role.parallelism
-        way = Parallelism(tp=cut.tensor, pp=cut.pipeline, dp=cut.data, ep=cut.expert)
+        way = ShardingDegrees(tp=cut.tensor, pp=cut.pipeline, dp=cut.data, ep=cut.expert)
         assert way.gpus == role.gpus.per_replica
-        placed = place(model, gpu(PRODUCTS[role.gpus.product]), way)
+        placed = shard_model(model, gpu(PRODUCTS[role.gpus.product]), way)
         room = placed.kv_capacity_tokens() / way.dp
         assert context <= ONE_CONTEXT * room, f"{role.name}: there is room for {room:.0f} tokens"

@@ -1,8 +1,8 @@
 """What the peers' environments are made of."""
 
-from loadtests.environments import Distribution
+from loadtests.environments import SystemDistribution
 
-LMCACHE = Distribution(
+LMCACHE = SystemDistribution(
     name="LMCache",
     version="0.5.6",
     steps=(
@@ -35,7 +35,7 @@ LMCACHE = Distribution(
     ),
 )
 
-MOONCAKE = Distribution(
+MOONCAKE = SystemDistribution(
     name="Mooncake",
     version="0.3.13.post1",
     steps=((("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy==2.2.6"),),),

@@ -48,7 +48,7 @@ def setup(segment_bytes: int, master: str) -> MooncakeDistributedStore:
     return store
 
 
-class Cluster:
+class MooncakeCluster:
     def __init__(self) -> None:
         port = free_port()
         self.master_address = f"{HOST}:{port}"
@@ -117,13 +117,13 @@ class Cluster:
         self.master.wait(START_SECONDS)
 
 
-cluster: Cluster | None = None
+cluster: MooncakeCluster | None = None
 
 
-def running(size: int, fresh: bool = False) -> Cluster:
+def running(size: int, fresh: bool = False) -> MooncakeCluster:
     global cluster  # noqa: PLW0603 - one a process
     if cluster is None:
-        cluster = Cluster()
+        cluster = MooncakeCluster()
     cluster.need(size, fresh)
     return cluster
 
@@ -136,7 +136,7 @@ def pointers(memory: Bytes, block_bytes: int, blocks: int) -> list[int]:
     return [memory.ctypes.data + index * block_bytes for index in range(blocks)]
 
 
-def write(here: Cluster, keys: list[str], memory: Bytes, block_bytes: int) -> None:
+def write(here: MooncakeCluster, keys: list[str], memory: Bytes, block_bytes: int) -> None:
     codes = here.client.batch_put_from(keys, pointers(memory, block_bytes, len(keys)), [block_bytes] * len(keys))
     if any(codes):
         raise RuntimeError(f"batch_put_from answers {set(codes)}")

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 
 START_SECONDS = 120.0
 ANSWER_SECONDS = 300.0
 END_SECONDS = 15.0
 
 
-class PeerProcess:
+class ComparedSystemProcess:
     """Speaks to one of the scripts beside this module, which run under the peer's own interpreter."""
 
     def __init__(self, name: str, python: Callable[[], Path], script: Path, log: Path):
@@ -26,7 +26,7 @@ class PeerProcess:
 
         Args:
             name: For people.
-            python: Gives the interpreter; may install it, and may raise `Absent`.
+            python: Gives the interpreter; may install it, and may raise `SystemUnavailable`.
             script: What to run.
             log: File that everything the peer prints goes to.
         """
@@ -35,7 +35,7 @@ class PeerProcess:
         self._script = script
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._absent: Absent | None = None  # it failed once: nobody waits for that again
+        self._absent: SystemUnavailable | None = None  # it failed once: nobody waits for that again
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """The answer to one question.
@@ -49,7 +49,7 @@ class PeerProcess:
             if self._process is None:
                 self._start()
             return self._exchange({"do": do, **arguments}, ANSWER_SECONDS)
-        except Absent as reason:
+        except SystemUnavailable as reason:
             if self._process is None or self._process.poll() is not None:
                 self._absent = reason
             raise
@@ -90,10 +90,10 @@ class PeerProcess:
             line = self._line(time.monotonic() + timeout_seconds)
         except (OSError, TimeoutError) as error:
             self.end()
-            raise Absent(f"{self._name} does not answer ({error}): {self._last_words()}") from error
+            raise SystemUnavailable(f"{self._name} does not answer ({error}): {self._last_words()}") from error
         answer: dict[str, Any] = json.loads(line)
         if "cannot" in answer:
-            raise Absent(f"{self._name}: {answer['cannot']}")
+            raise SystemUnavailable(f"{self._name}: {answer['cannot']}")
         return answer
 
     def _line(self, deadline: float) -> bytes:

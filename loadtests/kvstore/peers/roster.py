@@ -7,7 +7,7 @@ from pathlib import Path
 from loadtests.environments import python_of
 from loadtests.kvstore.contest import Contestant
 from loadtests.kvstore.peers import environments
-from loadtests.kvstore.peers.processes import PeerProcess
+from loadtests.kvstore.peers.processes import ComparedSystemProcess
 
 LMCACHE = "LMCache"
 MOONCAKE = "Mooncake"
@@ -17,7 +17,7 @@ MICROSECONDS = 1e6
 MILLISECONDS = 1e3
 
 
-class Peers:
+class ComparedSystems:
     """All of them, or none."""
 
     def __init__(self, cache: Path, folder: Path, *, wanted: bool):
@@ -30,7 +30,9 @@ class Peers:
         """
         self._folder = folder
         self._processes = {
-            name: PeerProcess(name, partial(python_of, distribution, cache), HERE / script, folder / f"{name}.log")
+            name: ComparedSystemProcess(
+                name, partial(python_of, distribution, cache), HERE / script, folder / f"{name}.log"
+            )
             for name, distribution, script in (
                 (LMCACHE, environments.LMCACHE, "lmcache_process.py"),
                 (MOONCAKE, environments.MOONCAKE, "mooncake_process.py"),
@@ -85,14 +87,14 @@ class Peers:
     def _speed(
         self, do: str, field: str, block_bytes: int, blocks: int, more: Mapping[str, int | str]
     ) -> dict[str, Contestant]:
-        def speed(process: PeerProcess) -> float:
+        def speed(process: ComparedSystemProcess) -> float:
             answer = process.ask(do, block_bytes=block_bytes, blocks=blocks, **more)
             return block_bytes * blocks / GIGABYTE / float(answer[field])
 
         return {name: partial(speed, process) for name, process in self._processes.items()}
 
     def _figures(self, do: str, field: str, unit: float, arguments: Mapping[str, int | str]) -> dict[str, Contestant]:
-        def figure(process: PeerProcess) -> float:
+        def figure(process: ComparedSystemProcess) -> float:
             return unit * float(process.ask(do, **arguments)[field])
 
         return {name: partial(figure, process) for name, process in self._processes.items()}

@@ -22,7 +22,7 @@ import msgspec
 
 from loadtests.kvstore.nodes import ROOT, NodeFailed, StoreNode, environment, merged
 from loadtests.kvstore.torture import leaks
-from loadtests.kvstore.torture.client import Orders
+from loadtests.kvstore.torture.client import TortureOrders
 from loadtests.kvstore.torture.redis_server import RedisServer
 
 CLIENTS = 4
@@ -62,7 +62,7 @@ log = logging.getLogger("torture")
 
 
 @dataclass
-class Findings:
+class TortureFindings:
     """Filled by several threads; list.append and the lock below make that safe."""
 
     operations: int = 0
@@ -78,10 +78,10 @@ class Findings:
         return not (self.wrong_bytes or self.leaks or self.hangs or self.errors)
 
 
-class Client:
+class TortureClient:
     """One client process, and what it says."""
 
-    def __init__(self, orders: Orders, findings: Findings, log_file: Path):
+    def __init__(self, orders: TortureOrders, findings: TortureFindings, log_file: Path):
         self._findings = findings
         self._orders = orders
         with log_file.open("ab") as output:
@@ -153,7 +153,7 @@ class Torture:
     """One run."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], rng: random.Random, redis: RedisServer | None):
-        self.findings = Findings()
+        self.findings = TortureFindings()
         self._folder = folder
         self._rng = rng
         self._redis = redis
@@ -165,7 +165,7 @@ class Torture:
             each.mkdir()
         self._node = StoreNode(self._sockets, **settings)
         self._node_files = 0
-        self._clients: list[Client] = []
+        self._clients: list[TortureClient] = []
         self._deck: list[
             str
         ] = []  # harms to come: each comes as often as it is in the deck, whatever the length of a run
@@ -174,7 +174,7 @@ class Torture:
         self._stopped: list[tuple[float, int]] = []  # when to continue whom
         self._undisturbed_until = 0.0
 
-    def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> Findings:
+    def run(self, seconds: float, clients: int, kill_every_seconds: float, least_kills: int) -> TortureFindings:
         """Returns when everybody is gone: after `seconds`, or up to `PATIENCE` times that where fewer were killed by then."""
         self._start_node()
         try:
@@ -253,9 +253,9 @@ class Torture:
             self.findings.errors.append(f"the node ended by itself:\n{self._node.log()[-2000:]}")
             self._start_node()
 
-    def _start_client(self) -> Client:
+    def _start_client(self) -> TortureClient:
         settings = self._node.settings
-        orders = Orders(
+        orders = TortureOrders(
             seed=self._seed,
             number=next(self._numbers),
             address=self._node.address,
@@ -267,7 +267,7 @@ class Torture:
             chain_blocks=CHAIN_BLOCKS,
             longest_pause_seconds=1.5 * max(LEASE_SECONDS, RESERVATION_SECONDS),
         )
-        return Client(orders, self.findings, self._folder / "clients.log")
+        return TortureClient(orders, self.findings, self._folder / "clients.log")
 
     def _start_node(self) -> None:
         self._node.start()
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if findings.clean else 1
 
 
-def _show(findings: Findings, seed: int, *, as_json: bool) -> None:
+def _show(findings: TortureFindings, seed: int, *, as_json: bool) -> None:
     for kind in ("leaks", "hangs", "errors"):
         for text in getattr(findings, kind)[:SHOWN]:
             print(f"{kind}: {text}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """One client process: threads that use the store as workers do, and as broken workers do, and check every byte.
 
-Started by the supervisor with its `Orders` as one argument; says on standard output, one JSON object a line, what it did
+Started by the supervisor with its `TortureOrders` as one argument; says on standard output, one JSON object a line, what it did
 and what it found; ends when its standard input does.
 """
 
@@ -32,8 +32,8 @@ from kvstore.layout import Namespace
 from kvstore.messages import Match
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from loadtests.kvstore.torture.content import Content, chain
-from loadtests.kvstore.torture.watchdog import Watchdog
+from loadtests.kvstore.torture.content import ExpectedContent, chain
+from loadtests.kvstore.torture.watchdog import CallWatchdog
 
 CALL_SECONDS = 0.5  # call_timeout_seconds of every client
 CONNECT_SECONDS = 2.0
@@ -42,7 +42,7 @@ HANDED_OVER = 16  # matches that lie in the mailbox at a time
 VOID = 0xEE  # what destinations hold before a read
 
 
-class Orders(Struct, frozen=True, kw_only=True):
+class TortureOrders(Struct, frozen=True, kw_only=True):
     """What the supervisor wants of one client."""
 
     seed: int  # of the content: the same for all clients
@@ -75,7 +75,7 @@ def namespaces(block_bytes: Sequence[int]) -> list[Namespace]:
     ]
 
 
-class Report:
+class TortureReport:
     """Tells the supervisor; thread-safe."""
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class Report:
         print(json.dumps(line), flush=True)
 
 
-class Place:
+class TortureNamespace:
     """One namespace: how to get at it, and what belongs there."""
 
-    def __init__(self, orders: Orders, namespace: Namespace, prefer: Sequence[str]):
+    def __init__(self, orders: TortureOrders, namespace: Namespace, prefer: Sequence[str]):
         self.namespace = namespace
-        self.content = Content(namespace)
+        self.content = ExpectedContent(namespace)
         self.address = orders.address
         self.prefer = prefer
         self.buffer: ByteArray = np.empty((orders.chain_blocks, namespace.block_bytes), dtype=np.uint8)
@@ -120,20 +120,27 @@ class Place:
         return CALL_SECONDS + blocks * self.namespace.block_bytes / SLOWEST_BYTES_PER_SECOND
 
 
-class Worker:
+class TortureThread:
     """One thread."""
 
-    def __init__(self, orders: Orders, number: int, report: Report, watchdog: Watchdog, stopping: threading.Event):
+    def __init__(
+        self,
+        orders: TortureOrders,
+        number: int,
+        report: TortureReport,
+        watchdog: CallWatchdog,
+        stopping: threading.Event,
+    ):
         self._orders = orders
         self._rng = random.Random(f"{orders.seed}/{orders.number}/{number}")
         self._report = report
         self._watchdog = watchdog
         self._stopping = stopping
         prefer = [("shm", "tcp"), ("tcp",)][number % 2]
-        self._places = [Place(orders, namespace, prefer) for namespace in namespaces(orders.block_bytes)]
+        self._places = [TortureNamespace(orders, namespace, prefer) for namespace in namespaces(orders.block_bytes)]
         self._channel = grpc.insecure_channel(orders.address)
         self._stub = pb_grpc.BlockStoreStub(self._channel)
-        self._operations: dict[Callable[[Place, StoreClient], None], int] = {
+        self._operations: dict[Callable[[TortureNamespace, StoreClient], None], int] = {
             self._write: 20,
             self._write_slowly: 3,
             self._read: 25,
@@ -170,17 +177,17 @@ class Worker:
 
     # As workers do
 
-    def _write(self, place: Place, client: StoreClient) -> None:
+    def _write(self, place: TortureNamespace, client: StoreClient) -> None:
         names = self._names()
         with self._call("write", 2 * CALL_SECONDS + place.transfer_seconds(len(names))):
             client.write(names, [place.content.of(name) for name in names])
 
-    def _read(self, place: Place, client: StoreClient) -> None:
+    def _read(self, place: TortureNamespace, client: StoreClient) -> None:
         match = self._match(client, self._names(), self._rng.uniform(0.5, 2 * self._orders.longest_pause_seconds))
         self._fetch(place, client, match, self._rng.sample(range(len(match)), self._rng.randint(0, len(match))))
         self._release(client, match)
 
-    def _read_patiently(self, place: Place, client: StoreClient) -> None:
+    def _read_patiently(self, place: TortureNamespace, client: StoreClient) -> None:
         """Waits for what lies in slower tiers."""
         names, patience = self._names(), self._rng.choice([0.05, 0.3, 1.0])
         with self._call("patient match", patience + 4 * CALL_SECONDS):
@@ -188,7 +195,7 @@ class Worker:
         self._fetch(place, client, match, range(len(match)))
         self._release(client, match)
 
-    def _hold(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _hold(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         session = f"session-{self._rng.randrange(8)}"
         with self._call("hold", CALL_SECONDS):
             client.hold(session, self._names(), seconds=self._orders.longest_pause_seconds)
@@ -196,19 +203,19 @@ class Worker:
             with self._call("release a hold", CALL_SECONDS):
                 client.release_hold(session)
 
-    def _read_without_a_lease(self, place: Place, client: StoreClient) -> None:
+    def _read_without_a_lease(self, place: TortureNamespace, client: StoreClient) -> None:
         match = self._match(client, self._names(), 0)
         self._pause(0.02)
         self._fetch(place, client, match, range(len(match)))
 
-    def _hand_over(self, place: Place, client: StoreClient) -> None:
+    def _hand_over(self, place: TortureNamespace, client: StoreClient) -> None:
         match = self._match(client, self._names(), 1.0)
         index = self._places.index(place)
         draft = Path(self._orders.mailbox, f".{os.getpid()}-{threading.get_ident()}")
         draft.write_bytes(msgspec.msgpack.encode(match))
         draft.replace(Path(self._orders.mailbox, f"{index}-{self._rng.randrange(HANDED_OVER)}"))
 
-    def _take_over(self, place: Place, client: StoreClient) -> None:
+    def _take_over(self, place: TortureNamespace, client: StoreClient) -> None:
         try:
             letter = Path(self._orders.mailbox, f"{self._places.index(place)}-{self._rng.randrange(HANDED_OVER)}")
             match = msgspec.msgpack.decode(letter.read_bytes(), type=Match)
@@ -217,16 +224,16 @@ class Worker:
         self._fetch(place, client, match, range(len(match)))
         self._release(client, match)
 
-    def _look_at_stats(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _look_at_stats(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         with self._call("stats", CALL_SECONDS):
             client.stats()
 
-    def _reconnect(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _reconnect(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         self._close(place)
 
     # As broken workers do
 
-    def _write_slowly(self, place: Place, client: StoreClient) -> None:
+    def _write_slowly(self, place: TortureNamespace, client: StoreClient) -> None:
         names = self._names()
         pauses = 0.0
 
@@ -240,23 +247,23 @@ class Worker:
         with self._call("slow write", limit):
             client.write(names, source)
 
-    def _read_slowly(self, place: Place, client: StoreClient) -> None:
+    def _read_slowly(self, place: TortureNamespace, client: StoreClient) -> None:
         match = self._match(client, self._names(), 0.5)
         for index in range(0, len(match), 4):
             self._pause(0.3)
             self._fetch(place, client, match, range(index, min(index + 4, len(match))))
         self._release(client, match)
 
-    def _read_with_an_old_match(self, place: Place, client: StoreClient) -> None:
+    def _read_with_an_old_match(self, place: TortureNamespace, client: StoreClient) -> None:
         if place.matches:
             match = self._rng.choice(place.matches)
             self._fetch(place, client, match, range(len(match)))
         place.matches.append(self._match(client, self._names(), self._rng.choice([0, 0.1, 1.0])))
 
-    def _forget(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _forget(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         self._match(client, self._names(), self._orders.longest_pause_seconds)
 
-    def _condemn_good_blocks(self, place: Place, client: StoreClient) -> None:
+    def _condemn_good_blocks(self, place: TortureNamespace, client: StoreClient) -> None:
         match = self._match(client, self._names(), 0)
         if not match:
             return
@@ -267,7 +274,7 @@ class Worker:
         )
         self._ask(self._stub.Condemn, request)
 
-    def _lie(self, place: Place, client: StoreClient) -> None:
+    def _lie(self, place: TortureNamespace, client: StoreClient) -> None:
         """Reserve, write nothing, and publish: the place holds another block's bytes, or half of one."""
         reservation = self._reserve(place, client)
         if reservation is None:
@@ -280,10 +287,10 @@ class Worker:
         )
         self._ask(self._stub.Publish, request)
 
-    def _abandon(self, place: Place, client: StoreClient) -> None:
+    def _abandon(self, place: TortureNamespace, client: StoreClient) -> None:
         self._reserve(place, client)
 
-    def _send_garbage(self, place: Place, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
+    def _send_garbage(self, place: TortureNamespace, client: StoreClient) -> None:  # noqa: ARG002 - as all operations
         """To the data plane and to the socket that hands the memory out: noise, or noise that begins as it should."""
         noise = self._rng.randbytes(self._rng.choice([0, 1, 31, 32, 4096]))
         targets: list[tuple[socket.AddressFamily, Any]] = [
@@ -318,7 +325,7 @@ class Worker:
         with self._call("release", CALL_SECONDS):
             client.release(match.lease_id)
 
-    def _fetch(self, place: Place, client: StoreClient, match: Match, indices: Sequence[int]) -> None:
+    def _fetch(self, place: TortureNamespace, client: StoreClient, match: Match, indices: Sequence[int]) -> None:
         destinations = list(place.buffer[: len(indices)])
         place.buffer[: len(indices)] = VOID
         with self._call("read", 2 * CALL_SECONDS + place.transfer_seconds(len(indices))):
@@ -332,7 +339,7 @@ class Worker:
                     thread=threading.current_thread().name,
                 )
 
-    def _reserve(self, place: Place, client: StoreClient) -> pb.ReserveResponse | None:
+    def _reserve(self, place: TortureNamespace, client: StoreClient) -> pb.ReserveResponse | None:
         match = self._match(client, self._names()[:1], 0)
         request = pb.ReserveRequest(
             digest=place.namespace.digest,
@@ -351,7 +358,7 @@ class Worker:
         except grpc.RpcError:
             return None
 
-    def _client(self, place: Place) -> StoreClient | None:
+    def _client(self, place: TortureNamespace) -> StoreClient | None:
         if place.client is None:
             try:
                 with self._call("connect", CONNECT_SECONDS):
@@ -366,7 +373,7 @@ class Worker:
                 return None
         return place.client
 
-    def _close(self, place: Place) -> None:
+    def _close(self, place: TortureNamespace) -> None:
         if place.client is not None:
             with self._call("close", CALL_SECONDS):
                 place.client.close()
@@ -395,7 +402,7 @@ def _visit(address: str, namespace: Namespace, prefer: str) -> None:
         client.stats()
 
 
-def _come_and_go(orders: Orders, stopping: threading.Event) -> int:
+def _come_and_go(orders: TortureOrders, stopping: threading.Event) -> int:
     """Open files of a process that has used the store, and is done with it."""
     while not stopping.is_set():
         try:
@@ -410,8 +417,8 @@ def _come_and_go(orders: Orders, stopping: threading.Event) -> int:
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.argv[1], type=Orders)
-    report = Report()
+    orders = msgspec.json.decode(sys.argv[1], type=TortureOrders)
+    report = TortureReport()
     stopping = threading.Event()
     failed = threading.Event()
 
@@ -420,12 +427,12 @@ def main() -> None:
         stopping.set()
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
-    watchdog = Watchdog(lambda call, seconds: report.tell(late=call, seconds=round(seconds, 1)))
+    watchdog = CallWatchdog(lambda call, seconds: report.tell(late=call, seconds=round(seconds, 1)))
     files_at_first = _come_and_go(orders, stopping)
 
     def work(number: int) -> None:
         try:
-            Worker(orders, number, report, watchdog, stopping).run()
+            TortureThread(orders, number, report, watchdog, stopping).run()
         except Exception:  # noqa: BLE001 - supervisor: whatever the store raises is a finding
             report.tell(error=traceback.format_exc())
             failed.set()

@@ -18,7 +18,7 @@ def chain(seed: int, number: int, length: int) -> list[ChainHash]:
     return [hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest() for index in range(length)]
 
 
-class Content:
+class ExpectedContent:
     """The blocks of one namespace, whose size is a multiple of 8 bytes."""
 
     def __init__(self, namespace: Namespace):

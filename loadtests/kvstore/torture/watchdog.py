@@ -10,7 +10,7 @@ GRACE_SECONDS = 3.0
 """For threads that wait for a core: the machine is full on purpose."""
 
 
-class Watchdog:
+class CallWatchdog:
     """One a process, watching all its threads."""
 
     def __init__(self, late: Callable[[str, float], None]):

@@ -25,14 +25,14 @@ from fleet.client import AsyncClient
 from fleet.config import default_cache_dir
 from fleet.requests import TOKEN_BYTES
 from fleet.router.settings import RouterSettings
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.nodes import StoreNode
 from loadtests.router.soak import trend
-from loadtests.router.soak.answers import Oracle
-from loadtests.router.soak.clients import Clients, TextOf
-from loadtests.router.soak.crowd import BLOCK_TOKENS, MODEL, SIMULATED, Crowd
-from loadtests.router.soak.parts import Part
-from loadtests.router.soak.wishes import Wish, wishes
+from loadtests.router.soak.answers import AnswerOracle
+from loadtests.router.soak.clients import SoakClients, TextOf
+from loadtests.router.soak.crowd import BLOCK_TOKENS, MODEL, SIMULATED, ChurningWorkers
+from loadtests.router.soak.parts import SoakProcess
+from loadtests.router.soak.wishes import SoakRequest, wishes
 from workers.engines.simulated_model import SimulatedModel
 
 LOAD = 0.7
@@ -54,7 +54,7 @@ log = logging.getLogger("soak")
 
 
 @dataclass
-class Findings:
+class SoakFindings:
     """What a run came to."""
 
     capacity_rps: float = 0.0
@@ -63,7 +63,7 @@ class Findings:
     files_after: int = 0
     tasks_before: int = 0
     tasks_after: int = 0
-    samples: list[trend.Sample] = field(default_factory=list)
+    samples: list[trend.TrendSample] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
 
@@ -71,13 +71,13 @@ class Soak:
     """One run."""
 
     def __init__(self, folder: Path, seconds: float, load: float, harm_every: float, seed: int):
-        self.findings = Findings()
+        self.findings = SoakFindings()
         self._seconds = seconds
         self._load = load
         self._harm_every = harm_every
         self._chance = random.Random(seed)
         self._folder = folder
-        oracle = Oracle(
+        oracle = AnswerOracle(
             SimulatedModel(
                 seed=SIMULATED.seed,
                 vocab_size=SIMULATED.vocab_size,
@@ -90,8 +90,8 @@ class Soak:
         self._wishes = wishes(random.Random(self._chance.getrandbits(32)), oracle)
         self._node = StoreNode(folder, capacity_bytes=STORE_BYTES)
         self._http = ""
-        self.clients: Clients
-        self.crowd: Crowd
+        self.clients: SoakClients
+        self.crowd: ChurningWorkers
 
     async def run(self) -> None:
         """Returns when everybody is gone.
@@ -109,16 +109,16 @@ class Soak:
                 models={MODEL: str(model_dir)},
                 store=self._node.address,
             )
-            router = Part("router", "router", self._folder, settings)
+            router = SoakProcess("router", "router", self._folder, settings)
             stack.push_async_callback(_ended, router)
             endpoints = await router.start()
             self._http = endpoints["http"]
-            self.crowd = Crowd(
+            self.crowd = ChurningWorkers(
                 self._folder, endpoints["control"], self._node.address, random.Random(self._chance.getrandbits(32))
             )
             stack.push_async_callback(self.crowd.abandon)
             await self.crowd.gather()
-            self.clients = Clients(endpoints["http"], endpoints["grpc"], MODEL, _text_of(model_dir))
+            self.clients = SoakClients(endpoints["http"], endpoints["grpc"], MODEL, _text_of(model_dir))
             stack.push_async_callback(self.clients.close)
             await self._soak(router, endpoints["grpc"])
             await self.crowd.end()
@@ -127,7 +127,7 @@ class Soak:
                 f"in the log of {name}: {text}" for name, text in (("the router", router.log()),) if "Traceback" in text
             ]
 
-    async def _soak(self, router: Part, grpc: str) -> None:
+    async def _soak(self, router: SoakProcess, grpc: str) -> None:
         """Rules 3 to 5, of a router that runs."""
         findings = self.findings
         async with AsyncClient(grpc) as operator:
@@ -175,7 +175,7 @@ class Soak:
                 log.info("%d clients: %d requests, %d tokens", clients, rate[1], rate[0])
                 best = max(best, rate[1] / (time.monotonic() - began))
         if best == 0:
-            raise Absent("nothing was answered before the soak began")
+            raise SystemUnavailable("nothing was answered before the soak began")
         return best
 
     async def _again_and_again(self, until: float) -> None:
@@ -190,7 +190,7 @@ class Soak:
         due = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             while due < until:
-                wish: Wish = next(self._wishes)
+                wish: SoakRequest = next(self._wishes)
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 due += self._chance.expovariate(rate)
                 if len(under_way) >= MOST_IN_FLIGHT:
@@ -259,7 +259,7 @@ class Soak:
         for line in text.splitlines():
             if line.startswith("fleet_tasks "):
                 return int(float(line.split()[1]))
-        raise Absent(f"the router's metrics have no fleet_tasks: {text[:200]}")
+        raise SystemUnavailable(f"the router's metrics have no fleet_tasks: {text[:200]}")
 
     def result(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -316,7 +316,7 @@ def _text_of(model_dir: Path) -> TextOf:
     return text_of
 
 
-async def _ended(router: Part) -> None:
+async def _ended(router: SoakProcess) -> None:
     router.ask_to_end()
     if await router.ended(END_SECONDS) is None:
         router.kill()

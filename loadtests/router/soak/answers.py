@@ -9,17 +9,17 @@ from fleet.requests import TOKEN_BYTES, Sampling, TokenBytes
 from workers.engines.simulated_model import SimulatedModel
 
 
-class Difference(Struct, frozen=True):
+class AnswerDifference(Struct, frozen=True):
     """Between what came and what should have come."""
 
     lost: int = 0  # that did not come
     repeated: int = 0  # that came and should not have
 
 
-SAME = Difference()
+SAME = AnswerDifference()
 
 
-class Oracle:
+class AnswerOracle:
     """Knows every answer: the model's rules, followed without an engine, a cache or a transfer."""
 
     def __init__(self, model: SimulatedModel, block_tokens: int):
@@ -45,7 +45,7 @@ class Oracle:
             text += token.to_bytes(TOKEN_BYTES, "little")
 
 
-def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> Difference:
+def difference(expected: Sequence[object], received: Sequence[object], *, whole: bool) -> AnswerDifference:
     """Of an answer; where it is not `whole`, its end may be missing."""
     if whole and received == expected:
         return SAME
@@ -57,4 +57,4 @@ def difference(expected: Sequence[object], received: Sequence[object], *, whole:
             continue
         lost += end - begin
         repeated += last - first
-    return Difference(lost, repeated)
+    return AnswerDifference(lost, repeated)

@@ -14,8 +14,8 @@ from fleet.client import AsyncClient, FleetError, Unavailable
 from fleet.client.asking import Options
 from fleet.errors import Reason
 from fleet.requests import Sampling
-from loadtests.router.soak.answers import Difference, difference
-from loadtests.router.soak.wishes import Wish
+from loadtests.router.soak.answers import AnswerDifference, difference
+from loadtests.router.soak.wishes import SoakRequest
 
 LONGEST_SECONDS = 240.0
 """Of an answer, which takes a second: whoever is not answered by then never is. Where others leave the machine no time to run this
@@ -28,7 +28,7 @@ TextOf = Callable[[Sequence[int], Sequence[int]], str]
 """Of an answer's tokens after a prompt's."""
 
 
-class Failed(Exception):
+class AnswerFailed(Exception):
     """The router said that the rest will not come, and why."""
 
     def __init__(self, reason: Reason | None, message: str):
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 @dataclass
-class Tally:
+class SoakTally:
     """What came of all requests."""
 
     requests: int = 0
@@ -58,7 +58,7 @@ class Tally:
 
     first_token_seconds: list[float] = field(default_factory=list)
 
-    def note_difference(self, wish: Wish, found: Difference) -> None:
+    def note_difference(self, wish: SoakRequest, found: AnswerDifference) -> None:
         self.lost += found.lost
         self.repeated += found.repeated
         if found.lost or found.repeated:
@@ -68,7 +68,7 @@ class Tally:
             )
 
 
-class Got(Struct):
+class ReceivedAnswer(Struct):
     """What one client has got so far."""
 
     tokens: list[int] = []  # over gRPC one by one, over HTTP with the last event
@@ -77,11 +77,11 @@ class Got(Struct):
     ended: bool = False
 
 
-class Clients:
+class SoakClients:
     """Everybody who asks one router."""
 
     def __init__(self, http: str, grpc: str, model: str, text_of: TextOf):
-        self.tally = Tally()
+        self.tally = SoakTally()
         self._model = model
         self._text_of = text_of
         self._grpc = AsyncClient(grpc)
@@ -91,9 +91,9 @@ class Clients:
         self._http.close()
         await self._grpc.close()
 
-    async def ask(self, wish: Wish) -> None:
+    async def ask(self, wish: SoakRequest) -> None:
         """One request to its end, and its account."""
-        tally, got = self.tally, Got()
+        tally, got = self.tally, ReceivedAnswer()
         tally.requests += 1
         pieces = self._over_http(wish, got) if wish.over_http else self._over_grpc(wish, got)
         began = time.perf_counter()
@@ -107,7 +107,7 @@ class Clients:
                         break
         except TimeoutError:
             self._never_ended(wish, got)
-        except Failed as failure:
+        except AnswerFailed as failure:
             if limit.expired():  # of which gRPC makes an error of its own
                 self._never_ended(wish, got)
             else:
@@ -122,11 +122,11 @@ class Clients:
             await pieces.aclose()
         tally.tokens += len(got.tokens) or got.pieces
 
-    def _never_ended(self, wish: Wish, got: Got) -> None:
+    def _never_ended(self, wish: SoakRequest, got: ReceivedAnswer) -> None:
         self.tally.lost += max(1, len(wish.expected) - len(got.tokens))
         self.tally.broken.append(f"an answer did not end within {LONGEST_SECONDS:.0f} s, after {got.pieces} pieces")
 
-    def _failed(self, wish: Wish, got: Got, failure: Failed) -> None:
+    def _failed(self, wish: SoakRequest, got: ReceivedAnswer, failure: AnswerFailed) -> None:
         tally = self.tally
         self._compare(wish, got)
         if failure.reason not in WORTH_A_RETRY or (got.pieces and wish.survives):
@@ -135,7 +135,7 @@ class Clients:
             assert failure.reason is not None
             tally.errors[failure.reason.value] += 1
 
-    def _compare(self, wish: Wish, got: Got) -> None:
+    def _compare(self, wish: SoakRequest, got: ReceivedAnswer) -> None:
         expected = wish.expected
         if got.tokens or not wish.over_http:
             self.tally.note_difference(wish, difference(expected, tuple(got.tokens), whole=got.ended))
@@ -143,7 +143,7 @@ class Clients:
             text = self._text_of(wish.prompt, expected)
             self.tally.note_difference(wish, difference(text, got.text, whole=got.ended))
 
-    async def _over_grpc(self, wish: Wish, got: Got) -> AsyncGenerator[None, None]:
+    async def _over_grpc(self, wish: SoakRequest, got: ReceivedAnswer) -> AsyncGenerator[None, None]:
         sampling = wish.sampling
         options: Options = {
             "model": self._model,
@@ -165,14 +165,14 @@ class Clients:
                     yield
         except FleetError as error:
             hint = "" if not isinstance(error, Unavailable) or error.retry_after_seconds else " (no hint)"
-            raise Failed(error.reason, error.message + hint) from error
+            raise AnswerFailed(error.reason, error.message + hint) from error
         got.ended = True
 
-    async def _over_http(self, wish: Wish, got: Got) -> AsyncGenerator[None, None]:
+    async def _over_http(self, wish: SoakRequest, got: ReceivedAnswer) -> AsyncGenerator[None, None]:
         async with aclosing(self._http.stream(PATH, self._body(wish))) as events:
             async for event in events:
                 if event.error is not None:
-                    raise Failed(event.error.reason, event.error.message)
+                    raise AnswerFailed(event.error.reason, event.error.message)
                 for choice in event.choices:
                     got.text += choice.text
                     got.pieces += bool(choice.text)
@@ -184,7 +184,7 @@ class Clients:
             raise ValueError("the stream ended well without its last event")
         got.ended = True
 
-    def _body(self, wish: Wish) -> bytes:
+    def _body(self, wish: SoakRequest) -> bytes:
         sampling: Sampling = wish.sampling
         fields: dict[str, object] = {
             "model": self._model,
@@ -201,18 +201,18 @@ class Clients:
         return msgspec.json.encode(fields)
 
 
-class _Choice(Struct):
+class _SoakChoice(Struct):
     text: str = ""
 
 
-class _Fleet(Struct):
+class _SoakFleet(Struct):
     token_ids: list[int] = []
 
 
 _REASONS = {reason.value: reason for reason in Reason}
 
 
-class _Error(Struct):
+class _SoakError(Struct):
     message: str
     code: str
 
@@ -221,13 +221,13 @@ class _Error(Struct):
         return _REASONS.get(self.code)
 
 
-class _Event(Struct):
-    choices: list[_Choice] = []
-    fleet: _Fleet | None = None
-    error: _Error | None = None
+class _SoakEvent(Struct):
+    choices: list[_SoakChoice] = []
+    fleet: _SoakFleet | None = None
+    error: _SoakError | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_SoakEvent)
 _DONE = b"[DONE]"
 
 
@@ -244,7 +244,7 @@ class HttpConnections:
             writer.close()
         self._idle = []
 
-    async def stream(self, path: str, body: bytes) -> AsyncGenerator[_Event, None]:
+    async def stream(self, path: str, body: bytes) -> AsyncGenerator[_SoakEvent, None]:
         """The events of an answer; a refusal is one event.
 
         Raises:

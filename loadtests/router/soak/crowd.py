@@ -9,7 +9,7 @@ from pathlib import Path
 from fleet.hardware.latency import EngineLatency
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
-from loadtests.router.soak.parts import Part
+from loadtests.router.soak.parts import SoakProcess
 from workers.settings import SimulatedSettings, WorkerSettings
 
 MODEL = ModelName("tiny")
@@ -28,7 +28,7 @@ HARMS = ("die", "die", "die", "leave", "leave", "join", "hang")
 log = logging.getLogger("soak")
 
 
-class Crowd:
+class ChurningWorkers:
     """Workers that join, leave, hang and die, one after the other; there is always one that is left in peace."""
 
     def __init__(self, folder: Path, registry: str, store: str, chance: random.Random):
@@ -39,7 +39,7 @@ class Crowd:
         self._store = store
         self._chance = chance
         self._born = 0
-        self._workers: list[Part] = []
+        self._workers: list[SoakProcess] = []
         self._roles: dict[str, Role] = {}
         self._deck: list[str] = []
 
@@ -90,7 +90,7 @@ class Crowd:
     def unexpected_deaths(self) -> list[str]:
         return [f"{each.name} ended by itself: {each.log()[-1000:]}" for each in self._workers if not each.alive]
 
-    async def _die(self, victim: Part) -> None:
+    async def _die(self, victim: SoakProcess) -> None:
         self._workers.remove(victim)
         victim.kill()
         self.deaths += 1
@@ -104,7 +104,7 @@ class Crowd:
             self._workers.append(await self._born_as(role))
         self.joins += 1
 
-    async def _leave(self, victim: Part, *, replaced: bool) -> None:
+    async def _leave(self, victim: SoakProcess, *, replaced: bool) -> None:
         self._workers.remove(victim)
         if replaced:
             self._workers.append(await self._born_as(self._roles[victim.name]))
@@ -120,13 +120,13 @@ class Crowd:
         await asyncio.sleep(seconds)
         await self._leave(one_more, replaced=False)
 
-    async def _hang(self, victim: Part) -> None:
+    async def _hang(self, victim: SoakProcess) -> None:
         self.hangs += 1
         victim.freeze()
         await asyncio.sleep(FROZEN_SECONDS)
         victim.thaw()
 
-    async def _gone(self, leaving: Part) -> None:
+    async def _gone(self, leaving: SoakProcess) -> None:
         """A worker that was asked to drain has to end by itself, and well."""
         status = await leaving.ended(LONGEST_DRAIN_SECONDS)
         if status is None:
@@ -136,7 +136,7 @@ class Crowd:
         elif status != 0:
             self.complaints.append(f"{leaving.name} left with status {status}: {leaving.log()[-1000:]}")
 
-    async def _born_as(self, role: Role) -> Part:
+    async def _born_as(self, role: Role) -> SoakProcess:
         self._born += 1
         name = f"{role.value}-{self._born}"
         settings = WorkerSettings(
@@ -154,6 +154,6 @@ class Crowd:
             simulated=SIMULATED,
         )
         self._roles[name] = role
-        part = Part("worker", name, self._folder, settings)
+        part = SoakProcess("worker", name, self._folder, settings)
         await part.start()
         return part

@@ -17,13 +17,13 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
-from loadtests.absent import Absent
+from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 
 START_SECONDS = 60.0  # on a machine that is busy with something else
 
 
-class Part:
+class SoakProcess:
     """`fleet serve KIND` with settings of its own; its log is in the folder."""
 
     def __init__(self, kind: str, name: str, folder: Path, settings: Struct):
@@ -61,7 +61,7 @@ class Part:
         if not line:
             self.kill()
             status = await self.ended(START_SECONDS)
-            raise Absent(f"{self.name} was not ready, and ended with {status}: {self.log()[-2000:]}")
+            raise SystemUnavailable(f"{self.name} was not ready, and ended with {status}: {self.log()[-2000:]}")
         endpoints: dict[str, str] = json.loads(line)
         return endpoints
 

@@ -18,16 +18,16 @@ MORE_FILES = 16  # at rest, than there were at rest before: what gRPC keeps for 
 MORE_TASKS = 16
 
 
-class Sample(Struct, frozen=True, kw_only=True):
+class TrendSample(Struct, frozen=True, kw_only=True):
     seconds: float  # since the start
     rss_bytes: int
     files: int
     threads: int
 
 
-def sample(process: psutil.Process, seconds: float) -> Sample:
+def sample(process: psutil.Process, seconds: float) -> TrendSample:
     with process.oneshot():
-        return Sample(
+        return TrendSample(
             seconds=seconds,
             rss_bytes=process.memory_info().rss,
             files=process.num_fds(),
@@ -35,12 +35,12 @@ def sample(process: psutil.Process, seconds: float) -> Sample:
         )
 
 
-def second_half(samples: Sequence[Sample]) -> list[Sample]:
+def second_half(samples: Sequence[TrendSample]) -> list[TrendSample]:
     middle = (samples[0].seconds + samples[-1].seconds) / 2
     return [each for each in samples if each.seconds >= middle]
 
 
-def slope_mb_per_hour(samples: Sequence[Sample]) -> float:
+def slope_mb_per_hour(samples: Sequence[TrendSample]) -> float:
     """Of memory over the second half, by least squares."""
     half = second_half(samples)
     if len({each.seconds for each in half}) < 2:
@@ -49,7 +49,7 @@ def slope_mb_per_hour(samples: Sequence[Sample]) -> float:
     return line.slope * HOUR / MEBIBYTE
 
 
-def grows(samples: Sequence[Sample], slope: float) -> str:
+def grows(samples: Sequence[TrendSample], slope: float) -> str:
     """What is wrong with the memory; empty: nothing, or the run was too short to tell."""
     half = second_half(samples)
     assert all(earlier.seconds <= later.seconds for earlier, later in pairwise(half))

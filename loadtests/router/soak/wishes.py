@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from fleet.requests import TOKEN_BYTES, Sampling
-from loadtests.router.soak.answers import Oracle
+from loadtests.router.soak.answers import AnswerOracle
 
 WORDS = range(64, 4000)  # token ids of prompts: ordinary ones
 OPENINGS = 24
@@ -19,7 +19,7 @@ SAMPLED = 0.15  # the rest draws by a seed, whose state no other worker has
 LEAVES = 0.03  # of all clients, in the middle of their answer
 
 
-class Wish(Struct, frozen=True, kw_only=True):
+class SoakRequest(Struct, frozen=True, kw_only=True):
     """One request."""
 
     prompt: tuple[int, ...]
@@ -35,14 +35,14 @@ class Wish(Struct, frozen=True, kw_only=True):
         return self.sampling.stateless
 
 
-def wishes(chance: random.Random, oracle: Oracle) -> Iterator[Wish]:
+def wishes(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:
     """Without end: prompts that begin like others and end like none, over both fronts."""
     openings = [_some(chance, OPENING_TOKENS) for _ in range(OPENINGS)]
     while True:
         prompt = chance.choice(openings) + _some(chance, OWN_TOKENS)
         length = chance.randint(*ANSWER_TOKENS)
         sampling = _sampling(chance, length)
-        yield Wish(
+        yield SoakRequest(
             prompt=prompt,
             sampling=sampling,
             expected=oracle.answer(b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in prompt), sampling),

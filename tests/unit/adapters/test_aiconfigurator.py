@@ -10,9 +10,9 @@ import pytest
 from fleet.adapters.aiconfigurator import CONFIGS, ROOT, SAMPLE, read_sample
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.measurements import Phase
+from fleet.hardware.measurements import MeasuredPhase
 from fleet.hardware.models import Precision
-from fleet.hardware.placement import Parallelism
+from fleet.hardware.placement import ShardingDegrees
 from tests.model_shapes import DEEPSEEK_V3, LLAMA_70B
 
 ROLES = ("", "prefill_", "decode_")
@@ -75,9 +75,9 @@ def test_a_row_becomes_a_measurement(wheel):
 
     assert (measured.gpu, measured.backend, measured.model) == ("h100", "vllm", "llama-3.1-70b")
     assert (measured.prompt_tokens, measured.answer_tokens, measured.concurrency) == (1024, 512, 32)
-    assert measured.decode.parallelism == Parallelism(tp=8)
+    assert measured.decode.parallelism == ShardingDegrees(tp=8)
     assert measured.precision == Precision(weights=Number.FP8, experts=Number.FP8, kv=Number.FP8)
-    assert (measured.ttft_ms, measured.tpot_ms, measured.phase) == (150.5, 12.5, Phase.AGGREGATED)
+    assert (measured.ttft_ms, measured.tpot_ms, measured.phase) == (150.5, 12.5, MeasuredPhase.AGGREGATED)
 
 
 def test_where_no_concurrency_is_written_the_batch_counts(wheel):
@@ -87,12 +87,12 @@ def test_where_no_concurrency_is_written_the_batch_counts(wheel):
 @pytest.mark.parametrize(
     ("cuts", "meant"),
     [
-        ({"tp_size": "64", "moe_tp_size": "8", "moe_ep_size": "8"}, Parallelism(tp=8, ep=8)),
+        ({"tp_size": "64", "moe_tp_size": "8", "moe_ep_size": "8"}, ShardingDegrees(tp=8, ep=8)),
         (
             {"tp_size": "1", "attention_dp_size": "16", "moe_tp_size": "4", "moe_ep_size": "4"},
-            Parallelism(dp=4, ep=4),
+            ShardingDegrees(dp=4, ep=4),
         ),
-        ({"tp_size": "8", "moe_tp_size": "8", "moe_ep_size": "1"}, Parallelism(tp=8)),
+        ({"tp_size": "8", "moe_tp_size": "8", "moe_ep_size": "1"}, ShardingDegrees(tp=8)),
     ],
     ids=["tensor", "attention groups", "as it says"],
 )
@@ -112,7 +112,7 @@ def test_vllm_with_expert_parallelism_has_one_attention_group(wheel):
         batch_size="16",
     )
 
-    assert only(wheel(row)).decode.parallelism == Parallelism(tp=4, ep=4)
+    assert only(wheel(row)).decode.parallelism == ShardingDegrees(tp=4, ep=4)
     assert only(wheel(row)).concurrency == 64
 
 

@@ -16,7 +16,7 @@ from fleet.router.messages import WorkerJoined, WorkerStepped
 from fleet.router.observed import ObservedMachine
 from fleet.router.profile_settings import ProfileSettings
 from fleet.sim.agreement import serve
-from fleet.sim.shell import keys_spelled
+from fleet.sim.shell import keys_from_tokens
 from tests.builders import a_description
 from tests.model_shapes import LLAMA_8B
 from tests.simulated_worlds import StraightLine
@@ -33,7 +33,7 @@ def test_what_production_does_is_told_beside_what_was_expected_of_it():
 
     registry = CollectorRegistry()
     registry.register(expectations)
-    machine = ObservedMachine(plan.router, Random(1), None, keys_spelled, observer=observed)
+    machine = ObservedMachine(plan.router, Random(1), None, keys_from_tokens, observer=observed)
     expectations.machine = machine
     serve(plan, requests(80), machine)
     figures = dict(line.rsplit(" ", 1) for line in seen[400].splitlines() if not line.startswith("#"))

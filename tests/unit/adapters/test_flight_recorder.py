@@ -20,7 +20,7 @@ from fleet.router.observed import ObservedMachine
 from fleet.router.policies.built_in import policy
 from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import TenantSettings
-from fleet.sim.replay import Replay
+from fleet.sim.replay import RecordingReplay
 from fleet.work import Progress, Rejected
 from tests.builders import a_description, an_arrival, token_bytes
 
@@ -62,7 +62,7 @@ def test_a_flight_is_recorded_whole_and_replays(tmp_path):
     assert len(entries[1].event.tokens) == 400
     assert recording.end == "the router ended"
     assert path.stat().st_mode & 0o777 == 0o600
-    replayed = Replay(path).run()
+    replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert (replayed.events, replayed.requests, replayed.commands) == (3, 1, 2)
 
@@ -101,7 +101,7 @@ def test_no_content_and_no_secret_is_in_a_recording(tmp_path):
     ):
         assert hidden not in content
     assert Recording(path).head.settings.tenants == {"acme": TenantSettings(weight=3.0)}
-    assert Replay(path).run().agree
+    assert RecordingReplay(path).run().agree
 
 
 def test_a_recording_that_has_its_full_size_ends_with_a_note_and_the_router_goes_on(tmp_path, caplog):
@@ -115,7 +115,7 @@ def test_a_recording_that_has_its_full_size_ends_with_a_note_and_the_router_goes
     assert machine.snapshot().active == 100
     assert path.stat().st_size < 4200
     assert "recording stopped at its full size" in caplog.text
-    replayed = Replay(path).run()
+    replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert 1 < replayed.events < 20
     assert replayed.notes == ["it ends because it has its full size (record_mib)"]
@@ -129,7 +129,7 @@ def test_what_breaks_the_machine_is_recorded_and_breaks_it_again(tmp_path):
         machine.handle(an_arrival(), START)
         with pytest.raises(AssertionError):
             machine.handle(an_arrival(), START)  # the same once more, which the server never lets happen
-    replayed = Replay(path).run()
+    replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert replayed.events == 3
 
@@ -184,7 +184,7 @@ def test_an_event_that_cannot_be_written_ends_the_recording_and_not_the_router(t
         machine.handle(CacheAssumed(worker_id="w0", stored=[object()]), START)
         assert machine.handle(an_arrival(), START)
     assert "an event cannot be written" in caplog.text
-    replayed = Replay(path).run()
+    replayed = RecordingReplay(path).run()
     assert replayed.agree
     assert replayed.notes == ["it ends because a CacheAssumed could not be written"]
 

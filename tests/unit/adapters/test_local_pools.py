@@ -12,8 +12,8 @@ from fleet.adapters.local_topology import LocalPlan, LocalPool, pool_names
 from fleet.clock import SECOND, Nanos
 from fleet.config import ClusterSection, PoolSection, Topology
 from fleet.control.supervision import ChildState
-from fleet.planner.messages import PlanId, PoolName, Why
-from fleet.planner.ports import Unreachable
+from fleet.planner.messages import PlanId, PoolGapReason, PoolName
+from fleet.planner.ports import ConnectorUnreachable
 from fleet.roles import KvPath, Role
 from kvstore.credentials import Credentials
 from workers.settings import WorkerSettings
@@ -136,7 +136,7 @@ async def test_who_drains_holds_its_place(tmp_path):
     world.processes.start()
 
     await world.plan(decode=1, prefill=2)
-    assert await world.step() == {"prefill": (2, 1, 0, Why.NO_ROOM), "decode": (1, 1, 1, None)}
+    assert await world.step() == {"prefill": (2, 1, 0, PoolGapReason.NO_ROOM), "decode": (1, 1, 1, None)}
     world.processes.finish()
     await world.step()
     world.processes.start()
@@ -149,12 +149,15 @@ async def test_a_worker_that_does_not_start_is_why(world):
     world.processes.has["decode-1"] = ChildState.PAUSED
     world.processes.dying = {"decode-1"}
 
-    assert (await world.step())["decode"] == (2, 1, 0, Why.FAILING)
+    assert (await world.step())["decode"] == (2, 1, 0, PoolGapReason.FAILING)
 
 
 async def test_a_plan_that_makes_no_topology_is_not_obeyed_until_the_next_one(world):
     await world.plan(decode=0, prefill=2)
-    assert await world.step() == {"prefill": (1, 1, 0, Why.LIMITED), "decode": (1, 1, 0, Why.LIMITED)}
+    assert await world.step() == {
+        "prefill": (1, 1, 0, PoolGapReason.LIMITED),
+        "decode": (1, 1, 0, PoolGapReason.LIMITED),
+    }
     assert world.processes.removed == []
 
     await world.plan(decode=1)
@@ -165,7 +168,7 @@ async def test_a_plan_that_cannot_be_read_is_not_obeyed(world):
     await world.step()
     (world.pools.folder / "plan.json").write_text("{")
 
-    with pytest.raises(Unreachable, match=r"plan\.json"):
+    with pytest.raises(ConnectorUnreachable, match=r"plan\.json"):
         world.pools.step()
 
 

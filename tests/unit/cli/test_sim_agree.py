@@ -34,7 +34,7 @@ def test_production_and_simulation_decide_a_scenario_alike_and_that_exits_0(tmp_
 
 
 def test_what_differs_is_shown_line_beside_line_and_exits_1(tmp_path, capsys, monkeypatch):
-    logged = agreement.Logged(["1 refuse 1: no_worker"], [])
+    logged = agreement.LoggedRun(["1 refuse 1: no_worker"], [])
     monkeypatch.setattr(agreement, "served", lambda plan, traffic: logged)
     assert run(["sim", "agree", *a_scenario(tmp_path)]) == 1
     told = capsys.readouterr().out.splitlines()

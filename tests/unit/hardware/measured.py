@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from fleet.hardware.measurements import Measurement, Phase, Side
+from fleet.hardware.measurements import MeasuredPhase, MeasuredRole, Measurement
 from fleet.hardware.models import Precision
-from fleet.hardware.placement import Parallelism
+from fleet.hardware.placement import ShardingDegrees
 
 
 def a_measurement(**changes: Any) -> Measurement:
-    side = Side(parallelism=Parallelism(tp=8))
+    side = MeasuredRole(parallelism=ShardingDegrees(tp=8))
     fields: dict[str, Any] = {
         "gpu": "h100",
         "backend": "vllm",
@@ -21,7 +21,7 @@ def a_measurement(**changes: Any) -> Measurement:
         "answer_tokens": 1024,
         "prefill": side,
         "decode": side,
-        "phase": Phase.AGGREGATED,
+        "phase": MeasuredPhase.AGGREGATED,
         "ttft_ms": 100.0,
         "tpot_ms": 10.0,
     }

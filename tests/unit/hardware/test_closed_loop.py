@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.hardware.closed_loop import Client, apart, closed_loop
+from fleet.hardware.closed_loop import BenchmarkClient, closed_loop, closed_loop_disaggregated
 from fleet.hardware.steps import step_model, work
 from tests.model_shapes import a_placement
 from tests.unit.hardware.test_steps import USUAL
@@ -11,7 +11,7 @@ STEP = step_model(work(a_placement(tp=8)), USUAL)
 USUAL_LOOP = {"prompt_tokens": 1024, "answer_tokens": 256, "capacity_tokens": 1e6, "budget_tokens": 8192}
 
 
-def loop(concurrency, client=Client(), **changes):  # noqa: B008 - frozen
+def loop(concurrency, client=BenchmarkClient(), **changes):  # noqa: B008 - frozen
     return closed_loop(STEP, client, concurrency=concurrency, **(USUAL_LOOP | changes))
 
 
@@ -47,7 +47,7 @@ def test_more_clients_wait_longer():
 
 
 def test_more_waves_hide_the_first_one():
-    assert loop(64, Client(waves=100)).ttft < loop(64, Client(waves=5)).ttft
+    assert loop(64, BenchmarkClient(waves=100)).ttft < loop(64, BenchmarkClient(waves=5)).ttft
 
 
 def test_who_finds_no_room_waits_for_whole_turns():
@@ -59,7 +59,9 @@ def test_who_finds_no_room_waits_for_whole_turns():
 
 
 def test_decoding_apart_is_not_disturbed_by_prefills():
-    seen = apart(STEP, STEP, Client(), concurrency=64, prefill_groups=1, decode_groups=1, transfer=0.01, **USUAL_LOOP)
+    seen = closed_loop_disaggregated(
+        STEP, STEP, BenchmarkClient(), concurrency=64, prefill_groups=1, decode_groups=1, transfer=0.01, **USUAL_LOOP
+    )
 
     assert seen.tpot == pytest.approx(STEP.seconds(0, 0, 64, 64 * 1152))
     assert seen.tpot < loop(64).tpot
@@ -68,8 +70,8 @@ def test_decoding_apart_is_not_disturbed_by_prefills():
 def test_a_prefill_side_that_is_too_small_is_where_clients_wait():
     sides = {"decode_groups": 8, "transfer": 0.01, "concurrency": 512}
 
-    few = apart(STEP, STEP, Client(), prefill_groups=1, **sides, **USUAL_LOOP)
-    many = apart(STEP, STEP, Client(), prefill_groups=8, **sides, **USUAL_LOOP)
+    few = closed_loop_disaggregated(STEP, STEP, BenchmarkClient(), prefill_groups=1, **sides, **USUAL_LOOP)
+    many = closed_loop_disaggregated(STEP, STEP, BenchmarkClient(), prefill_groups=8, **sides, **USUAL_LOOP)
 
     assert few.ttft > 5 * many.ttft
     assert few.tpot == many.tpot

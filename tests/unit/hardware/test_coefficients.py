@@ -7,8 +7,8 @@ from fleet.hardware.coefficients import (
     EFFICIENCIES,
     LEVELS,
     NAMES,
-    Basis,
-    Factors,
+    EstimateBasis,
+    GroupFactors,
     coefficients,
     compose,
     estimate,
@@ -18,9 +18,9 @@ from fleet.hardware.coefficients import (
     subject_of,
 )
 from fleet.hardware.gpus import Number, gpus
-from fleet.hardware.measurements import Phase
+from fleet.hardware.measurements import MeasuredPhase
 from fleet.hardware.models import Precision, read_model
-from fleet.hardware.placement import Parallelism, place
+from fleet.hardware.placement import ShardingDegrees, shard_model
 from fleet.hardware.steps import pairs
 from tests.model_shapes import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_model
 
@@ -30,22 +30,25 @@ SHARES = ("memory", "compute", "experts_memory", "experts_compute", "attention",
 
 
 def on(name, config=LLAMA_70B, backend="vllm", **cuts):
-    return estimate(place(read_model(config, precision=FP8), gpus()[name], Parallelism(**(cuts or {"tp": 8}))), backend)
+    return estimate(
+        shard_model(read_model(config, precision=FP8), gpus()[name], ShardingDegrees(**(cuts or {"tp": 8}))), backend
+    )
 
 
 def overall(basis):
     [row] = [
         row
         for row in KNOWN.accuracy
-        if (row.basis, row.system, row.backend, row.phase, row.model) == (basis, "all", "all", Phase.AGGREGATED, "all")
+        if (row.basis, row.system, row.backend, row.phase, row.model)
+        == (basis, "all", "all", MeasuredPhase.AGGREGATED, "all")
     ]
     return row.accuracy
 
 
 def test_measurements_that_were_not_fitted_to_are_predicted_as_well_as_we_say():
-    assert overall(Basis.MODEL).rows > 400
-    assert overall(Basis.MODEL).ttft_median <= 0.25
-    assert overall(Basis.MODEL).tpot_median <= 0.10
+    assert overall(EstimateBasis.MODEL).rows > 400
+    assert overall(EstimateBasis.MODEL).ttft_median <= 0.25
+    assert overall(EstimateBasis.MODEL).tpot_median <= 0.10
 
 
 def test_measurements_are_either_fitted_to_or_tested_with():
@@ -54,15 +57,15 @@ def test_measurements_are_either_fitted_to_or_tested_with():
     tested = [
         row.accuracy.rows
         for row in KNOWN.accuracy
-        if (row.basis, row.system, row.backend, row.model) == (Basis.MODEL, "all", "all", "all")
+        if (row.basis, row.system, row.backend, row.model) == (EstimateBasis.MODEL, "all", "all", "all")
     ]
 
     assert fitted + sum(tested) == 3232
 
 
 def test_each_step_away_from_what_was_measured_is_less_exact():
-    assert overall(Basis.MODEL).tpot_median < overall(Basis.GPU).tpot_median
-    assert overall(Basis.MODEL).tpot_median < overall(Basis.ENGINE).tpot_median
+    assert overall(EstimateBasis.MODEL).tpot_median < overall(EstimateBasis.GPU).tpot_median
+    assert overall(EstimateBasis.MODEL).tpot_median < overall(EstimateBasis.ENGINE).tpot_median
 
 
 def test_where_the_coefficients_come_from_is_said():
@@ -93,9 +96,9 @@ def test_no_engine_is_far_beyond_its_hardware(config, name, backend):
 
 
 def test_an_estimate_says_whose_measurements_it_rests_on():
-    assert on("h100").basis is Basis.MODEL
-    assert on("h100", MIXTRAL, tp=2).basis is Basis.GPU
-    assert on("mi300x").basis is Basis.ENGINE
+    assert on("h100").basis is EstimateBasis.MODEL
+    assert on("h100", MIXTRAL, tp=2).basis is EstimateBasis.GPU
+    assert on("mi300x").basis is EstimateBasis.ENGINE
     assert on("mi300x").tpot_error > on("a100").tpot_error > on("h100").tpot_error
 
 
@@ -118,7 +121,7 @@ def test_products_measured_on_an_mi300x_bring_its_estimates_near_what_its_maker_
 
 
 def test_products_of_another_makers_gpu_say_nothing_of_its_attention():
-    placement = place(read_model(LLAMA_70B, precision=FP8), gpus()["mi300x"], Parallelism(tp=8))
+    placement = shard_model(read_model(LLAMA_70B, precision=FP8), gpus()["mi300x"], ShardingDegrees(tp=8))
     efficiency, _ = compose(KNOWN.start, KNOWN.groups(), subject_of(placement.model, "mi300x", "vllm"))
 
     here = scaled(efficiency, placement, KNOWN)
@@ -133,7 +136,8 @@ def test_factors_of_every_level_that_fits_are_multiplied():
     ones = [1.0] * len(NAMES)
     levels = [("backend", "vllm", 2.0), ("gpu", "h100", 3.0), ("gpu", "b200", 5.0), ("model", subject.shape, 7.0)]
     groups = {
-        (level, key): Factors(level=level, key=key, rows=1, of=(factor, *ones[1:])) for level, key, factor in levels
+        (level, key): GroupFactors(level=level, key=key, rows=1, of=(factor, *ones[1:]))
+        for level, key, factor in levels
     }
 
     efficiency, client = compose((0.01, *ones[1:]), groups, subject)

@@ -6,14 +6,14 @@ import pytest
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.known import by_config, by_repository, known
+from fleet.hardware.known import known, model_by_repository, model_from_config
 from tests.model_shapes import GPT_OSS, LLAMA_70B
 
 
 @pytest.mark.parametrize("name", known())
 def test_a_known_model_has_as_many_parameters_as_its_makers_say(name):
     entry = known()[name]
-    assert by_config(entry.config).model.parameters == pytest.approx(entry.parameters, rel=0.01)
+    assert model_from_config(entry.config).model.parameters == pytest.approx(entry.parameters, rel=0.01)
 
 
 def test_no_repository_is_listed_twice():
@@ -35,18 +35,18 @@ def test_no_repository_is_listed_twice():
     ],
 )
 def test_a_repository_says_how_weights_are_stored(repository, weights, experts, context):
-    found = by_repository(repository)
+    found = model_by_repository(repository)
     assert (found.model.precision.weights, found.model.precision.experts, found.context) == (weights, experts, context)
 
 
 def test_a_repository_that_only_looks_alike_is_not_known():
-    assert by_repository("somebody/Llama-3.3-70B-Instruct") is None
-    assert by_repository("llama-3.3-70b") is None
+    assert model_by_repository("somebody/Llama-3.3-70B-Instruct") is None
+    assert model_by_repository("llama-3.3-70b") is None
 
 
 def test_a_config_says_what_its_model_takes_at_once_also_the_text_part_of_one():
-    assert by_config(LLAMA_70B).context == 0
-    assert by_config(LLAMA_70B | {"max_position_embeddings": 8192}).context == 8192
-    assert by_config({"text_config": GPT_OSS | {"max_position_embeddings": 4096}}).context == 4096
+    assert model_from_config(LLAMA_70B).context == 0
+    assert model_from_config(LLAMA_70B | {"max_position_embeddings": 8192}).context == 8192
+    assert model_from_config({"text_config": GPT_OSS | {"max_position_embeddings": 4096}}).context == 4096
     with pytest.raises(ConfigurationRefused, match="max_position_embeddings must be a whole number"):
-        by_config(LLAMA_70B | {"max_position_embeddings": "long"})
+        model_from_config(LLAMA_70B | {"max_position_embeddings": "long"})

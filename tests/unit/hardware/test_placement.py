@@ -5,7 +5,7 @@ from msgspec import structs
 
 from fleet.errors import ConfigurationRefused
 from fleet.hardware.gpus import GIB, gpu
-from fleet.hardware.placement import RESERVE_BYTES, Parallelism, feasible, place
+from fleet.hardware.placement import RESERVE_BYTES, ShardingDegrees, feasible, shard_model
 from tests.model_shapes import DEEPSEEK_V3, LLAMA_70B, MIXTRAL, a_model, a_placement
 
 
@@ -55,7 +55,7 @@ def test_data_parallel_attention_has_room_for_more_sequences():
 )
 def test_what_is_impossible_names_the_field(config, on, cuts, field, said):
     with pytest.raises(ConfigurationRefused) as refused:
-        place(a_model(config), gpu(on), Parallelism(**cuts))
+        shard_model(a_model(config), gpu(on), ShardingDegrees(**cuts))
 
     assert str(refused.value).startswith(f"a-model: {field}: ")
     assert said in str(refused.value)
@@ -72,7 +72,7 @@ def test_what_is_impossible_names_the_field(config, on, cuts, field, said):
 )
 def test_what_does_not_fit_is_told_what_would_do(config, on, cuts, said):
     with pytest.raises(ConfigurationRefused) as refused:
-        place(a_model(config), gpu(on), Parallelism(**cuts))
+        shard_model(a_model(config), gpu(on), ShardingDegrees(**cuts))
 
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -82,7 +82,7 @@ def test_what_fits_nowhere_is_told_so():
     huge = structs.replace(a_model(), layers=80_000, full_layers=80_000)
 
     with pytest.raises(ConfigurationRefused, match="no 64 of them would do; take narrower weights"):
-        place(huge, gpu("h100"), Parallelism(tp=8))
+        shard_model(huge, gpu("h100"), ShardingDegrees(tp=8))
 
 
 def test_an_unknown_gpu_is_refused_with_those_that_are_known():
@@ -95,12 +95,12 @@ def test_feasible_placements_fit_and_come_with_the_fewest_gpus_first():
 
     sizes = [each.parallelism.gpus for each in found]
     assert sizes == sorted(sizes)
-    assert found[0].parallelism == Parallelism(tp=4)
+    assert found[0].parallelism == ShardingDegrees(tp=4)
     assert all(each.kv_capacity_tokens() >= 30_000 for each in found)
 
 
 def test_models_with_experts_may_spread_them():
     ways = [each.parallelism for each in feasible(a_model(DEEPSEEK_V3), gpu("h200"), 8)]
 
-    assert Parallelism(tp=1, dp=8, ep=8) in ways
-    assert Parallelism(tp=8) in ways
+    assert ShardingDegrees(tp=1, dp=8, ep=8) in ways
+    assert ShardingDegrees(tp=8) in ways

@@ -3,16 +3,16 @@
 import pytest
 
 from fleet.hardware.gpus import gpu, gpus
-from fleet.hardware.power import ERROR, MOST, PUBLISHED, load, watts
+from fleet.hardware.power import ERROR, MOST, PUBLISHED, power_share, watts
 
 
 @pytest.mark.parametrize("drawn", PUBLISHED, ids=lambda drawn: f"{drawn.gpu}-{drawn.tokens}-{drawn.watts}")
 def test_published_figures_lie_within_the_error_that_is_told(drawn):
-    assert watts(gpu(drawn.gpu), load(drawn.tokens)) == pytest.approx(drawn.watts, rel=ERROR)
+    assert watts(gpu(drawn.gpu), power_share(drawn.tokens)) == pytest.approx(drawn.watts, rel=ERROR)
 
 
 def test_larger_steps_draw_more_up_to_a_limit():
-    drawn = [load(tokens) for tokens in (0, 1, 2, 16, 128, 8192, 1 << 20)]
+    drawn = [power_share(tokens) for tokens in (0, 1, 2, 16, 128, 8192, 1 << 20)]
 
     assert drawn == sorted(drawn)
     assert drawn[0] == drawn[1] > 0

@@ -9,42 +9,42 @@ from hypothesis import strategies as st
 
 from fleet.hardware import sizing
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known import Sized, by_config, by_repository
+from fleet.hardware.known import SizedModel, model_by_repository, model_from_config
 from fleet.hardware.open_loop import (
-    Crowd,
-    Engine,
-    Request,
-    answers_rate,
-    answers_token,
-    most_at_once,
-    prompts_first,
-    prompts_most,
-    together_first,
-    together_rate,
-    together_token,
+    BatchOccupancy,
+    EngineReplica,
+    RequestShape,
+    aggregated_rate,
+    aggregated_tpot,
+    aggregated_ttft,
+    decode_rate,
+    decode_tpot,
+    highest_concurrency,
+    highest_prefill_rate,
+    prefill_ttft,
 )
 from fleet.hardware.prediction import BUDGET_TOKENS, transfer_seconds
-from fleet.hardware.sizing import HEADROOM, Demand, Goal, Goals, Shortfall, Sizing, Supply, size
+from fleet.hardware.sizing import HEADROOM, Demand, GpuSupply, LatencyGoals, Shortfall, Sizing, SizingGoal, size
 from fleet.roles import Role
 from tests.model_shapes import LLAMA_70B
 
 FP8 = "nvidia/Llama-3.3-70B-Instruct-FP8"
 
 
-def sized(repository=FP8) -> Sized:
-    found = by_repository(repository)
+def sized(repository=FP8) -> SizedModel:
+    found = model_by_repository(repository)
     assert found is not None
     return found
 
 
 def a_demand(rate=10.0, prompt=2048, answer=256, hit=0.0, clients=0.0):
-    request = Request(prompt_tokens=prompt, answer_tokens=answer, cached_tokens=hit * prompt)
+    request = RequestShape(prompt_tokens=prompt, answer_tokens=answer, cached_tokens=hit * prompt)
     return Demand(request=request, rate=rate, clients=clients)
 
 
 def found(demand, ttft=1.0, tpot=0.05, on="h100", gpus=4096, per_node=8, model=FP8, percentile=0.9):
-    goals = Goals(ttft=ttft, tpot=tpot, percentile=percentile)
-    return size(sized(model), demand, goals, Supply(gpu=gpu(on), gpus=gpus, per_node=per_node))
+    goals = LatencyGoals(ttft=ttft, tpot=tpot, percentile=percentile)
+    return size(sized(model), demand, goals, GpuSupply(gpu=gpu(on), gpus=gpus, per_node=per_node))
 
 
 def replicas(answer):
@@ -53,33 +53,33 @@ def replicas(answer):
 
 def limit_by_looking(answer, demand, ttft, tpot, role, percentile=0.9):
     """The most requests a second of one engine, found by trying two thousand loads: no search, no order of things."""
-    request, crowd = demand.request, Crowd(percentile=percentile, waiting_clients=False)
-    engine = Engine(
+    request, occupancy = demand.request, BatchOccupancy(percentile=percentile, waiting_clients=False)
+    engine = EngineReplica(
         step=answer.estimate.step,
         client=answer.estimate.client,
         capacity_tokens=answer.placement.kv_capacity_tokens(),
         most_running=256,
         budget_tokens=BUDGET_TOKENS,
     )
-    room = most_at_once(engine, request)
+    room = highest_concurrency(engine, request)
     loads = [room * number / 2000 for number in range(1, 2001)]
     if role is Role.PREFILL:
-        most = HEADROOM * prompts_most(engine, request)
+        most = HEADROOM * highest_prefill_rate(engine, request)
         rates = [most * number / 2000 for number in range(1, 2001)]
-        return max(rate for rate in rates if prompts_first(engine, request, crowd, rate) <= ttft)
+        return max(rate for rate in rates if prefill_ttft(engine, request, occupancy, rate) <= ttft)
     transfer = transfer_seconds(answer.placement, answer.placement, ceil(request.prompt_tokens))
     if role is Role.DECODE:
-        kept = [load for load in loads if answers_token(engine, request, crowd, load, transfer) <= tpot]
-        of = answers_rate
+        kept = [load for load in loads if decode_tpot(engine, request, occupancy, load, transfer) <= tpot]
+        of = decode_rate
     else:
         kept = [
             load
             for load in loads
-            if together_token(engine, request, crowd, load) <= tpot
-            and together_first(engine, request, crowd, load) <= ttft
+            if aggregated_tpot(engine, request, occupancy, load) <= tpot
+            and aggregated_ttft(engine, request, occupancy, load) <= ttft
         ]
-        of = together_rate
-    fitting = [load for load in kept if crowd.others(load) + 1 <= room]
+        of = aggregated_rate
+    fitting = [load for load in kept if occupancy.others(load) + 1 <= room]
     return max(rate for load in fitting if (rate := of(engine, request, load)) <= HEADROOM * of(engine, request, room))
 
 
@@ -149,7 +149,7 @@ def gpus_of(answer):
     """So many; without end, where none will do."""
     if isinstance(answer, Sizing):
         return answer.gpus
-    return answer.best if answer.goal is Goal.GPUS else inf
+    return answer.best if answer.goal is SizingGoal.GPUS else inf
 
 
 @given(load=loads, more=st.floats(1, 20), of=lengths, ttft=first, tpot=each_token, waiting=st.booleans())
@@ -203,17 +203,17 @@ def test_what_is_said_to_be_enough_is_within_budget_and_goals_and_what_is_not_sa
         assert got.placement.parallelism.gpus <= min(8, gpus)
         return
     match got.goal:
-        case Goal.GPUS:
+        case SizingGoal.GPUS:
             assert got.best > gpus == got.wanted
             assert got.most < (clients or load)
             enough = found(demand, ttft, tpot, gpus=int(got.best))
-            assert isinstance(enough, Sizing) or enough.goal is Goal.GPUS
-        case Goal.TTFT | Goal.TPOT:
+            assert isinstance(enough, Sizing) or enough.goal is SizingGoal.GPUS
+        case SizingGoal.TTFT | SizingGoal.TPOT:
             assert got.best > got.wanted * 0.999
-            field = "ttft" if got.goal is Goal.TTFT else "tpot"
+            field = "ttft" if got.goal is SizingGoal.TTFT else "tpot"
             reached = found(demand, **({"ttft": 1e4, "tpot": 1e4} | {field: got.best * 1.02}), gpus=10**6)
-            assert isinstance(reached, Sizing) or reached.goal is Goal.GPUS
-        case Goal.MEMORY:
+            assert isinstance(reached, Sizing) or reached.goal is SizingGoal.GPUS
+        case SizingGoal.MEMORY:
             assert got.wanted <= min(8, gpus)
 
 
@@ -221,7 +221,7 @@ def test_what_gpus_there_are_would_do_for_is_what_they_do_for():
     demand = a_demand(40.0)
     short = found(demand, gpus=16)
     assert isinstance(short, Shortfall)
-    assert short.goal is Goal.GPUS
+    assert short.goal is SizingGoal.GPUS
 
     assert isinstance(found(a_demand(short.most * 0.999), gpus=16), Sizing)
     assert isinstance(found(a_demand(short.most * 1.01), gpus=16), Shortfall)
@@ -231,7 +231,7 @@ def test_what_gpus_there_are_would_do_for_is_what_they_do_for():
 def test_a_model_that_fits_in_no_node_says_how_many_gpus_it_takes():
     got = found(a_demand(1), model="meta-llama/Llama-3.1-405B")
 
-    assert got.goal is Goal.MEMORY
+    assert got.goal is SizingGoal.MEMORY
     assert (got.wanted, got.best) == (8, 16)
     assert isinstance(found(a_demand(1), model="meta-llama/Llama-3.1-405B", on="b200", ttft=9), Sizing)
 
@@ -239,16 +239,16 @@ def test_a_model_that_fits_in_no_node_says_how_many_gpus_it_takes():
 def test_a_request_longer_than_the_model_takes_says_so():
     got = found(a_demand(1, prompt=131_000, answer=100))
 
-    assert (got.goal, got.wanted, got.best) == (Goal.CONTEXT, 131_100, 131_072)
+    assert (got.goal, got.wanted, got.best) == (SizingGoal.CONTEXT, 131_100, 131_072)
 
 
 def test_a_goal_below_one_engines_own_time_is_out_of_reach_and_its_own_time_is_said():
     got = found(a_demand(1), ttft=0.01)
-    assert got.goal is Goal.TTFT
+    assert got.goal is SizingGoal.TTFT
     assert isinstance(found(a_demand(0.01), ttft=got.best * 1.05), Sizing)
 
     got = found(a_demand(1), tpot=0.001)
-    assert got.goal is Goal.TPOT
+    assert got.goal is SizingGoal.TPOT
     assert isinstance(found(a_demand(0.001), tpot=got.best * 1.05), Sizing)
 
 
@@ -289,7 +289,7 @@ def test_room_is_left_for_those_who_come_at_once():
 
     limit = limit_by_looking(got, demand, 60, 2, Role.BOTH)
     assert replicas(got) == {Role.BOTH: ceil(1 / limit)}
-    fluctuating = Crowd(percentile=0.9, waiting_clients=False)
+    fluctuating = BatchOccupancy(percentile=0.9, waiting_clients=False)
     room = got.placement.kv_capacity_tokens() / 16384
     assert room < 20
     assert fluctuating.others(0.8 * room) > room, "on average it would fit"
@@ -306,10 +306,10 @@ def test_an_answer_tells_whose_measurements_it_rests_on():
 
 def test_a_config_will_do_where_no_repository_is_known():
     config = LLAMA_70B | {"max_position_embeddings": 8192}
-    goals, supply = Goals(ttft=1.0, tpot=0.05, percentile=0.9), Supply(gpu=gpu("h100"), gpus=64, per_node=8)
+    goals, supply = LatencyGoals(ttft=1.0, tpot=0.05, percentile=0.9), GpuSupply(gpu=gpu("h100"), gpus=64, per_node=8)
     by_name = size(sized("meta-llama/Llama-3.3-70B-Instruct"), a_demand(), goals, supply)
 
-    got = size(by_config(config), a_demand(), goals, supply)
+    got = size(model_from_config(config), a_demand(), goals, supply)
 
     assert isinstance(got, Sizing)
     assert msgspec.structs.replace(got, placement=by_name.placement) == by_name

@@ -3,11 +3,11 @@
 import pytest
 
 from fleet.clock import MILLISECOND
-from fleet.hardware.gpus import Link, gpu
+from fleet.hardware.gpus import GpuLink, gpu
 from fleet.hardware.transfers import REACHED, kv_bytes_per_link, link_between, transfer_time
 from tests.model_shapes import DEEPSEEK_V3, a_placement
 
-GIGABYTE = Link(bandwidth=1e9 / REACHED, latency_us=0)
+GIGABYTE = GpuLink(bandwidth=1e9 / REACHED, latency_us=0)
 
 
 def test_a_transfer_takes_its_latency_and_its_bytes():

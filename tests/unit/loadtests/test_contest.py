@@ -2,12 +2,14 @@
 
 import pytest
 
-from loadtests.absent import Absent
-from loadtests.kvstore.contest import Better, Line, measure, table
+from loadtests.absent import SystemUnavailable
+from loadtests.kvstore.contest import BenchmarkLine, LineDirection, measure, table
 
 
-def a_line(**fields) -> Line:
-    return Line(**{"name": "work", "unit": "GB/s", "better": Better.MORE, "fleet": lambda: 1.0, **fields})
+def a_line(**fields) -> BenchmarkLine:
+    return BenchmarkLine(
+        **{"name": "work", "unit": "GB/s", "better": LineDirection.MORE, "fleet": lambda: 1.0, **fields}
+    )
 
 
 def in_turn(*figures: float):
@@ -36,14 +38,14 @@ def test_figures_are_medians_of_the_rounds_after_the_first():
 
 
 def test_a_ratio_is_below_one_when_less_is_better_and_fleet_takes_longer():
-    result = measure(a_line(better=Better.LESS, limit=lambda: 2.0, fleet=lambda: 8.0), rounds=3)
+    result = measure(a_line(better=LineDirection.LESS, limit=lambda: 2.0, fleet=lambda: 8.0), rounds=3)
 
     assert result.ratio_to_limit == 0.25
 
 
 def test_a_contestant_that_cannot_take_part_is_null_with_the_reason():
     def absent():
-        raise Absent("not installed; do this")
+        raise SystemUnavailable("not installed; do this")
 
     result = measure(a_line(peers={"p": absent, "q": lambda: 2.0}), rounds=3)
 
@@ -59,7 +61,7 @@ def test_a_contestant_that_fails_later_has_no_figure_either():
         try:
             return next(figures)
         except StopIteration:
-            raise Absent("it ended") from None
+            raise SystemUnavailable("it ended") from None
 
     result = measure(a_line(peers={"p": dying}), rounds=3)
 

@@ -9,8 +9,8 @@ import pytest
 from fleet.adapters.aiconfigurator import Sample
 from fleet.hardware.coefficients import NAMES, Coefficients, Provenance
 from fleet.hardware.gpus import Number, gpu
-from fleet.hardware.measurements import Phase, Side
-from fleet.hardware.placement import Parallelism
+from fleet.hardware.measurements import MeasuredPhase, MeasuredRole
+from fleet.hardware.placement import ShardingDegrees
 from fleet.hardware.prediction import predict
 from loadtests.hardware.campaign import campaign
 from loadtests.hardware.fit import START, Fitting
@@ -80,10 +80,13 @@ def test_the_same_rows_give_the_same_coefficients():
     assert fitted(measured).values({"all": ""}) == fitted(measured).values({"all": ""})
 
 
-@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("phase", list(MeasuredPhase))
 def test_what_is_fitted_is_what_is_predicted(phase):
     """All at once on arrays, and one by one as the command and the simulator do it."""
-    sides = {"prefill": Side(parallelism=Parallelism(tp=4), workers=2), "decode": Side(parallelism=Parallelism(tp=8))}
+    sides = {
+        "prefill": MeasuredRole(parallelism=ShardingDegrees(tp=4), workers=2),
+        "decode": MeasuredRole(parallelism=ShardingDegrees(tp=8)),
+    }
     measurements = [
         a_measurement(phase=phase, concurrency=concurrency, prompt_tokens=prompt_tokens, **sides)
         for concurrency in (1, 16, 512)

@@ -8,10 +8,10 @@ import pytest
 from fleet.clock import SECOND, Nanos
 from fleet.hardware.latency import EngineLatency
 from fleet.router.policies.built_in import BUILT_IN, policy
-from fleet.sim.results import Ended
+from fleet.sim.results import EndedRequest
 from kvstore.replay import Request
 from loadtests.router import leaderboard
-from loadtests.router.cluster import Device, Goals, Times, ideal_rate, outcome, run
+from loadtests.router.cluster import AnswerGoals, LatencyStepTimes, SimulatedDevice, ideal_rate, outcome, run
 from loadtests.router.traffic import BLOCK_TOKENS, conversations, hot_prefix, recorded, shared_prefixes, unique
 
 BLOCK = 10
@@ -20,7 +20,7 @@ BLOCK = 10
 def test_in_the_world_of_one_worker_requests_are_served_in_order_and_counted():
     workload = unique(50, seed=1).at(10.0)
 
-    found = run(workload, 1, Device(), policy("fleet", {}), 0)
+    found = run(workload, 1, SimulatedDevice(), policy("fleet", {}), 0)
 
     assert found.requests == 50
     assert (found.refused, found.hit_rate, found.imbalance) == (0, 0.0, 1.0)
@@ -30,14 +30,14 @@ def test_in_the_world_of_one_worker_requests_are_served_in_order_and_counted():
 def test_a_run_is_the_same_again():
     def once():
         workload = conversations(120, seed=3, groups=4).at(20.0)
-        return run(workload, 4, Device(kv_tokens=50_000), policy("fleet", {}), 5)
+        return run(workload, 4, SimulatedDevice(kv_tokens=50_000), policy("fleet", {}), 5)
 
     assert once() == once()
 
 
 def test_the_default_keeps_shared_prefixes_together_under_load_at_least_as_well_as_others():
     """Of the comparison in ADR 0014, the part that takes a second: four engines with little room."""
-    device = Device(kv_tokens=100_000)
+    device = SimulatedDevice(kv_tokens=100_000)
     workload = conversations(900, seed=11, groups=64)
     workload = workload.at(0.9 * ideal_rate(workload, 4, device))
 
@@ -64,7 +64,7 @@ def test_a_load_of_one_is_what_one_cache_and_no_imbalance_would_keep_up_with():
     """Two prompts of two blocks that begin alike: three blocks and two ends of five tokens to compute, twice one step."""
     requests = [Request(Nanos(at * SECOND), 25, chain, 1) for at, chain in ((0, (1, 2)), (1, (1, 3)))]
     workload = recorded("two", requests, BLOCK)
-    device = Device(
+    device = SimulatedDevice(
         latency=EngineLatency(prefill_ms_per_token=1.0, step_base_ms=10.0, step_ms_per_sequence=0.0), max_running=2
     )
 
@@ -90,9 +90,9 @@ def test_workloads_have_what_their_names_say():
 
 
 def test_goals_are_counted_over_all_requests_and_the_time_in_which_they_came():
-    def answered(number: int, ttft: float, hits: int = 0, refused: str = "") -> Ended:
+    def answered(number: int, ttft: float, hits: int = 0, refused: str = "") -> EndedRequest:
         at = Nanos(number * SECOND)
-        return Ended(
+        return EndedRequest(
             request_id=str(number),
             arrival=at,
             prompt_tokens=100,
@@ -103,7 +103,7 @@ def test_goals_are_counted_over_all_requests_and_the_time_in_which_they_came():
             refused=refused,
         )
 
-    goals = Goals(ttft_seconds=1.0, ttft_seconds_per_token=0.01, tpot_seconds=0.1)
+    goals = AnswerGoals(ttft_seconds=1.0, ttft_seconds_per_token=0.01, tpot_seconds=0.1)
     ended = [answered(0, 1.9), answered(1, 2.1, hits=50), answered(1, 0.1, refused="queue_full")]
 
     found = outcome(ended, goals, imbalance=2.0, busy=0.5)
@@ -124,7 +124,7 @@ def test_an_engine_steps_by_straight_lines():
         step_ms_per_sequence=0.5,
         step_ms_per_context_token=0.01,
     )
-    seconds = Times(lines).seconds
+    seconds = LatencyStepTimes(lines).seconds
     attended = 100 * 50 + 100 * (50 + 50)
     assert 1000 * seconds(200, attended, 3, 1000) == pytest.approx(lines.step_ms([(100, 0), (100, 50)], 3, 1000))
     assert 1000 * seconds(0, 0, 3, 1000) == pytest.approx(lines.decode_ms(3, 1000))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadtests.kvstore.prefix_figures import LENGTHS, Line, Origin, break_even, break_evens, table
+from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, break_even, break_evens, table
 
 
 @pytest.mark.parametrize(
@@ -21,16 +21,20 @@ def test_the_break_even_lies_where_the_lines_cross_for_the_last_time(loaded, tok
     assert break_even({32: 10.0, 64: 30.0, 128: 50.0}, loaded) == tokens
 
 
-def a_line(origin: Origin, tokens: int, median_ms: float | None) -> Line:
+def a_line(origin: PrefixOrigin, tokens: int, median_ms: float | None) -> PrefixLine:
     spread = None if median_ms is None else (median_ms, median_ms)
-    return Line(origin=origin, tokens=tokens, blocks=1, rounds=3, declined=2, median_ms=median_ms, spread_ms=spread)
+    return PrefixLine(
+        origin=origin, tokens=tokens, blocks=1, rounds=3, declined=2, median_ms=median_ms, spread_ms=spread
+    )
 
 
 def test_what_was_always_declined_has_no_figure_and_is_said_so():
     lines = [
-        a_line(origin, length, None if origin is Origin.REDIS else 10.0 if origin is Origin.COMPUTED else 5.0)
+        a_line(
+            origin, length, None if origin is PrefixOrigin.REDIS else 10.0 if origin is PrefixOrigin.COMPUTED else 5.0
+        )
         for length in LENGTHS
-        for origin in Origin
+        for origin in PrefixOrigin
     ]
 
     assert break_evens(lines) == {"engine": 32.0, "cpu": 32.0, "ssd": 32.0, "redis": None}

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from loadtests.router.figures import (
-    Round,
+    MeasuredRound,
     cpu_us_per_request,
     cpu_us_per_token,
     hit_rate,
@@ -15,8 +15,8 @@ from loadtests.router.figures import (
 )
 
 
-def a_round(**fields) -> Round:
-    return Round(
+def a_round(**fields) -> MeasuredRound:
+    return MeasuredRound(
         **{
             "requests": 1000,
             "failures": 0,

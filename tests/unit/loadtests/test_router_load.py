@@ -10,7 +10,7 @@ from fleet.adapters.tiny_model import build_tiny_model
 from fleet.errors import ConfigurationRefused
 from loadtests.router.prefix_cache import BLOCK_BYTES, PrefixCache
 from loadtests.router.prompts import Conversations, NewPrompts, Vocabulary
-from loadtests.router.scenarios import SCENARIOS, Scenario, Sharing, quick
+from loadtests.router.scenarios import SCENARIOS, PrefixSharing, RouterScenario, quick
 from loadtests.router.targets import targets
 
 
@@ -59,7 +59,7 @@ def test_a_cache_is_bounded_and_forgets_the_ends_of_the_oldest_prompts_first():
 
 
 def test_new_prompts_differ_from_their_first_character_on_and_have_their_length(model_dir, vocabulary):
-    scenario = Scenario(name="s", prompt_tokens=128, concurrency=1)
+    scenario = RouterScenario(name="s", prompt_tokens=128, concurrency=1)
     prompts = NewPrompts(scenario, vocabulary, seed=1)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
 
@@ -71,7 +71,7 @@ def test_new_prompts_differ_from_their_first_character_on_and_have_their_length(
 
 
 def test_a_conversation_begins_as_others_and_grows_with_each_turn(vocabulary):
-    sharing = Sharing(groups=2, opening_tokens=50, turn_tokens=10, turns=3)
+    sharing = PrefixSharing(groups=2, opening_tokens=50, turn_tokens=10, turns=3)
     conversations = Conversations(sharing, vocabulary, seed=1)
 
     turns = [fields_of(request)["prompt"] for request in islice(conversations.of("a"), 6)]

@@ -7,8 +7,8 @@ import pytest
 from fleet.requests import TOKEN_BYTES, Sampling
 from fleet.roles import Phase
 from fleet.work import Start
-from loadtests.router.soak.answers import Difference, Oracle, difference
-from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, Sample, grows, slope_mb_per_hour
+from loadtests.router.soak.answers import AnswerDifference, AnswerOracle, difference
+from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, TrendSample, grows, slope_mb_per_hour
 from loadtests.router.soak.wishes import ANSWER_TOKENS, wishes
 from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
@@ -55,21 +55,21 @@ def test_what_is_expected_is_what_an_engine_answers(tokens, sampling):
         number.to_bytes(TOKEN_BYTES, "little") for number in random.Random(tokens).choices(range(4096), k=tokens)
     )
 
-    assert Oracle(MODEL, BLOCK_TOKENS).answer(prompt, sampling) == computed(prompt, sampling)
+    assert AnswerOracle(MODEL, BLOCK_TOKENS).answer(prompt, sampling) == computed(prompt, sampling)
 
 
 @pytest.mark.parametrize(
     ("received", "whole", "found"),
     [
-        ((1, 2, 3, 4), True, Difference()),
-        ((1, 2), False, Difference()),
-        ((), False, Difference()),
-        ((1, 2), True, Difference(lost=2)),
-        ((1, 3, 4), True, Difference(lost=1)),
-        ((1, 3), False, Difference(lost=1)),
-        ((1, 2, 2, 3, 4), True, Difference(repeated=1)),
-        ((1, 2, 1, 2, 3), False, Difference(repeated=2)),
-        ((1, 2, 3, 9), True, Difference(lost=1, repeated=1)),
+        ((1, 2, 3, 4), True, AnswerDifference()),
+        ((1, 2), False, AnswerDifference()),
+        ((), False, AnswerDifference()),
+        ((1, 2), True, AnswerDifference(lost=2)),
+        ((1, 3, 4), True, AnswerDifference(lost=1)),
+        ((1, 3), False, AnswerDifference(lost=1)),
+        ((1, 2, 2, 3, 4), True, AnswerDifference(repeated=1)),
+        ((1, 2, 1, 2, 3), False, AnswerDifference(repeated=2)),
+        ((1, 2, 3, 9), True, AnswerDifference(lost=1, repeated=1)),
     ],
 )
 def test_tokens_that_are_missing_and_tokens_too_many_are_counted_apart(received, whole, found):
@@ -78,7 +78,7 @@ def test_tokens_that_are_missing_and_tokens_too_many_are_counted_apart(received,
 
 def test_wishes_are_of_all_kinds_and_the_same_for_the_same_seed():
     def some() -> list:
-        source = wishes(random.Random(7), Oracle(MODEL, BLOCK_TOKENS))
+        source = wishes(random.Random(7), AnswerOracle(MODEL, BLOCK_TOKENS))
         return [next(source) for _ in range(200)]
 
     found = some()
@@ -90,9 +90,9 @@ def test_wishes_are_of_all_kinds_and_the_same_for_the_same_seed():
     assert all(ANSWER_TOKENS[0] <= len(wish.expected) <= ANSWER_TOKENS[1] for wish in found)
 
 
-def samples(*megabytes: float, every_seconds: float = 300.0) -> list[Sample]:
+def samples(*megabytes: float, every_seconds: float = 300.0) -> list[TrendSample]:
     return [
-        Sample(seconds=number * every_seconds, rss_bytes=int(each * MEBIBYTE), files=1, threads=1)
+        TrendSample(seconds=number * every_seconds, rss_bytes=int(each * MEBIBYTE), files=1, threads=1)
         for number, each in enumerate(megabytes)
     ]
 

@@ -13,8 +13,8 @@ from loadtests.studies import __main__ as command
 from loadtests.studies import mixes, policies, splitwise, tuning
 from loadtests.studies.bound import bound_of
 from loadtests.studies.contestants import POLICIES, tuned
-from loadtests.studies.findings import Finding, Report, Table
-from loadtests.studies.runs import FOLDER, Case, Effort, Part, capacity, planned_of, read, run
+from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
+from loadtests.studies.runs import FOLDER, Effort, StudyCase, WorkloadPart, capacity, planned_of, read, run
 
 SCENARIOS = sorted(path.name for path in FOLDER.glob("*.toml") if path.name != "tuned.toml")
 
@@ -84,15 +84,18 @@ def test_a_request_that_is_late_even_alone_is_nobodys_fault():
 
 
 def test_no_run_passes_the_bound():
-    found = run(Case(scenario="policies-conversation", part=Part.FIRST, requests=60, load=1.0))
+    found = run(StudyCase(scenario="policies-conversation", part=WorkloadPart.FIRST, requests=60, load=1.0))
 
     assert found.outcome.attainment <= found.bound
     assert found.outcome.hit_rate <= 0.4
 
 
 def test_halves_of_a_trace_have_no_request_in_common():
-    case = Case(scenario="policies-conversation", requests=5)
-    first, second = (run(Case(scenario=case.scenario, part=part, requests=5)) for part in (Part.FIRST, Part.SECOND))
+    case = StudyCase(scenario="policies-conversation", requests=5)
+    first, second = (
+        run(StudyCase(scenario=case.scenario, part=part, requests=5))
+        for part in (WorkloadPart.FIRST, WorkloadPart.SECOND)
+    )
 
     assert first.outcome.digest != second.outcome.digest
 
@@ -119,9 +122,11 @@ def test_a_study_runs_from_its_command_to_its_status(capsys):
     assert status in (0, command.FAILED)
 
 
-def a_report(figure: float) -> Report:
-    finding = Finding(claim="it is about one", figure=figure, low=0.9, high=1.1, target="2", met=False)
-    return Report(study="s", tables=(Table(title="t", columns=("a", "b"), rows=[("x", 1.0)]),), findings=(finding,))
+def a_report(figure: float) -> StudyReport:
+    finding = StudyFinding(claim="it is about one", figure=figure, low=0.9, high=1.1, target="2", met=False)
+    return StudyReport(
+        study="s", tables=(StudyTable(title="t", columns=("a", "b"), rows=[("x", 1.0)]),), findings=(finding,)
+    )
 
 
 @pytest.mark.parametrize(("figure", "status"), [(1.0, 0), (1.2, 1)])
@@ -141,6 +146,6 @@ def test_a_scenario_that_cannot_be_run_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def of_no_model(_: Effort) -> Report:
+def of_no_model(_: Effort) -> StudyReport:
     planned_of(read("policies-conversation", {"model": "models/none.json"}))
     raise AssertionError("it was refused")

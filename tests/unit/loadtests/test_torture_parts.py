@@ -8,11 +8,11 @@ import pytest
 from loadtests.kvstore.nodes import merged
 from loadtests.kvstore.torture import leaks, watchdog
 from loadtests.kvstore.torture.client import namespaces
-from loadtests.kvstore.torture.content import Content, chain
+from loadtests.kvstore.torture.content import ExpectedContent, chain
 
 
-def a_content(block_bytes: int = 4096) -> Content:
-    return Content(namespaces([block_bytes])[0])
+def a_content(block_bytes: int = 4096) -> ExpectedContent:
+    return ExpectedContent(namespaces([block_bytes])[0])
 
 
 @pytest.mark.parametrize("at", [0, 7, 8, 4095])
@@ -39,7 +39,7 @@ def test_another_blocks_bytes_are_wrong_in_every_part_of_a_block():
 
 def test_the_same_name_holds_other_bytes_in_another_namespace():
     (name,) = chain(1, 0, 1)
-    here, there = (Content(each) for each in namespaces([4096, 4096]))
+    here, there = (ExpectedContent(each) for each in namespaces([4096, 4096]))
 
     assert there.wrong_bytes(name, here.of(name)) > 4000
 
@@ -66,7 +66,7 @@ def test_a_call_that_is_late_is_told_once(monkeypatch):
         calls.append(name)
         told.release()
 
-    watching = watchdog.Watchdog(late)
+    watching = watchdog.CallWatchdog(late)
     with watching.call("quick", 60):
         pass
     with watching.call("slow", 0.02):

@@ -10,8 +10,8 @@ from fleet.adapters.connector_virtual import Intent, Kept, PoolReport, Report, V
 from fleet.clock import SECOND, Nanos
 from fleet.planner import server
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, to_write
-from fleet.planner.messages import Observation, Plan, PlanId, PoolName, PoolSeen, Why, Writer
-from fleet.planner.ports import Refused, Stale, Unreachable
+from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.server import carry_out
 from tests.kv_builders import HandClock
 
@@ -22,11 +22,11 @@ def a_plan(name: str = "plan", **replicas: int) -> Plan:
     return Plan(id=PlanId(name), replicas={PoolName(pool): count for pool, count in replicas.items()}, within=WITHIN)
 
 
-def a_pool(name: str = "decode", wanted: int = 2, ready: int = 2, **fields) -> PoolSeen:
-    return PoolSeen(name=PoolName(name), wanted=wanted, ready=ready, **fields)
+def a_pool(name: str = "decode", wanted: int = 2, ready: int = 2, **fields) -> PoolObservation:
+    return PoolObservation(name=PoolName(name), wanted=wanted, ready=ready, **fields)
 
 
-def seen(*pools: PoolSeen) -> Observation:
+def seen(*pools: PoolObservation) -> Observation:
     return Observation(pools)
 
 
@@ -36,7 +36,7 @@ def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drai
 
     assert settled(plan, seen(a_pool(), prefill, a_pool("other", wanted=5, ready=1)))
     assert not settled(plan, seen(a_pool()))
-    unread = a_pool(why=Why.NOT_TAKEN_UP)
+    unread = a_pool(why=PoolGapReason.NOT_TAKEN_UP)
     for decode in (a_pool(wanted=3, ready=3), a_pool(ready=1), a_pool(ready=3), a_pool(draining=1), unread):
         assert not settled(plan, seen(decode, prefill))
 
@@ -48,9 +48,9 @@ def test_a_plan_is_settled_when_all_of_its_pools_are_as_it_says_and_nothing_drai
         (a_pool(wanted=3, ready=1), {"wanted": 4, "ready": 2}, 3),
         (a_pool(wanted=4, ready=1), {"wanted": 4, "ready": 2}, None),
         (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 1, "draining": 3}, None),
-        (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 4, "why": Why.NOT_TAKEN_UP}, None),
-        (a_pool(wanted=4, ready=4), {"wanted": 0, "ready": 2, "why": Why.LIMITED}, 2),
-        (a_pool(wanted=1, ready=1), {"wanted": 9, "ready": 1, "why": Why.LIMITED}, 1),
+        (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 4, "why": PoolGapReason.NOT_TAKEN_UP}, None),
+        (a_pool(wanted=4, ready=4), {"wanted": 0, "ready": 2, "why": PoolGapReason.LIMITED}, 2),
+        (a_pool(wanted=1, ready=1), {"wanted": 9, "ready": 1, "why": PoolGapReason.LIMITED}, 1),
         (a_pool(wanted=1, ready=1), {"wanted": 4, "ready": 2, "plan": PlanId("another")}, None),
         (None, {"wanted": 4, "ready": 2}, None),
     ],
@@ -67,8 +67,8 @@ def test_what_has_not_come_is_taken_back_and_no_more(before, now, kept):
 def test_only_what_is_forbidden_is_taken_back_before_the_deadline():
     plan = a_plan(decode=2, prefill=9)
 
-    assert forbidden(plan, seen(a_pool(why=Why.NO_ROOM), a_pool("prefill"))) is None
-    part = forbidden(plan, seen(a_pool(why=Why.NO_ROOM), a_pool("prefill", why=Why.LIMITED)))
+    assert forbidden(plan, seen(a_pool(why=PoolGapReason.NO_ROOM), a_pool("prefill"))) is None
+    part = forbidden(plan, seen(a_pool(why=PoolGapReason.NO_ROOM), a_pool("prefill", why=PoolGapReason.LIMITED)))
     assert part.replicas == {"prefill": 9}
 
 
@@ -88,13 +88,13 @@ def test_pools_that_shrink_are_written_first_and_what_is_done_is_not_written_aga
 
 def test_who_comes_late_or_must_not_writes_nothing():
     was = seen(a_pool(version="1"))
-    with pytest.raises(Stale, match="decode"):
+    with pytest.raises(PlanConflict, match="decode"):
         to_write(a_plan(decode=1), was, seen(a_pool(version="2")))
-    with pytest.raises(Stale, match="decode"):
+    with pytest.raises(PlanConflict, match="decode"):
         to_write(a_plan(decode=1), seen(), seen(a_pool(version="1")))
-    with pytest.raises(Refused, match="decode: by hand"):
+    with pytest.raises(PlanRefused, match="decode: by hand"):
         to_write(a_plan(decode=1), was, seen(a_pool(version="2", pinned="by hand")))
-    with pytest.raises(Refused, match="vision: there is no such pool; there are decode"):
+    with pytest.raises(PlanRefused, match="vision: there is no such pool; there are decode"):
         to_write(a_plan(vision=1), was, was)
 
 
@@ -120,7 +120,7 @@ class Memory:
     def _stumble(self) -> None:
         self.calls += 1
         if self.calls % 3 == 0:
-            raise Unreachable("for once")
+            raise ConnectorUnreachable("for once")
 
     def says(self, **pools: PoolReport) -> None:
         self.report = Report(
@@ -135,7 +135,7 @@ def quick(monkeypatch):
 
 async def carried_out(records: Memory, replicas: int, then) -> tuple[PlanOutcome, list[tuple[int, int]], int]:
     clock = HandClock()
-    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     told: list[tuple[int, int]] = []
 
@@ -163,7 +163,7 @@ async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
     records = Memory(decode=PoolReport(asked=1, ready=1))
 
     outcome, _, wanted = await carried_out(
-        records, 9, lambda clock: records.says(decode=PoolReport(asked=1, ready=1, why=Why.LIMITED))
+        records, 9, lambda clock: records.says(decode=PoolReport(asked=1, ready=1, why=PoolGapReason.LIMITED))
     )
 
     assert (outcome, wanted) == (PlanOutcome.ROLLED_BACK, 1)
@@ -193,13 +193,13 @@ class Hasty(HandClock):
 
 async def test_who_does_not_answer_until_the_deadline_is_given_up(monkeypatch):
     records = Memory(decode=PoolReport(asked=1, ready=1))
-    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     records.report = None
     monkeypatch.setattr(records, "_stumble", lambda: None)
     troubles: list[str] = []
 
-    with pytest.raises(Unreachable):
+    with pytest.raises(ConnectorUnreachable):
         await carry_out(connector, a_plan(decode=3), before, Hasty(), lambda there: None, troubles.append)
     assert troubles == ["no orchestrator has written a report there; is it running?"], "said once, and at once"
 
@@ -208,18 +208,18 @@ async def test_who_does_not_answer_until_the_deadline_is_given_up(monkeypatch):
 async def test_records_that_do_not_answer_are_unreachable_in_time(deaf, monkeypatch):
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.01)
     records = Memory(decode=PoolReport(asked=1, ready=1))
-    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     monkeypatch.setattr(records, deaf, lambda *_: asyncio.Event().wait())
 
     async with asyncio.timeout(60):
-        with pytest.raises(Unreachable, match="in time"):
+        with pytest.raises(ConnectorUnreachable, match="in time"):
             await connector.apply(a_plan(decode=2), before)
 
 
 async def test_a_plan_that_is_overtaken_again_and_again_is_given_up_in_the_time_of_one_call(monkeypatch):
     records = Memory(decode=PoolReport(asked=1, ready=1))
-    connector = VirtualConnector(records, Writer.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
+    connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
 
@@ -230,5 +230,5 @@ async def test_a_plan_that_is_overtaken_again_and_again_is_given_up_in_the_time_
     monkeypatch.setattr(records, "_stumble", lambda: None)
     monkeypatch.setattr(records, "write", overtaken)
 
-    with pytest.raises(Unreachable, match="in time"):
+    with pytest.raises(ConnectorUnreachable, match="in time"):
         await connector.apply(a_plan(decode=2), before)

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 
 from fleet.router.index import PrefixIndex
-from loadtests.router.index_figures import Index, Operation, Reference, operations, replay
+from loadtests.router.index_figures import IndexOperation, MeasuredIndex, ReferenceIndex, operations, replay
 from tests.traces import CONVERSATION
 
 WORKERS, CAPACITY = 16, 4_000
@@ -17,11 +17,11 @@ STEPS_OF_REFERENCE = 0.219
 
 
 @cache
-def done() -> list[Operation]:
+def done() -> list[IndexOperation]:
     return operations(CONVERSATION, requests=200, workers=WORKERS, capacity=CAPACITY)
 
 
-def steps(index: Index) -> int:
+def steps(index: MeasuredIndex) -> int:
     """Of the interpreter, for what `done` does to an index."""
     counted = 0
 
@@ -48,14 +48,14 @@ def steps(index: Index) -> int:
 
 def test_the_trace_tries_hits_on_several_workers_and_removals():
     assert sum(bool(each.removed) for each in done()) > 50
-    index = Reference()
+    index = ReferenceIndex()
     for each in done():
         index.stored(each.holder, each.stored)
     assert sum(len(index.longest(each.asked)) > 1 for each in done()) > 50
 
 
 def test_it_answers_as_the_reference_does():
-    index, reference = PrefixIndex(), Reference()
+    index, reference = PrefixIndex(), ReferenceIndex()
     for number in range(WORKERS):
         index.add(f"worker/{number}", CAPACITY)
     for each in done():
@@ -68,7 +68,7 @@ def test_it_answers_as_the_reference_does():
 
 
 def test_it_takes_no_more_steps_than_it_did():
-    share = steps(PrefixIndex()) / steps(Reference())
+    share = steps(PrefixIndex()) / steps(ReferenceIndex())
 
     assert share < 1.1 * STEPS_OF_REFERENCE
 
@@ -76,7 +76,7 @@ def test_it_takes_no_more_steps_than_it_did():
 def test_it_takes_less_processor_time_than_the_reference():
     def ratio() -> float:
         ours, changes = replay(PrefixIndex(), done(), WORKERS, CAPACITY)
-        plain, plain_changes = replay(Reference(), done(), WORKERS, CAPACITY)
+        plain, plain_changes = replay(ReferenceIndex(), done(), WORKERS, CAPACITY)
         return (sum(ours) + changes) / (sum(plain) + plain_changes)
 
     assert any(ratio() < 0.9 for _ in range(10)), "what shares the core takes from its caches, too"

@@ -11,9 +11,9 @@ from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
 from fleet.sim.agreement import first_difference, served, simulated
-from fleet.sim.clients import Closed, Open, Sessions
+from fleet.sim.clients import ClosedClients, OpenClients, SessionClients
 from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
-from fleet.sim.shell import keys_spelled, spelled
+from fleet.sim.shell import keys_from_tokens, tokens_from_keys
 from fleet.sim.store import StoreProfile, TierProfile
 from kvstore.messages import POOL_TIER
 from kvstore.replay import Request
@@ -90,9 +90,10 @@ PLANS = {
     "a worker dies": three(lost("both-1", 3.0)),
     "workers of a pair die": pairs(lost("decode-1", 3.0), lost("prefill-0", 4.0)),
     "a queue and refusals": a_plan(a_pool(workers=2, max_running=1, kv_blocks=120), max_queued=3, oversubscribe=1.0),
-    "users who wait": structs.replace(three(), clients=Closed(users=7, think_seconds=0.0137, ramp_seconds=0.5)),
+    "users who wait": structs.replace(three(), clients=ClosedClients(users=7, think_seconds=0.0137, ramp_seconds=0.5)),
     "deadlines": structs.replace(
-        a_plan(a_pool(workers=2, max_running=2)), clients=Open(deadline_seconds=0.2, retries=1, retry_seconds=0.3)
+        a_plan(a_pool(workers=2, max_running=2)),
+        clients=OpenClients(deadline_seconds=0.2, retries=1, retry_seconds=0.3),
     ),
     "a slow worker": three(WorkerSlow(at=seconds(2.0), worker=WorkerId("both-0"), factor=3.0, lasting=SECOND)),
     "a worker changes its role": pairs(RoleFlip(at=seconds(2.0), worker=WorkerId("prefill-0"), role=Role.DECODE)),
@@ -115,8 +116,8 @@ PLANS = {
         ),
         store=STORE,
     ),
-    "conversations": structs.replace(three(), clients=Sessions(users=6)),
-    "conversations and a store": structs.replace(pairs(), clients=Sessions(users=6), store=STORE),
+    "conversations": structs.replace(three(), clients=SessionClients(users=6)),
+    "conversations and a store": structs.replace(pairs(), clients=SessionClients(users=6), store=STORE),
     "a store that dies": structs.replace(
         pairs(StoreLost(at=seconds(2.0), node="prefill-node-0", down=SECOND), lost("decode-1", 3.0)), store=STORE
     ),
@@ -131,7 +132,7 @@ MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
 def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation(name):
     plan = PLANS[name]
 
-    offered = sessions if isinstance(plan.clients, Sessions) else requests
+    offered = sessions if isinstance(plan.clients, SessionClients) else requests
 
     there, here = served(plan, offered()), simulated(plan, offered())
 
@@ -185,11 +186,11 @@ def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
 
 def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
     keys = (0, 1, (1 << 64) - 2, 12345)
-    tokens = spelled(keys, BLOCK, 4 * BLOCK + 5)
+    tokens = tokens_from_keys(keys, BLOCK, 4 * BLOCK + 5)
     assert len(tokens) == 4 * (4 * BLOCK + 5)
-    assert keys_spelled(tokens, BLOCK, b"") == keys
-    assert keys_spelled(tokens + bytes(4 * 40), BLOCK, b"") == keys
-    assert keys_spelled(spelled((), BLOCK, 3), BLOCK, b"") == ()
+    assert keys_from_tokens(tokens, BLOCK, b"") == keys
+    assert keys_from_tokens(tokens + bytes(4 * 40), BLOCK, b"") == keys
+    assert keys_from_tokens(tokens_from_keys((), BLOCK, 3), BLOCK, b"") == ()
 
 
 def test_a_run_that_is_broken_off_leaves_nothing_behind_that_complains():

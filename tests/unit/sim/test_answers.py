@@ -3,7 +3,7 @@
 from msgspec import structs
 
 from fleet.clock import SECOND, Nanos
-from fleet.sim.answers import OURS, Answers
+from fleet.sim.answers import OURS, AnswerBlockNames
 from fleet.sim.run import simulate
 from kvstore.replay import Request
 from tests.simulated_worlds import BLOCK, a_plan
@@ -12,7 +12,7 @@ NOW = Nanos(0)
 
 
 def test_a_next_turn_has_the_blocks_of_the_answer_before_it():
-    answers = Answers(BLOCK)
+    answers = AnswerBlockNames(BLOCK)
     # 40 tokens and 30: blocks 3 and 4 are full with the answer, but for the last token, which is not computed.
     assert answers.named(Request(NOW, 40, (1, 2, 91), 30)) == ((1, 2), (OURS, OURS + 1))
     assert answers.named(Request(NOW, 90, (1, 2, 3, 4, 5, 92), 8)) == ((1, 2, OURS, OURS + 1, 5), (OURS + 2,))
@@ -21,7 +21,7 @@ def test_a_next_turn_has_the_blocks_of_the_answer_before_it():
 
 
 def test_prompts_that_share_a_system_prompt_are_no_turns_of_one_conversation():
-    answers = Answers(BLOCK)
+    answers = AnswerBlockNames(BLOCK)
     answers.named(Request(NOW, 64, (1, 2, 3, 4), 8))
     answers.named(Request(NOW, 40, (1, 2, 91), 60))
     other, _ = answers.named(Request(NOW, 160, (1, 2, 13, 14, 15, 16, 17, 18, 19, 20), 8))
@@ -29,7 +29,7 @@ def test_prompts_that_share_a_system_prompt_are_no_turns_of_one_conversation():
 
 
 def test_a_prompt_too_short_for_the_answer_or_of_another_session_continues_nothing():
-    answers = Answers(BLOCK)
+    answers = AnswerBlockNames(BLOCK)
     answers.named(Request(NOW, 32, (1, 2), 60, 7))
     assert answers.named(Request(NOW, 80, (1, 2, 3, 4, 5), 4, 7))[0] == (1, 2, 3, 4, 5)
     answers.named(Request(NOW, 32, (11, 12), 20, 7))
@@ -37,7 +37,7 @@ def test_a_prompt_too_short_for_the_answer_or_of_another_session_continues_nothi
 
 
 def test_no_more_turns_are_remembered_than_asked_for():
-    answers = Answers(BLOCK, remembered=10)
+    answers = AnswerBlockNames(BLOCK, remembered=10)
     for number in range(100):
         answers.named(Request(NOW, 32, (2 * number, 2 * number + 1), 40))
     assert len(answers._turns) == len(answers._seen) == 10

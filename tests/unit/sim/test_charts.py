@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from fleet.sim.charts import CHARACTER, WIDTH, Line, Mark, chart, number, thinned
+from fleet.sim.charts import CHARACTER, WIDTH, ChartLine, LimitMark, chart, number, thinned
 
 
 def drawn(*points, **options):
-    return chart("title", "x", "y", [Line(name="line", points=points)], **options)
+    return chart("title", "x", "y", [ChartLine(name="line", points=points)], **options)
 
 
 def pixels(svg):
@@ -58,7 +58,9 @@ def test_every_point_can_be_read_without_seeing_it():
 @pytest.mark.parametrize("points", [[], [(0, 5)], [(1, 0), (2, 0)], [(0, -1), (3, 1e-9)], [(1e9, 1e12), (2e9, 3e12)]])
 @pytest.mark.parametrize("log_x", [False, True])
 def test_any_numbers_can_be_drawn(points, log_x):
-    svg = drawn(*points, log_x=log_x, marks=[Mark(at=7, name="limit"), Mark(at=0.5, name="level", upright=False)])
+    svg = drawn(
+        *points, log_x=log_x, marks=[LimitMark(at=7, name="limit"), LimitMark(at=0.5, name="level", upright=False)]
+    )
 
     assert "nan" not in svg.lower().replace("nothing", "")
     assert ("nothing to draw" in svg) == (not [x for x, _ in points if x > 0 or not log_x])
@@ -66,7 +68,7 @@ def test_any_numbers_can_be_drawn(points, log_x):
 
 @pytest.mark.parametrize("at", [0, 3, 9, 10])
 def test_the_name_of_a_limit_stays_within_the_chart(at):
-    svg = drawn((0, 0), (10, 1), marks=[Mark(at=at, name="a name without an end " * 9)])
+    svg = drawn((0, 0), (10, 1), marks=[LimitMark(at=at, name="a name without an end " * 9)])
     [(left, kind, said)] = re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="((?:end )?halo)">([^<]+)<', svg)
     begin = float(left) - (CHARACTER * len(said) if kind == "end halo" else 0)
 
@@ -76,7 +78,9 @@ def test_the_name_of_a_limit_stays_within_the_chart(at):
 
 def test_names_are_text():
     hostile = "<script>\"'&"
-    svg = chart(hostile, hostile, hostile, [Line(name=hostile, points=[(1, 1)])] * 2, marks=[Mark(at=1, name=hostile)])
+    svg = chart(
+        hostile, hostile, hostile, [ChartLine(name=hostile, points=[(1, 1)])] * 2, marks=[LimitMark(at=1, name=hostile)]
+    )
 
     assert "<script" not in svg
     assert svg.count("&lt;script&gt;") > 6

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from fleet.sim.compare import compare, means
-from fleet.sim.intervals import interval
+from fleet.sim.intervals import confidence_interval
 from fleet.sim.results import RunOutcome
 from tests.simulated_worlds import a_plan, a_run
 
@@ -26,13 +26,13 @@ def figure(compared, name: str):
 
 def test_an_interval_is_students():
     # Two-sided 95 % of 4 degrees of freedom: 2.776 standard errors, here of the square root of 0.5.
-    known = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    known = confidence_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert known.mean == 3.0
     assert (known.low, known.high) == pytest.approx((3 - 2.776 * 0.5**0.5, 3 + 2.776 * 0.5**0.5), abs=1e-3)
 
 
 def test_of_one_value_nothing_is_known_but_itself():
-    assert (interval([4.0]).low, interval([4.0]).high) == (None, None)
+    assert (confidence_interval([4.0]).low, confidence_interval([4.0]).high) == (None, None)
 
 
 @pytest.mark.parametrize("count", [3, 10, 40])
@@ -40,7 +40,7 @@ def test_an_interval_has_the_mean_in_it_in_95_of_100_cases(count):
     chance = Random(count)
     held = sum(
         known.low <= 0 <= known.high
-        for known in (interval([chance.gauss(0, 1) for _ in range(count)]) for _ in range(2000))
+        for known in (confidence_interval([chance.gauss(0, 1) for _ in range(count)]) for _ in range(2000))
     )
     assert held / 2000 == pytest.approx(0.95, abs=0.016)
 

@@ -13,8 +13,8 @@ from fleet.roles import Phase
 from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
 from fleet.router.policies.built_in import policy
 from fleet.router.policies.price import PriceScorer
-from fleet.sim.objectives import Objective, ranked, spent
-from fleet.sim.sweep import Row
+from fleet.sim.objectives import SweepObjective, ranked, spent
+from fleet.sim.sweep import SweepRow
 from tests.model_shapes import LLAMA_8B
 from tests.scenarios import SCENARIO
 from tests.simulated_worlds import a_plan, a_pool, a_run
@@ -72,7 +72,7 @@ def test_a_request_costs_its_tokens_at_the_price_of_the_longest_name_that_fits()
 
 def a_row(scenario, attainment, cost, energy, seed=1):
     outcome = structs.replace(OUTCOME, requests=1000, attainment=attainment, cost=cost, energy_kwh=energy)
-    return Row(scenario=scenario, changes={}, seed=seed, outcome=outcome)
+    return SweepRow(scenario=scenario, changes={}, seed=seed, outcome=outcome)
 
 
 OUTCOME = a_run(a_plan(), requests=3).outcome
@@ -80,8 +80,8 @@ OUTCOME = a_run(a_plan(), requests=3).outcome
 
 def test_what_is_late_is_paid_for_by_what_is_good():
     row = a_row("a", 0.5, cost=10.0, energy=1.0)
-    assert spent(row.outcome, Objective.COST) == pytest.approx(20.0)
-    assert spent(row.outcome, Objective.ENERGY) == pytest.approx(7.2)
+    assert spent(row.outcome, SweepObjective.COST) == pytest.approx(20.0)
+    assert spent(row.outcome, SweepObjective.ENERGY) == pytest.approx(7.2)
 
 
 def test_those_that_keep_the_slo_come_first_and_seeds_are_averaged():
@@ -92,11 +92,11 @@ def test_those_that_keep_the_slo_come_first_and_seeds_are_averaged():
         a_row("good", 0.83, 4.0, 2.0, seed=2),
         a_row("nobody", 0.0, 1.0, 1.0),
     ]
-    by_cost = ranked(rows, Objective.COST, 0.9)
+    by_cost = ranked(rows, SweepObjective.COST, 0.9)
     assert [each.scenario for each in by_cost] == ["good", "dear", "cheap and late", "nobody"]
     assert [each.keeps for each in by_cost] == [True, True, False, False]
     assert (by_cost[0].seeds, by_cost[0].attainment, by_cost[3].figure) == (2, 0.91, None)
-    assert [each.scenario for each in ranked(rows, Objective.ENERGY, 0.9)][:2] == ["dear", "good"]
+    assert [each.scenario for each in ranked(rows, SweepObjective.ENERGY, 0.9)][:2] == ["dear", "good"]
 
 
 def test_the_command_ranks_a_sweep_by_what_good_requests_cost(tmp_path, capsys):

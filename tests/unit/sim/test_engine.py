@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId
-from fleet.sim.engine import SimulatedEngine
+from fleet.sim.engine import VirtualEngine
 from fleet.sim.kernel import Kernel
-from fleet.sim.work import EngineLimits, Job, Told
+from fleet.sim.work import EngineLimits, Job, StepProgress
 
 BLOCK = 16
 
@@ -20,7 +20,7 @@ class StraightLine:
         return 0.010 + 0.001 * prefill_tokens + 0.001 * decodes + 1e-5 * decode_context
 
 
-class OneByOne(SimulatedEngine):
+class OneByOne(VirtualEngine):
     """Takes every step by itself."""
 
     def _steps_together(self) -> int:
@@ -30,16 +30,16 @@ class OneByOne(SimulatedEngine):
 class Bench:
     """An engine with its time, and all that it told."""
 
-    def __init__(self, kind: type[SimulatedEngine] = SimulatedEngine, **limits: int):
+    def __init__(self, kind: type[VirtualEngine] = VirtualEngine, **limits: int):
         self.kernel = Kernel(1)
-        self.told: dict[str, list[tuple[Nanos, Told]]] = {}
+        self.told: dict[str, list[tuple[Nanos, StepProgress]]] = {}
         self.stored: set[int] = set()
         given = {"kv_blocks": 100, "block_tokens": BLOCK, "max_running": 8, "step_tokens": 64, **limits}
         self.engine = kind(self.kernel, StraightLine(), EngineLimits(**given), self._tell, self._changed)
 
-    def _tell(self, told: list[Told]) -> None:
+    def _tell(self, told: list[StepProgress]) -> None:
         for each in told:
-            self.told.setdefault(each.work_id, []).append((self.kernel.now(), each))
+            self.told.setdefault(each.attempt_id, []).append((self.kernel.now(), each))
         self.engine.check()
 
     def _changed(self, stored: list[int], removed: list[int]) -> None:
@@ -48,7 +48,7 @@ class Bench:
     def work(self, name: str, prompt: int, answer: int, at: float = 0.0, keys: tuple[int, ...] | None = None) -> None:
         """A prompt whose blocks are its own, unless `keys` says which they are."""
         chain = tuple(hash((name, index)) for index in range(prompt // BLOCK)) if keys is None else keys
-        job = Job(work_id=RequestId(name), prompt_tokens=prompt, answer_tokens=answer, keys=chain)
+        job = Job(attempt_id=RequestId(name), prompt_tokens=prompt, answer_tokens=answer, keys=chain)
         self.kernel.at(Nanos(round(at * SECOND)), lambda: self.engine.submit(job))
 
     def run(self) -> None:
@@ -137,10 +137,10 @@ def test_answers_that_outgrow_the_memory_push_out_who_came_last_and_all_end():
 def test_fetched_blocks_are_not_computed():
     bench = Bench()
     keys = tuple(range(1, 7))
-    job = Job(work_id=RequestId("one"), prompt_tokens=96, answer_tokens=3, keys=keys, fetched_tokens=95)
+    job = Job(attempt_id=RequestId("one"), prompt_tokens=96, answer_tokens=3, keys=keys, fetched_tokens=95)
     assert bench.engine.fetch(job) == 6
     assert bench.kernel.run() == 0  # nothing happens before they have come
-    bench.engine.fetched(job.work_id)
+    bench.engine.fetched(job.attempt_id)
     bench.run()
     assert bench.engine.computed_tokens == 1
     assert bench.tokens("one") == 3
@@ -151,10 +151,10 @@ def test_what_is_here_already_need_not_be_fetched():
     keys = tuple(range(1, 7))
     bench.work("before", 64, 1, keys=keys[:4])
     bench.kernel.run()
-    job = Job(work_id=RequestId("one"), prompt_tokens=96, answer_tokens=1, keys=keys, fetched_tokens=95)
+    job = Job(attempt_id=RequestId("one"), prompt_tokens=96, answer_tokens=1, keys=keys, fetched_tokens=95)
     assert bench.engine.fetch(job) == 2
-    bench.engine.cancel(job.work_id)
-    bench.engine.fetched(job.work_id)  # too late, and no harm
+    bench.engine.cancel(job.attempt_id)
+    bench.engine.fetched(job.attempt_id)  # too late, and no harm
     bench.run()
 
 
@@ -162,7 +162,7 @@ def test_a_hand_off_without_room_is_computed_here_when_there_is():
     bench = Bench(kv_blocks=8)
     bench.work("before", 96, 10)
     bench.kernel.run(until=Nanos(50 * MILLISECOND))
-    job = Job(work_id=RequestId("one"), prompt_tokens=64, answer_tokens=1, keys=(1, 2, 3, 4), fetched_tokens=63)
+    job = Job(attempt_id=RequestId("one"), prompt_tokens=64, answer_tokens=1, keys=(1, 2, 3, 4), fetched_tokens=63)
     assert bench.engine.fetch(job) is None
     bench.run()
     assert bench.engine.computed_tokens == 96 + 64
@@ -195,7 +195,7 @@ jobs = st.lists(
 @given(jobs=jobs, kv_blocks=st.integers(13, 40))
 @settings(max_examples=60, deadline=None)
 def test_a_stretch_ends_at_the_instant_at_which_its_steps_one_by_one_would(jobs, kv_blocks):
-    benches = [Bench(kind, kv_blocks=kv_blocks) for kind in (SimulatedEngine, OneByOne)]
+    benches = [Bench(kind, kv_blocks=kv_blocks) for kind in (VirtualEngine, OneByOne)]
     for bench in benches:
         for number, (at, prompt, answer, family) in enumerate(jobs):
             keys = tuple(100 * family + index for index in range(prompt // BLOCK))
@@ -213,7 +213,7 @@ def test_a_stretch_ends_at_the_instant_at_which_its_steps_one_by_one_would(jobs,
 
 def test_the_blocks_of_an_answer_are_found_by_the_next_turn_where_their_names_are_known():
     bench = Bench()
-    job = Job(work_id=RequestId("one"), prompt_tokens=40, answer_tokens=30, keys=(1, 2), answer_keys=(3, 4, 5))
+    job = Job(attempt_id=RequestId("one"), prompt_tokens=40, answer_tokens=30, keys=(1, 2), answer_keys=(3, 4, 5))
     bench.kernel.at(Nanos(0), lambda: bench.engine.submit(job))
     bench.work("next", 96, 2, at=9.0, keys=(1, 2, 3, 4, 5, 6))
     bench.run()
@@ -236,7 +236,7 @@ def test_a_slow_engine_takes_its_time_from_the_next_step_on():
 @pytest.mark.parametrize("instant", [0.0, 0.02, 0.026, 0.03, 0.5, 0.9, 1.4999, 30.0])
 def test_progress_in_a_stretch_is_that_of_steps_one_by_one(instant):
     told = []
-    for kind in (SimulatedEngine, OneByOne):
+    for kind in (VirtualEngine, OneByOne):
         bench = Bench(kind)
         bench.work("one", 16, 300)
         bench.work("two", 40, 100, at=0.3)
@@ -244,7 +244,7 @@ def test_progress_in_a_stretch_is_that_of_steps_one_by_one(instant):
         at = Nanos(round(instant * SECOND) + 1)
 
         def look(bench=bench, seen=seen) -> None:
-            new = {told.work_id: told.tokens for told in bench.engine.progress()}
+            new = {told.attempt_id: told.tokens for told in bench.engine.progress()}
             seen.append({name: bench.tokens(name) + new.get(name, 0) for name in bench.told})
 
         bench.kernel.at(at, look)

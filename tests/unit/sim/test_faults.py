@@ -11,8 +11,8 @@ from fleet.roles import Phase, Role
 from fleet.router.messages import CacheAssumed, Dispatch, WorkerDraining, WorkerJoined, WorkerLeft, WorkerStepped
 from fleet.sim.faults import Fault, NetworkCut, NodeLost, RoleFlip, WorkerLost, WorkerSlow
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended
-from fleet.sim.run import Plan
+from fleet.sim.results import EndedRequest
+from fleet.sim.run import RunPlan
 from fleet.sim.world import World
 from kvstore.replay import Request
 from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
@@ -24,12 +24,12 @@ AT = Nanos(3 * SECOND)
 class Watched:
     """A run with all that its router heard and said."""
 
-    def __init__(self, plan: Plan, requests: int = 200, prompt: int = 300, output: int = 40):
+    def __init__(self, plan: RunPlan, requests: int = 200, prompt: int = 300, output: int = 40):
         self.heard: list[tuple[float, object]] = []
         self.sent: list[tuple[float, Dispatch]] = []
         self.kernel = Kernel(plan.seed)
         self.world: World
-        self.ended: list[Ended]
+        self.ended: list[EndedRequest]
         self.world, self.ended = a_world(self.kernel, plan, self._record)
         for fault in plan.faults:
             self.world.fail(fault)
@@ -190,7 +190,7 @@ def test_an_idle_worker_changes_its_role_at_once():
     assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(3.0012, abs=1e-4)  # six messages
 
 
-def slow_links(*faults: Fault) -> Plan:
+def slow_links(*faults: Fault) -> RunPlan:
     """A prefill and two decode workers, between which a prompt's blocks take 50 ms."""
     pools = [structs.replace(pool, bandwidth=6e6) for pool in (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2))]
     return a_plan(*pools, faults=faults, remote_prefill_min_tokens=100)

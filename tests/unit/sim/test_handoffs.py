@@ -5,8 +5,8 @@ import pytest
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.roles import KvPath
-from fleet.sim.engine import SimulatedEngine
-from fleet.sim.handoffs import LEASE, End, Handoffs, params
+from fleet.sim.engine import VirtualEngine
+from fleet.sim.handoffs import LEASE, Handoffs, TransferEndpoint, params
 from fleet.sim.kernel import Kernel
 from fleet.sim.network import Network
 from fleet.sim.work import EngineLimits, Job
@@ -33,31 +33,31 @@ class Pair:
         self.decode = self._engine(DECODE, decode_blocks)
         self.ended: dict[str, Nanos] = {}
 
-    def _engine(self, worker: WorkerId, blocks: int) -> SimulatedEngine:
+    def _engine(self, worker: WorkerId, blocks: int) -> VirtualEngine:
         supply = Supply(self.handoffs)
         limits = EngineLimits(kv_blocks=blocks, block_tokens=BLOCK, max_running=8, step_tokens=512)
 
         def tell(told):
             for each in told:
                 if each.ended:
-                    self.ended[each.work_id] = self.kernel.now()
-                    if self.prefill.keeps(each.work_id):
-                        self.handoffs.computed(PREFILL, each.work_id)
+                    self.ended[each.attempt_id] = self.kernel.now()
+                    if self.prefill.keeps(each.attempt_id):
+                        self.handoffs.computed(PREFILL, each.attempt_id)
 
-        engine = SimulatedEngine(self.kernel, Times(), limits, tell, lambda *_: None, supply)
+        engine = VirtualEngine(self.kernel, Times(), limits, tell, lambda *_: None, supply)
         self.network.join(worker, 100.0 * BLOCK)
-        self.handoffs.join(worker, End(engine=engine, bytes_per_token=1.0, latency=Nanos(0)))
+        self.handoffs.join(worker, TransferEndpoint(engine=engine, bytes_per_token=1.0, latency=Nanos(0)))
         return engine
 
     def compute(self) -> None:
         """A prompt of six blocks."""
-        job = Job(work_id=RequestId("a#1"), prompt_tokens=96, answer_tokens=1, keys=KEYS, handed_off=True)
+        job = Job(attempt_id=RequestId("a#1"), prompt_tokens=96, answer_tokens=1, keys=KEYS, handed_off=True)
         self.prefill.submit(job)
         self.kernel.run(until=Nanos(SECOND))
         assert self.prefill.kv_blocks_used == 7
 
     def take(self) -> None:
-        job = Job(work_id=RequestId("a#2"), prompt_tokens=96, answer_tokens=2, keys=KEYS, fetched_tokens=95)
+        job = Job(attempt_id=RequestId("a#2"), prompt_tokens=96, answer_tokens=2, keys=KEYS, fetched_tokens=95)
         handoff = Handoff(
             kv_path=KvPath.DIRECT,
             prefill_worker=PREFILL,
@@ -94,7 +94,7 @@ def test_blocks_are_kept_until_the_transfer_ends():
 def test_a_worker_whose_blocks_are_kept_has_no_room_for_others():
     pair = Pair(prefill_blocks=8)
     pair.compute()
-    other = Job(work_id=RequestId("b#1"), prompt_tokens=96, answer_tokens=1, keys=tuple(range(11, 17)))
+    other = Job(attempt_id=RequestId("b#1"), prompt_tokens=96, answer_tokens=1, keys=tuple(range(11, 17)))
     pair.prefill.submit(other)
     pair.kernel.run(until=Nanos(2 * SECOND))
     assert "b#1" not in pair.ended
@@ -117,9 +117,9 @@ def test_blocks_that_nobody_fetches_are_let_go_in_the_end():
 
 def test_a_decode_worker_without_room_fetches_when_there_is():
     pair = Pair(decode_blocks=8)
-    pair.decode.submit(Job(work_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
+    pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
     pair.compute()
-    pair.decode.submit(Job(work_id=RequestId("c"), prompt_tokens=32, answer_tokens=80, keys=()))
+    pair.decode.submit(Job(attempt_id=RequestId("c"), prompt_tokens=32, answer_tokens=80, keys=()))
     pair.take()
     assert pair.prefill.kv_blocks_used == 7
     pair.kernel.run()
@@ -130,9 +130,9 @@ def test_a_decode_worker_without_room_fetches_when_there_is():
 
 def test_decode_work_that_is_given_up_lets_the_blocks_go():
     pair = Pair(decode_blocks=8)
-    pair.decode.submit(Job(work_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
+    pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=32, answer_tokens=60, keys=()))
     pair.compute()
-    pair.decode.submit(Job(work_id=RequestId("c"), prompt_tokens=32, answer_tokens=80, keys=()))
+    pair.decode.submit(Job(attempt_id=RequestId("c"), prompt_tokens=32, answer_tokens=80, keys=()))
     pair.take()
     pair.decode.cancel(RequestId("a#2"))
     pair.handoffs.cancel(RequestId("a#2"))
@@ -142,7 +142,7 @@ def test_decode_work_that_is_given_up_lets_the_blocks_go():
 
 def test_what_a_decode_worker_has_already_is_not_fetched():
     pair = Pair()
-    pair.decode.submit(Job(work_id=RequestId("b"), prompt_tokens=96, answer_tokens=1, keys=KEYS))
+    pair.decode.submit(Job(attempt_id=RequestId("b"), prompt_tokens=96, answer_tokens=1, keys=KEYS))
     pair.compute()
     pair.take()
     assert pair.prefill.kv_blocks_used == 0

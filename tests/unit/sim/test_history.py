@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from fleet.clock import MILLISECOND, SECOND
 from fleet.sim.history import BINS, History
-from fleet.sim.results import Ended, Slo
+from fleet.sim.results import EndedRequest, Slo
 
 
 def ended(at, ttft_ms=100, **changes):
@@ -19,7 +19,7 @@ def ended(at, ttft_ms=100, **changes):
         "first_token": first,
         "end": first + 10 * 20 * MILLISECOND,
     }
-    return Ended(**(fields | changes))
+    return EndedRequest(**(fields | changes))
 
 
 def test_requests_count_where_they_arrived_whenever_they_end():

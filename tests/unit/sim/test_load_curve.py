@@ -14,8 +14,8 @@ from fleet.sim.history import History
 from fleet.sim.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve, tries
 from fleet.sim.planning import run_scenario
 from fleet.sim.results import Slo
-from fleet.sim.scenario import PoolSection, Scenario
-from fleet.sim.workloads import Drawn
+from fleet.sim.scenario import Scenario, SimulatedPoolSection
+from fleet.sim.workloads import DrawnWorkload
 from tests.model_shapes import LLAMA_70B
 
 
@@ -24,8 +24,8 @@ def scenario(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     return Scenario(
         model="config.json",
-        pools=(PoolSection(gpu="h100", gpus=4, tp=4),),
-        workload=Drawn(requests=60, rate=1.0, prompt_tokens=2000, output_tokens=20),
+        pools=(SimulatedPoolSection(gpu="h100", gpus=4, tp=4),),
+        workload=DrawnWorkload(requests=60, rate=1.0, prompt_tokens=2000, output_tokens=20),
         slo=Slo(ttft_ms=800, tpot_ms=100),
     )
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fleet.clock import SECOND, Nanos
 from fleet.ids import WorkerId
 from fleet.sim.kernel import Kernel
-from fleet.sim.network import Lane, Network
+from fleet.sim.network import LinkName, Network
 
 A, B, C, D = (WorkerId(name) for name in "abcd")
 NO_LATENCY = Nanos(0)
@@ -93,7 +93,7 @@ def test_who_waits_for_what_is_lost_is_told(kernel, network):
 
 
 def test_a_transfer_over_several_lanes_has_the_smallest_of_its_shares(kernel, network):
-    disk, bus = Lane("disk"), Lane("bus")
+    disk, bus = LinkName("disk"), LinkName("bus")
     network.open(disk, 50.0)
     network.open(bus, 100.0)
     came = Arrivals()
@@ -102,7 +102,7 @@ def test_a_transfer_over_several_lanes_has_the_smallest_of_its_shares(kernel, ne
     network.carry((bus,), 100.0, NO_LATENCY, came.note(kernel, "from memory"))
     kernel.run()
     assert came == {"from disk": pytest.approx(2.0), "from memory": pytest.approx(2.0)}
-    assert network.seconds((Lane("closed"),), 1.0, NO_LATENCY) is None
+    assert network.seconds((LinkName("closed"),), 1.0, NO_LATENCY) is None
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=20))
@@ -111,10 +111,10 @@ def test_a_busy_lane_carries_as_much_as_it_can_and_no_more(sizes):
     """Whoever shares it: all bytes over a lane that never idles take what they would take one after the other."""
     kernel, came = Kernel(1), Arrivals()
     network = Network(kernel)
-    lane = Lane("lane")
-    network.open(lane, 1e9)
+    link = LinkName("lane")
+    network.open(link, 1e9)
     for number, size in enumerate(sizes):
-        network.carry((lane,), size, NO_LATENCY, came.note(kernel, str(number)))
+        network.carry((link,), size, NO_LATENCY, came.note(kernel, str(number)))
     kernel.run()
     assert max(came.values()) == pytest.approx(sum(sizes) / 1e9, rel=1e-6, abs=1e-7)
     ends = sorted(came, key=lambda name: came[name])

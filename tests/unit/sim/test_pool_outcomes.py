@@ -6,14 +6,14 @@ import pytest
 from msgspec import structs
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.hardware.power import load
+from fleet.hardware.power import power_share
 from fleet.roles import Role
 from fleet.router.settings import RouterSettings
 from fleet.sim.pools import PoolProfile
 from fleet.sim.results import Slo
-from fleet.sim.run import Plan, simulate
+from fleet.sim.run import RunPlan, simulate
 from fleet.sim.work import EngineLimits
-from fleet.sim.workloads import Drawn, requests_of
+from fleet.sim.workloads import DrawnWorkload, requests_of
 
 BLOCK = 16
 
@@ -46,7 +46,7 @@ def a_pool(role=Role.BOTH, **changes):
 
 
 def a_run(*pools, requests=1, told=None, **router):
-    plan = Plan(
+    plan = RunPlan(
         pools=pools,
         router=RouterSettings(**router),
         slo=Slo(),
@@ -54,7 +54,9 @@ def a_run(*pools, requests=1, told=None, **router):
         message_delay=Nanos(0),
         seed=1,
     )
-    drawn = Drawn(requests=requests, rate=0.001, arrivals="even", prompt_tokens=100, output_tokens=5, spread=0.0)
+    drawn = DrawnWorkload(
+        requests=requests, rate=0.001, arrivals="even", prompt_tokens=100, output_tokens=5, spread=0.0
+    )
     return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), told=told)
 
 
@@ -63,7 +65,7 @@ def test_energy_is_the_sum_of_what_was_drawn_in_each_step_and_between():
     run = a_run(a_pool())
     [pool] = run.outcome.pools
     there = run.outcome.simulated_seconds
-    at_work = load(100) + 4 * load(1)
+    at_work = power_share(100) + 4 * power_share(1)
 
     joules = 2 * (100.0 * there + 400.0 * at_work)
 

@@ -16,8 +16,8 @@ from fleet.errors import ConfigurationRefused
 from fleet.router.expectations import PredictionKind, WorkerProfile
 from fleet.router.observed import ObservedMachine
 from fleet.sim.agreement import serve
-from fleet.sim.replay import Replay
-from fleet.sim.shell import keys_spelled
+from fleet.sim.replay import RecordingReplay
+from fleet.sim.shell import keys_from_tokens
 from tests.model_shapes import LLAMA_8B
 from tests.scenarios import SCENARIO
 from tests.simulated_worlds import StraightLine
@@ -33,7 +33,7 @@ def lines(tmp_path_factory):
     head = RecordingHead(
         recording=FORMAT, fleet="0", began=Nanos(-(10**10)), began_unix=1, seed=PLAN.seed, settings=PLAN.router
     )
-    with FlightRecorder(path, 1 << 24, head, keys_spelled) as recorder:
+    with FlightRecorder(path, 1 << 24, head, keys_from_tokens) as recorder:
         machine = ObservedMachine(PLAN.router, Random(PLAN.seed), None, recorder.hash, observer=recorder)
         ended = serve(PLAN, requests(30), machine)
     assert len(ended) == 30
@@ -47,7 +47,7 @@ def replay(tmp_path):
     def replayed(lines):
         path = tmp_path / "flight"
         path.write_bytes(b"".join(lines))
-        return Replay(path).run()
+        return RecordingReplay(path).run()
 
     return replayed
 
@@ -77,7 +77,7 @@ def test_a_recording_replays_to_the_same_commands(lines, replay):
 def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(lines, tmp_path):
     path = tmp_path / "flight"
     path.write_bytes(b"".join(lines))
-    replayed = Replay(path, lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512)).run()
+    replayed = RecordingReplay(path, lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512)).run()
     told = {(each.worker_id, each.kind): each for each in replayed.expected}
     assert told["prefill-0", PredictionKind.TTFT].predictions > 5
     assert told["prefill-0", PredictionKind.TTFT].error < 0.3

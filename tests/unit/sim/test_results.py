@@ -6,13 +6,13 @@ import pytest
 from msgspec import structs
 
 from fleet.clock import MILLISECOND, Nanos
-from fleet.sim.results import RESOLUTION, Ended, Quantiles, Slo, Tally
+from fleet.sim.results import RESOLUTION, EndedRequest, Quantiles, RequestSums, Slo
 
 
-def ended(ttft_ms: float, tpot_ms: float, tokens: int = 11) -> Ended:
+def ended(ttft_ms: float, tpot_ms: float, tokens: int = 11) -> EndedRequest:
     first = Nanos(round(ttft_ms * MILLISECOND))
     end = Nanos(first + round(tpot_ms * (tokens - 1) * MILLISECOND))
-    return Ended(
+    return EndedRequest(
         request_id="1",
         arrival=Nanos(0),
         prompt_tokens=100,
@@ -47,7 +47,7 @@ def test_nothing_has_no_quantile():
 
 
 def test_good_is_what_keeps_both_promises():
-    tally = Tally(Slo(ttft_ms=100.0, tpot_ms=20.0))
+    tally = RequestSums(Slo(ttft_ms=100.0, tpot_ms=20.0))
     for each in (ended(100, 20), ended(101, 20), ended(100, 20.1), ended(1, 1)):
         tally.add(each)
     assert tally.good == 2
@@ -56,8 +56,8 @@ def test_good_is_what_keeps_both_promises():
 
 
 def test_a_refused_request_is_not_good():
-    tally = Tally(Slo())
-    refusal = Ended(
+    tally = RequestSums(Slo())
+    refusal = EndedRequest(
         request_id="1",
         arrival=Nanos(0),
         prompt_tokens=100,
@@ -75,7 +75,7 @@ def test_a_refused_request_is_not_good():
 
 
 def test_hits_are_told_by_the_tier_that_had_them():
-    tally = Tally(Slo())
+    tally = RequestSums(Slo())
     tally.add(ended(1, 1))
     tally.add(structs.replace(ended(1, 1), tier_tokens={"cpu": 15, "ssd": 5}))
     assert tally.hit_rate_by_tier == {"gpu": 0.15, "cpu": 0.075, "ssd": 0.025}

@@ -8,7 +8,7 @@ import pytest
 from fleet.adapters.traces import read_trace
 from fleet.errors import ConfigurationRefused
 from fleet.sim.results import Slo
-from fleet.sim.rows import GROUP, row_of, row_writer
+from fleet.sim.rows import GROUP, request_row, row_writer
 from fleet.sim.run import simulate
 from kvstore.replay import Request
 from tests.simulated_worlds import BLOCK, a_plan
@@ -18,14 +18,14 @@ SLO = Slo(ttft_ms=100.0, tpot_ms=20.0)
 
 
 def test_a_row_says_what_became_of_a_request():
-    row = row_of(ended(80, 10), SLO, None)
+    row = request_row(ended(80, 10), SLO, None)
     assert (row.ttft_ms, row.tpot_ms, row.e2e_ms, row.good) == (80.0, 10.0, 180.0, True)
-    assert not row_of(ended(80, 21), SLO, None).good
+    assert not request_row(ended(80, 21), SLO, None).good
 
 
 def test_a_slo_of_the_whole_answer_counts():
-    assert row_of(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=180.0), None).good
-    assert not row_of(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=179.0), None).good
+    assert request_row(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=180.0), None).good
+    assert not request_row(ended(80, 10), Slo(ttft_ms=100.0, tpot_ms=20.0, e2e_ms=179.0), None).good
 
 
 def test_what_was_written_is_a_trace_that_comes_to_the_same(tmp_path):
@@ -55,7 +55,7 @@ def test_without_blocks_nothing_is_said_of_them(tmp_path):
 def test_parquet_has_the_same_rows(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed: the extra parquet")
     file = tmp_path / "rows.parquet"
-    written = [row_of(ended(80 + number, 10), SLO, 512) for number in range(3)]
+    written = [request_row(ended(80 + number, 10), SLO, 512) for number in range(3)]
     with row_writer(file, file.name, SLO, 512) as write:
         for number in range(3):
             write(ended(80 + number, 10))

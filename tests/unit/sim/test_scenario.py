@@ -11,7 +11,7 @@ from fleet.ids import StoreId, WorkerId
 from fleet.roles import Role
 from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.planning import plan, run_scenario
-from fleet.sim.run import Plan
+from fleet.sim.run import RunPlan
 from fleet.sim.scenario import read_scenario
 
 MODEL = Path(__file__).parents[3] / "loadtests" / "studies" / "models" / "llama-3.1-70b.json"
@@ -25,7 +25,7 @@ def scenario(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def planned(tmp_path: Path, text: str) -> Plan:
+def planned(tmp_path: Path, text: str) -> RunPlan:
     return plan(read_scenario(scenario(tmp_path, text)), tmp_path)
 
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known import by_repository, known
-from fleet.hardware.open_loop import Request
-from fleet.hardware.sizing import Demand, Goals, Sizing, Supply, size
+from fleet.hardware.known import known, model_by_repository
+from fleet.hardware.open_loop import RequestShape
+from fleet.hardware.sizing import Demand, GpuSupply, LatencyGoals, Sizing, size
 from fleet.sim.planning import run_scenario
 from fleet.sim.scenario import Scenario
 
@@ -31,10 +31,10 @@ def test_what_is_proposed_keeps_its_goals_when_it_is_simulated(
     tmp_path, model, on, prompt, answer, ttft_ms, tpot_ms, rate, clients
 ):
     repository, name = model
-    sized = by_repository(repository)
-    demand = Demand(request=Request(prompt_tokens=prompt, answer_tokens=answer), rate=rate, clients=clients)
-    goals = Goals(ttft=ttft_ms / 1000, tpot=tpot_ms / 1000, percentile=0.9)
-    got = size(sized, demand, goals, Supply(gpu=gpu(on), gpus=256, per_node=8))
+    sized = model_by_repository(repository)
+    demand = Demand(request=RequestShape(prompt_tokens=prompt, answer_tokens=answer), rate=rate, clients=clients)
+    goals = LatencyGoals(ttft=ttft_ms / 1000, tpot=tpot_ms / 1000, percentile=0.9)
+    got = size(sized, demand, goals, GpuSupply(gpu=gpu(on), gpus=256, per_node=8))
     assert isinstance(got, Sizing)
     config = dict(known()[name].config)
     if model is FP8:

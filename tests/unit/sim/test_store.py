@@ -11,8 +11,8 @@ from fleet.roles import Phase, Role
 from fleet.router.messages import Arrived, Dispatch, StoreChanged
 from fleet.sim.faults import NodeLost, RoleFlip, StoreLost
 from fleet.sim.kernel import Kernel
-from fleet.sim.network import Lane, Network
-from fleet.sim.store import Borrower, Changed, NodeStore, StoreProfile, Tier, TierProfile
+from fleet.sim.network import LinkName, Network
+from fleet.sim.store import AttachedWorker, NodeStore, SimulatedTier, StoreProfile, TierChange, TierProfile
 from kvstore.eviction.policies import policy as named
 from kvstore.messages import POOL_TIER
 from kvstore.replay import Request, replay
@@ -36,26 +36,28 @@ class Node:
     def __init__(self, *tiers: TierProfile, **profile: float):
         self.kernel = Kernel(1)
         network = Network(self.kernel)
-        self.told: list[tuple[str, Changed]] = []
+        self.told: list[tuple[str, TierChange]] = []
         made = a_store(*tiers, **profile)
         self.store = NodeStore(self.kernel, network, NODE, made, {}, lambda _, tier, changed: self._tell(tier, changed))
-        self.borrower = Borrower(times=StraightLine(), load_lane=Lane("load"), save_lane=Lane("save"))
-        network.open(self.borrower.load_lane, 1e7)
-        network.open(self.borrower.save_lane, 1e7)
+        self.attached_worker = AttachedWorker(
+            times=StraightLine(), load_link=LinkName("load"), save_link=LinkName("save")
+        )
+        network.open(self.attached_worker.load_link, 1e7)
+        network.open(self.attached_worker.save_link, 1e7)
         self.came: list[object] = []
 
-    def _tell(self, tier: Tier, changed: Changed) -> None:
+    def _tell(self, tier: SimulatedTier, changed: TierChange) -> None:
         self.told.append((tier.profile.name, changed))
 
     def save(self, *keys: int) -> None:
-        self.store.save(self.borrower, keys)
+        self.store.save(self.attached_worker, keys)
         self.kernel.run()
 
     def load(self, *keys: int, here: int = 0) -> int:
         """Load and wait; returns blocks that were offered."""
-        offered = self.store.offer(self.borrower, keys, here) - here
+        offered = self.store.offer(self.attached_worker, keys, here) - here
         if offered:
-            self.store.load(self.borrower, keys, here, self.came.append)
+            self.store.load(self.attached_worker, keys, here, self.came.append)
             self.kernel.run()
             self.store.check()
         return offered
@@ -69,7 +71,7 @@ class Node:
 def test_a_tier_hits_and_evicts_as_the_store_s_own_policies_do(policy):
     chains = [tuple(10 * (number % 7 * number % 5) + index for index in range(1 + number % 6)) for number in range(80)]
     requests = [Request(Nanos(number * 10 * SECOND), len(chain) * BLOCK, chain) for number, chain in enumerate(chains)]
-    tier = Tier(TierProfile(name="ssd", blocks=20, policy=policy))
+    tier = SimulatedTier(TierProfile(name="ssd", blocks=20, policy=policy))
     hits = written = 0
     for request in requests:
         held = 0
@@ -87,19 +89,19 @@ def test_a_tier_hits_and_evicts_as_the_store_s_own_policies_do(policy):
 
 def test_what_an_engine_has_computed_is_in_the_pool_when_it_has_been_copied():
     node = Node()
-    node.store.save(node.borrower, (1, 2, 3, 4, 5))
+    node.store.save(node.attached_worker, (1, 2, 3, 4, 5))
     node.kernel.run(until=Nanos(SECOND // 250))
     assert node.pool == []
     node.kernel.run()
     assert node.kernel.now() == pytest.approx(SECOND / 200, rel=1e-6)
     assert node.pool == [1, 2, 3, 4, 5]
-    assert node.told == [(POOL_TIER, Changed(POOL_TIER, [1, 2, 3, 4, 5], []))]
+    assert node.told == [(POOL_TIER, TierChange(POOL_TIER, [1, 2, 3, 4, 5], []))]
 
 
 def test_what_is_there_or_on_its_way_is_not_copied_again():
     node = Node()
-    node.store.save(node.borrower, (1, 2))
-    node.store.save(node.borrower, (1, 2, 3))
+    node.store.save(node.attached_worker, (1, 2))
+    node.store.save(node.attached_worker, (1, 2, 3))
     node.kernel.run()
     node.save(1, 2, 3)
     assert [list(changed.stored) for _, changed in node.told] == [[3], [1, 2]]
@@ -153,7 +155,7 @@ def test_a_slow_tier_is_written_what_was_seen_before():
 def test_blocks_that_are_loaded_stay_until_they_have_come():
     node = Node(TierProfile(name=POOL_TIER, blocks=2))
     node.save(1, 2)
-    node.store.load(node.borrower, (1, 2), 0, node.came.append)
+    node.store.load(node.attached_worker, (1, 2), 0, node.came.append)
     node.save(3)  # has come when the load is half done
     assert node.pool == [1, 2]  # and there was no room
     assert node.came == [{POOL_TIER: 2 * BLOCK}]
@@ -165,8 +167,8 @@ def test_blocks_that_are_loaded_stay_until_they_have_come():
 def test_a_lost_store_loses_what_is_on_its_way_and_returns_with_its_disk():
     node = Node(POOL, a_tier(), block_bytes=1e3)
     node.save(1, 2)
-    node.store.save(node.borrower, (3,))
-    node.store.load(node.borrower, (1, 2), 0, node.came.append)
+    node.store.save(node.attached_worker, (3,))
+    node.store.load(node.attached_worker, (1, 2), 0, node.came.append)
     saved: list[str] = []
     node.store.when_saved((3,), partial(saved.append, "over"))
     node.kernel.run(until=Nanos(node.kernel.now() + 1000))
@@ -176,7 +178,7 @@ def test_a_lost_store_loses_what_is_on_its_way_and_returns_with_its_disk():
     assert saved == ["over"]
     assert node.load(1, 2) == 0
     node.store.come()
-    assert node.told[-2:] == [(POOL_TIER, Changed(POOL_TIER, reset=True)), ("ssd", Changed("ssd", stored=[1, 2]))]
+    assert node.told[-2:] == [(POOL_TIER, TierChange(POOL_TIER, reset=True)), ("ssd", TierChange("ssd", stored=[1, 2]))]
     assert node.load(1, 2) == 2
     assert node.came[-1] == {"ssd": 2 * BLOCK}
 

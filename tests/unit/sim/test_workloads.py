@@ -9,14 +9,14 @@ import pytest
 
 from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
-from fleet.sim.workloads import Drawn, Recorded, number_of, requests_of, sessions_of
+from fleet.sim.workloads import DrawnWorkload, RecordedWorkload, request_count, requests_of, sessions_of
 from tests.traces import AGENTIC, CONVERSATION, agentic, conversation
 
 DATA = CONVERSATION.parent
 
 
-def recorded(**fields) -> Recorded:
-    return msgspec.convert({"kind": "trace", "file": CONVERSATION.name, **fields}, Recorded)
+def recorded(**fields) -> RecordedWorkload:
+    return msgspec.convert({"kind": "trace", "file": CONVERSATION.name, **fields}, RecordedWorkload)
 
 
 def requests(workload, seed: int = 1, block_tokens: int = 512):
@@ -24,7 +24,7 @@ def requests(workload, seed: int = 1, block_tokens: int = 512):
 
 
 def drawn(**fields):
-    return requests(Drawn(**{"requests": 4000, "rate": 2.0, **fields}))
+    return requests(DrawnWorkload(**{"requests": 4000, "rate": 2.0, **fields}))
 
 
 def arrivals(of) -> list[float]:
@@ -70,10 +70,10 @@ def test_a_window_is_counted_from_its_begin():
 
 def test_a_trace_of_what_is_left_has_so_many_requests():
     assert len(requests(recorded(requests=10, from_seconds=60))) == 10
-    assert number_of(recorded(part=[0, 0.5]), DATA, seed=1) == 750
-    assert number_of(recorded(requests=10), DATA, seed=1) == 10
-    assert number_of(recorded(file=AGENTIC.name), DATA, seed=1) is None
-    assert number_of(Drawn(requests=7), DATA, seed=1) == 7
+    assert request_count(recorded(part=[0, 0.5]), DATA, seed=1) == 750
+    assert request_count(recorded(requests=10), DATA, seed=1) == 10
+    assert request_count(recorded(file=AGENTIC.name), DATA, seed=1) is None
+    assert request_count(DrawnWorkload(requests=7), DATA, seed=1) == 7
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_trace_of_what_is_left_has_so_many_requests():
     ],
 )
 def test_a_cut_that_cannot_be_is_refused_by_its_field(fields, said):
-    kind = Drawn if fields.get("kind") == "drawn" else Recorded
-    told = fields if kind is Drawn else {"file": "x", **fields}
+    kind = DrawnWorkload if fields.get("kind") == "drawn" else RecordedWorkload
+    told = fields if kind is DrawnWorkload else {"file": "x", **fields}
     with pytest.raises(msgspec.ValidationError, match=said):
         msgspec.convert(told, kind)
 
@@ -116,7 +116,7 @@ def test_sessions_of_a_trace_that_knows_none_are_refused():
 
 def test_conversations_need_clients_that_wait():
     with pytest.raises(ConfigurationRefused, match=r"workload\.turns: .*clients\.kind"):
-        requests(Drawn(turns=3))
+        requests(DrawnWorkload(turns=3))
 
 
 def test_sessions_are_cut_to_so_many_requests():
@@ -146,7 +146,7 @@ def test_bursts_have_the_rate_that_they_are_told_to_have():
 
 
 def test_a_turn_goes_on_where_the_one_before_ended():
-    workload = Drawn(
+    workload = DrawnWorkload(
         requests=200, turns=8, rate=4.0, prompt_tokens=300, prefixes=2, prefix_tokens=64, think_seconds=5.0
     )
     sessions = list(sessions_of(workload, DATA, block_tokens=16, seed=1))
@@ -173,4 +173,4 @@ def test_a_turn_goes_on_where_the_one_before_ended():
 def test_a_wrong_row_of_a_trace_that_is_sorted_is_refused_as_a_configuration(tmp_path):
     (tmp_path / "rows").write_text('{"arrival":0,"prompt_tokens":9}\n{"arrival":0}\n')
     with pytest.raises(ConfigurationRefused, match="rows:2: Object missing required field `prompt_tokens`"):
-        requests_of(Recorded(file="rows"), tmp_path, block_tokens=512, seed=1)
+        requests_of(RecordedWorkload(file="rows"), tmp_path, block_tokens=512, seed=1)

@@ -14,14 +14,14 @@ from fleet.roles import Phase, Role
 from fleet.router.messages import Dispatch
 from fleet.sim.faults import WorkerLost
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import Ended
+from fleet.sim.results import EndedRequest
 from fleet.sim.run import simulate
 from kvstore.replay import Request
 from tests.simulated_worlds import a_plan, a_pool, a_run, a_world
 
 
 def test_every_request_ends_with_all_its_tokens():
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     outcome = a_run(a_plan(), ended).outcome
     assert outcome.requests == len(ended) == 200
     assert not outcome.refused
@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_digest_and_another_seed_another():
 
 def test_a_prefill_pool_takes_long_prompts_and_their_blocks_move():
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1), remote_prefill_min_tokens=250)
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     outcome = a_run(plan, ended).outcome
     assert not outcome.refused
     assert 50 < outcome.disaggregated < 200
@@ -51,11 +51,11 @@ def test_a_shared_prefix_is_computed_once_a_worker_at_most():
 
 
 def test_nobody_loses_a_token_when_a_worker_dies():
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("both-0"), down=Nanos(SECOND))
     plan = a_plan(faults=(fault,))
     outcome = a_run(plan, ended).outcome
-    undisturbed: list[Ended] = []
+    undisturbed: list[EndedRequest] = []
     a_run(a_plan(), undisturbed)
     assert not outcome.refused
     tokens = {each.request_id: each.output_tokens for each in undisturbed}
@@ -139,7 +139,7 @@ def test_sessions_and_recorded_lengths_reach_the_router():
         Request(Nanos(0), 128, chain, 4, 7),
         Request(Nanos(SECOND), 128, chain, 4, 7),
     ]
-    ended: list[Ended] = []
+    ended: list[EndedRequest] = []
     simulate(a_plan(), iter(requests), told=ended.append)
     assert [each.cached_tokens for each in ended] == [0, 112]
     assert [each.output_tokens for each in ended] == [4, 4]

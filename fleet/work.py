@@ -17,7 +17,7 @@ class LoraAdapter(Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """What `kvstore.block.salt_of_adapter` takes."""
+        """What `kvstore.block.adapter_salt` takes."""
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
@@ -75,7 +75,7 @@ class Start(Struct, frozen=True, kw_only=True):
     phase: Phase
     tokens: TokenBytes
     sampling: Sampling
-    salt: bytes = b""  # 0 or 32 bytes, see kvstore.block.salt_for
+    salt: bytes = b""  # 0 or 32 bytes, see kvstore.block.tenant_salt
     handoff: Handoff | None = None  # for Phase.DECODE
     kv_path: KvPath | None = None  # for Phase.PREFILL: the way the decode side will fetch the blocks
     priority: int = 0

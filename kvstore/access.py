@@ -18,19 +18,25 @@ import grpc
 from msgspec import Struct
 
 from kvstore.addresses import is_local
-from kvstore.call_proofs import Calendar, ProofAsker, ProvenAioCalls, ProvenCalls, ProvenStreams
+from kvstore.call_proofs import (
+    Calendar,
+    ProofAioUnaryInterceptor,
+    ProofServerInterceptor,
+    ProofStreamInterceptor,
+    ProofUnaryInterceptor,
+)
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials, StoreNotStarted
 from kvstore.monotonic import unix_seconds
 from kvstore.tls_diagnosis import TIMEOUT_SECONDS, diagnose_address
-from kvstore.transports.authentication import SECRET_BYTES, Key, Purpose
+from kvstore.transports.authentication import SECRET_BYTES, AuthenticationKey, Purpose
 
 PLAIN_TIMEOUT_SECONDS = 0.2
 
 Options = Sequence[tuple[str, Any]]
 
 
-class Access(Struct, frozen=True, kw_only=True):
+class LoadedCredentials(Struct, frozen=True, kw_only=True):
     """`Credentials`, read."""
 
     secret: bytes = b""
@@ -47,14 +53,14 @@ class Access(Struct, frozen=True, kw_only=True):
         return "Access(…)"  # secrets are not for logs
 
     @property
-    def data_key(self) -> Key | None:
+    def data_key(self) -> AuthenticationKey | None:
         """What both ends of the data plane prove; None: nothing."""
-        return Key(self.secret, Purpose.DATA) if self.secret else None
+        return AuthenticationKey(self.secret, Purpose.DATA) if self.secret else None
 
     @property
-    def control_key(self) -> Key | None:
+    def control_key(self) -> AuthenticationKey | None:
         """What both ends of a call over TCP prove; None: nothing, or TLS does."""
-        return Key(self.secret, self.purpose) if self.secret and not self._certified else None
+        return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 
     @property
     def _certified(self) -> bool:
@@ -95,7 +101,7 @@ class Access(Struct, frozen=True, kw_only=True):
 
     def interceptors(self, now: Calendar = unix_seconds) -> list[grpc.aio.ServerInterceptor]:
         """What a server needs to ask for proofs, and to give its own."""
-        return [ProofAsker(self.control_key, now)] if self.control_key else []
+        return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
         """To a node, for synchronous calls."""
@@ -106,13 +112,13 @@ class Access(Struct, frozen=True, kw_only=True):
         else:
             channel = grpc.insecure_channel(address, options=options)
         key = self.control_key
-        return grpc.intercept_channel(channel, ProvenCalls(key, now)) if key else channel
+        return grpc.intercept_channel(channel, ProofUnaryInterceptor(key, now)) if key else channel
 
     def aio_channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.aio.Channel:
         """To a node, for calls on an event loop."""
         key = None if address.startswith("unix:") else self.control_key
         interceptors: list[grpc.aio.ClientInterceptor] = (
-            [ProvenStreams(key, now), ProvenAioCalls(key, now)] if key else []
+            [ProofStreamInterceptor(key, now), ProofAioUnaryInterceptor(key, now)] if key else []
         )
         if address.startswith("unix:") or not self.authority:
             return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
@@ -130,11 +136,11 @@ class Access(Struct, frozen=True, kw_only=True):
         return grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)
 
 
-OPEN = Access()
+OPEN = LoadedCredentials()
 """Neither secret nor certificate."""
 
 
-def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> Access:
+def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> LoadedCredentials:
     """Read the files; `purpose` is that of the proofs on calls.
 
     Raises:
@@ -145,7 +151,7 @@ def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> Access
         raise BadCredentials(
             f"credentials.secret_file: {credentials.secret_file} holds {len(secret)} bytes: a secret has {SECRET_BYTES} or more"
         )
-    return Access(
+    return LoadedCredentials(
         secret=secret,
         certificate=_read("certificate", credentials.certificate),
         key=_read("key", credentials.key),

@@ -26,7 +26,7 @@ REMEMBERED = 1 << 20
 LIKELY = 0.5  # probability of a use, from which on a first sighting is enough
 
 
-class Sightings(Generic[K]):
+class BlockSightings(Generic[K]):
     """When blocks were first seen, as far back as `remembered` others."""
 
     def __init__(self, remembered: int = REMEMBERED, apart: Nanos = APART):
@@ -89,12 +89,12 @@ class WriteBudget:
 
 
 class ReuseAdmission(Generic[K]):
-    """A `kvstore.lower_tiers.Admission` for tiers that wear out or are slow to write to; see the module."""
+    """A `kvstore.lower_tiers.TierAdmission` for tiers that wear out or are slow to write to; see the module."""
 
     def __init__(
         self,
         *,
-        sightings: Sightings[K] | None = None,
+        sightings: BlockSightings[K] | None = None,
         predict: Callable[[K], float] | None = None,
         likely: float = LIKELY,
         budget: WriteBudget | None = None,
@@ -108,7 +108,7 @@ class ReuseAdmission(Generic[K]):
             likely: Probability from which on a block is written at its first sighting.
             budget: None: no limit.
         """
-        self._sightings: Sightings[K] = sightings if sightings is not None else Sightings()
+        self._sightings: BlockSightings[K] = sightings if sightings is not None else BlockSightings()
         self._predict = predict
         self._likely = likely
         self._budget = budget

@@ -12,18 +12,18 @@ from kvstore.clock import Clock, Nanos
 from kvstore.codecs.registry import Codecs
 from kvstore.credentials import Credentials
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
-from kvstore.layout import Namespace
-from kvstore.lower_tiers import Admission, Everything, TierRule
+from kvstore.layout import KvNamespace
+from kvstore.lower_tiers import AdmitEverything, TierAdmission, TierRule
 from kvstore.ports import BackingTier, Codec
 from kvstore.settings import AnyTier
 from kvstore.tiers.peer.settings import PeerSettings
-from kvstore.tiers.peer.shelf import PeerShelf, open_peers
+from kvstore.tiers.peer.shelf import PeerBackend, open_peers
 from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.redis.shelf import open_redis
 from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import open_s3
-from kvstore.tiers.settings import Keep, TierSettings
+from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
@@ -43,7 +43,7 @@ class _SharedBudget(WriteBudget):
             return super().take(size_bytes, now)
 
 
-class _Opened(Struct, frozen=True, kw_only=True):
+class _OpenTier(Struct, frozen=True, kw_only=True):
     """A tier, and what is known of it here."""
 
     tier: BackingTier
@@ -54,10 +54,10 @@ class _Opened(Struct, frozen=True, kw_only=True):
     """Charge its budget of writes so many bytes; False where they are not left."""
 
 
-class Backing:
+class BackingTiers:
     """All tiers of a node, in the order in which they are asked."""
 
-    def __init__(self, opened: Sequence[_Opened]):
+    def __init__(self, opened: Sequence[_OpenTier]):
         self.tiers = [each.tier for each in opened]
         self.rules = [each.rule for each in opened]
         self._opened = opened
@@ -66,11 +66,11 @@ class Backing:
     def open(
         cls,
         settings: Sequence[AnyTier],
-        namespaces: Callable[[bytes], Namespace],
+        namespaces: Callable[[bytes], KvNamespace],
         credentials: Credentials,
         clock: Clock,
         held: ExitStack,
-    ) -> "Backing":
+    ) -> "BackingTiers":
         """Open every tier; may take seconds, for an SSD that holds much.
 
         Args:
@@ -93,10 +93,12 @@ class Backing:
             held.callback(tier.close)
             admission = _admission(each, budget)
             rule = TierRule(name=tier.name, admission=admission, finds_in_memory=tier.finds_in_memory)
-            opened.append(_Opened(tier=tier, rule=rule, codecs=codecs, settings=each, spend=_rewriting(budget, clock)))
+            opened.append(
+                _OpenTier(tier=tier, rule=rule, codecs=codecs, settings=each, spend=_rewriting(budget, clock))
+            )
         return cls(opened)
 
-    def open_namespace(self, namespace: Namespace) -> None:
+    def open_namespace(self, namespace: KvNamespace) -> None:
         """Blocks of this kind may come.
 
         Raises:
@@ -119,14 +121,14 @@ class Backing:
             index
             for kind in kinds
             for index, each in enumerate(self._opened)
-            if isinstance(each.settings, kind) and each.settings.keep is not Keep.NONE
+            if isinstance(each.settings, kind) and each.settings.keep is not KeepPolicy.NONE
         ]
         return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
 
     def depart_to(self, tier: int) -> None:
         """Blocks go to a `refuge` now. A node whose blocks go to its peers has left them from then on."""
         refuge = self.tiers[tier]
-        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerShelf):
+        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerBackend):
             refuge.shelf.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
@@ -146,7 +148,7 @@ def _within(path: str) -> Iterator[None]:
 def _open(
     settings: AnyTier,
     codecs: Callable[[bytes], Codec],
-    namespaces: Callable[[bytes], Namespace],
+    namespaces: Callable[[bytes], KvNamespace],
     budget: WriteBudget | None,
     credentials: Credentials,
     clock: Clock,
@@ -156,7 +158,7 @@ def _open(
             return SsdTier.open(settings, codecs=codecs, clock=clock, admit_rewrite=_rewriting(budget, clock))
         case PeerSettings():
 
-            def connect(address: str, namespace: Namespace, timeout_seconds: float) -> StoreClient:
+            def connect(address: str, namespace: KvNamespace, timeout_seconds: float) -> StoreClient:
                 return StoreClient.connect(
                     address, namespace, timeout_seconds=timeout_seconds, credentials=credentials, clock=clock
                 )
@@ -168,7 +170,7 @@ def _open(
             return open_s3(settings, codecs=codecs, clock=clock)
 
 
-def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], Namespace]) -> Callable[[bytes], Codec]:
+def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], KvNamespace]) -> Callable[[bytes], Codec]:
     """By digest; a namespace that is open on the node is never forgotten here."""
 
     def codec(digest: bytes) -> Codec:
@@ -180,12 +182,12 @@ def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], Namespace]) -> Calla
     return codec
 
 
-def _admission(settings: TierSettings, budget: WriteBudget | None) -> Admission | None:
-    if settings.keep is Keep.NONE or (isinstance(settings, PeerSettings) and not settings.push):
+def _admission(settings: TierSettings, budget: WriteBudget | None) -> TierAdmission | None:
+    if settings.keep is KeepPolicy.NONE or (isinstance(settings, PeerSettings) and not settings.push):
         return None
-    if settings.keep is Keep.REUSED:
+    if settings.keep is KeepPolicy.REUSED:
         return ReuseAdmission(budget=budget)
-    return Everything() if budget is None else ReuseAdmission(predict=lambda _: 1.0, budget=budget)
+    return AdmitEverything() if budget is None else ReuseAdmission(predict=lambda _: 1.0, budget=budget)
 
 
 def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:

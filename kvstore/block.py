@@ -40,7 +40,7 @@ HASH_BYTES = 16
 SALT_BYTES = 32
 _NAME = np.dtype((np.void, HASH_BYTES))
 
-ChainHash = bytes
+BlockHash = bytes
 """16 bytes that name a block and everything before it."""
 
 
@@ -60,20 +60,20 @@ _DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 
 @lru_cache(maxsize=1024)
-def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> ChainHash:
+def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> BlockHash:
     """The name before the first block."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)
 
 
 def extend(
-    parent: ChainHash,
+    parent: BlockHash,
     tokens: bytes | memoryview,
     block_tokens: int,
     *,
     algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
     extras: Mapping[int, bytes] | None = None,
-) -> list[ChainHash]:
+) -> list[BlockHash]:
     """Names of the full blocks in `tokens`, which follow the block named `parent`.
 
     Args:
@@ -104,7 +104,7 @@ def chain(
     salt: bytes = b"",
     algorithm: HashAlgorithm = HashAlgorithm.SHA256_128,
     extras: Mapping[int, bytes] | None = None,
-) -> list[ChainHash]:
+) -> list[BlockHash]:
     """Names of the full blocks of a prompt."""
     return extend(root(salt, algorithm), tokens, block_tokens, algorithm=algorithm, extras=extras)
 
@@ -114,14 +114,14 @@ def blocks_for(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
 
 
-def salt_for(secret: bytes, tenant: str) -> bytes:
+def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """The salt that keeps a tenant's blocks apart; empty for the empty tenant, which shares with all of its kind."""
     if not tenant:
         return b""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
 
 
-def salt_of_adapter(adapter: str, salt: bytes = b"") -> bytes:
+def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:
     """The salt that keeps an adapter's blocks apart from those of the model itself and of all other adapters.
 
     Args:
@@ -132,7 +132,7 @@ def salt_of_adapter(adapter: str, salt: bytes = b"") -> bytes:
     return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()
 
 
-def split(hashes: bytes) -> list[ChainHash]:
+def split(hashes: bytes) -> list[BlockHash]:
     """Names out of their concatenation.
 
     Raises:
@@ -142,4 +142,4 @@ def split(hashes: bytes) -> list[ChainHash]:
         raise ValueError(f"hashes: {len(hashes)} bytes is not a multiple of {HASH_BYTES}")
     if not hashes:
         return []
-    return cast("list[ChainHash]", np.frombuffer(hashes, _NAME).tolist())  # five times as fast as slices
+    return cast("list[BlockHash]", np.frombuffer(hashes, _NAME).tolist())  # five times as fast as slices

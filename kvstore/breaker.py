@@ -7,7 +7,7 @@ LONGEST_PAUSE = Nanos(1 * SECOND)  # of attempts that fail at once; a restarted 
 COST_FACTOR = 4  # a node that hangs may take at most a fifth of its callers' time
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed while calls succeed. Opens at a failure, for a pause that doubles, then lets one caller try."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import grpc
 
 from kvstore.call_replays import CallReplays
 from kvstore.monotonic import unix_seconds
-from kvstore.transports.authentication import CallProof, Key, OutdatedProof, nonce
+from kvstore.transports.authentication import AuthenticationKey, CallProof, OutdatedProof, nonce
 
 PROOF_KEY = "kvstore-proof"
 NODE_PROOF_KEY = "kvstore-node-proof"
@@ -36,7 +36,7 @@ Response = TypeVar("Response")
 AioContext = grpc.aio.ServicerContext[Any, Any]
 
 
-class Unproven(grpc.RpcError):
+class UnprovenAnswer(grpc.RpcError):
     """An answer whose sender did not prove the secret; looks like a refusal by the node."""
 
     def code(self) -> grpc.StatusCode:
@@ -49,10 +49,10 @@ class Unproven(grpc.RpcError):
         return ()
 
 
-class ProofAsker(grpc.aio.ServerInterceptor):
+class ProofServerInterceptor(grpc.aio.ServerInterceptor):
     """The node's end. Calls over Unix sockets are let through: their files' mode protects them."""
 
-    def __init__(self, key: Key, now: Calendar = unix_seconds):
+    def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
         self._key = key
         self._now = now
         self._replays = CallReplays()
@@ -142,10 +142,10 @@ def _is_local(context: AioContext) -> bool:
     return context.peer().startswith("unix:")
 
 
-class _Prover:
+class _ProofClient:
     """Makes the proofs of one caller."""
 
-    def __init__(self, key: Key, now: Calendar = unix_seconds):
+    def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
         self._key = key
         self._now = now
         self._caller = nonce()
@@ -179,18 +179,18 @@ class _Prover:
         return details._replace(metadata=metadata), is_answered
 
 
-class ProvenCalls(_Prover, grpc.UnaryUnaryClientInterceptor):
+class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor):
     """The client's end, for synchronous calls."""
 
     def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)
         call = continuation(details, request)
         if call.code() is grpc.StatusCode.OK and not is_answered(call.trailing_metadata()):
-            raise Unproven
+            raise UnprovenAnswer
         return call
 
 
-class ProvenAioCalls(_Prover, grpc.aio.UnaryUnaryClientInterceptor):
+class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientInterceptor):
     """The client's end, for calls on an event loop."""
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
@@ -205,7 +205,7 @@ class ProvenAioCalls(_Prover, grpc.aio.UnaryUnaryClientInterceptor):
         return call
 
 
-class ProvenStreams(_Prover, grpc.aio.UnaryStreamClientInterceptor):
+class ProofStreamInterceptor(_ProofClient, grpc.aio.UnaryStreamClientInterceptor):
     """The client's end, for streams of answers on an event loop."""
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:

@@ -22,7 +22,7 @@ SWEEP_SECONDS = 1  # between two searches for callers that can be forgotten
 _SEEN = (1 << WINDOW) - 1
 
 
-class _Caller:
+class _CallerWindow:
     """The numbers that came from one caller."""
 
     __slots__ = ("expires", "highest", "seen")
@@ -38,7 +38,7 @@ class CallReplays:
 
     def __init__(self, callers: int = CALLERS):
         self._limit = callers
-        self._callers: dict[bytes, _Caller] = {}
+        self._callers: dict[bytes, _CallerWindow] = {}
         self._swept_at = 0
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class CallReplays:
             self._sweep(now)
             if len(self._callers) >= self._limit:
                 return f"this port remembers the calls of {self._limit} callers, and can take no more: call again in {SKEW_SECONDS} s"
-            self._callers[name] = _Caller(number, expires)
+            self._callers[name] = _CallerWindow(number, expires)
             return ""
         ahead = number - caller.highest
         if ahead > 0:

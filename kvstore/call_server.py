@@ -34,13 +34,13 @@ Act = Callable[[bytes], Message]
 log = logging.getLogger(__name__)
 
 
-class CallServer:
+class FramedCallServer:
     """See the module."""
 
     def __init__(self, acts: Mapping[Method, Act]):
         """Serves whom `take` is given."""
         self._acts = {bytes((method,)): act for method, act in acts.items()}
-        self._callers: set[_Caller] = set()
+        self._callers: set[_CallerConnection] = set()
         self.undecodable = 0
         """What was no request, since the node started."""
 
@@ -85,8 +85,8 @@ class CallServer:
         for caller in list(self._callers):
             caller.connection.abort()
 
-    def _accept(self, connection: FrameConnection) -> "_Caller":
-        caller = _Caller(self, connection)
+    def _accept(self, connection: FrameConnection) -> "_CallerConnection":
+        caller = _CallerConnection(self, connection)
         self._callers.add(caller)
         connection.send()  # it is taken
         return caller
@@ -96,17 +96,17 @@ class CallServer:
         self.undecodable += 1
         log.warning("a local connection brought what is no request; cut", extra={"reason": str(error)})
 
-    def forget(self, caller: "_Caller") -> None:
+    def forget(self, caller: "_CallerConnection") -> None:
         self._callers.discard(caller)
 
 
 _WELL = bytes((OK,))
 
 
-class _Caller:
-    """A `kvstore.frames.Receiver`: one connection."""
+class _CallerConnection:
+    """A `kvstore.frames.FrameReceiver`: one connection."""
 
-    def __init__(self, server: CallServer, connection: FrameConnection):
+    def __init__(self, server: FramedCallServer, connection: FrameConnection):
         self.connection = connection
         self._server = server
         self._held_up = False  # reading, until what was answered is taken

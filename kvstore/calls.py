@@ -61,7 +61,7 @@ class Method(IntEnum):
     PUBLISH = 4
 
 
-class Refused(grpc.RpcError):
+class CallRefused(grpc.RpcError):
     """A framed call that came to nothing; looks like one by gRPC."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
@@ -94,7 +94,7 @@ def number_of(code: grpc.StatusCode) -> int:
 _CODES = {number_of(code): code for code in grpc.StatusCode}
 
 
-class Calls:
+class NodeCalls:
     """One client's calls to one node. Thread-safe. All raise `grpc.RpcError`."""
 
     def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
@@ -109,8 +109,8 @@ class Calls:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._lines: set[_Line] = set()
-        self._idle: list[_Line] = []
+        self._lines: set[_CallConnection] = set()
+        self._idle: list[_CallConnection] = []
         self._over = False
 
     def match(self, request: pb.MatchRequest, timeout_seconds: float) -> pb.MatchResponse:
@@ -190,15 +190,15 @@ class Calls:
             self._give_back(line, whole=whole)
         if answer is None:
             field, _, reason = body.decode(errors="replace").partition("\0")
-            raise Refused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
+            raise CallRefused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
         return answer
 
-    def _line(self, deadline: Nanos) -> "_Line | None":
+    def _line(self, deadline: Nanos) -> "_CallConnection | None":
         """A connection for one call; None where there is none to be had."""
         while True:
             with self._lock:
                 if self._over:
-                    raise Refused(grpc.StatusCode.CANCELLED, "the client has closed this session")
+                    raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
                 if not self._idle:
                     break
                 line = self._idle.pop()
@@ -206,18 +206,20 @@ class Calls:
                 return line
             self._give_back(line, whole=False)
             if self._clock.now() >= deadline:
-                raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+                raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
-            line = _Line(self._path, self._clock, deadline)
+            line = _CallConnection(self._path, self._clock, deadline)
         except TimeoutError as error:
-            raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time") from error
+            raise CallRefused(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time"
+            ) from error
         except OSError:
             return None
         with self._lock:
             self._lines.add(line)
         return line
 
-    def _give_back(self, line: "_Line", *, whole: bool) -> None:
+    def _give_back(self, line: "_CallConnection", *, whole: bool) -> None:
         with self._lock:
             if whole and not self._over and len(self._idle) < IDLE_LINES:
                 self._idle.append(line)
@@ -226,13 +228,13 @@ class Calls:
         line.close()
 
 
-def _failed(error: Exception) -> Refused:
+def _failed(error: Exception) -> CallRefused:
     if isinstance(error, TimeoutError):
-        return Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
-    return Refused(grpc.StatusCode.UNAVAILABLE, str(error))
+        return CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+    return CallRefused(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-class _Line:
+class _CallConnection:
     """One connection; for one thread at a time."""
 
     def __init__(self, path: str, clock: Clock, deadline: Nanos):

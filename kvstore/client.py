@@ -21,30 +21,30 @@ import numpy as np
 from msgspec import structs
 
 from kvstore import wire
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import Block, MutableBlock, pieces
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
 from kvstore.errors import StoreUnreachable
-from kvstore.layout import Namespace
-from kvstore.link import Link, earlier
+from kvstore.layout import KvNamespace
+from kvstore.link import NodeConnection, earlier
 from kvstore.messages import (
     NO_RESERVATION,
     BlockOutcome,
-    Counters,
+    ClientWriteReservation,
     DataPath,
-    Evacuated,
-    Held,
+    EvacuationResult,
     LeaseId,
     Match,
-    Places,
+    SessionPinResult,
     Slots,
     Stats,
-    both,
+    StoreClientCounters,
+    merge_promoted,
 )
 from kvstore.monotonic import MonotonicClock
-from kvstore.session import Session
-from kvstore.shares import Grant, Share
+from kvstore.session import NodeSession
+from kvstore.shares import RankShard, WriteGrant
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
@@ -73,8 +73,8 @@ def batch_blocks(block_bytes: int) -> int:
 class StoreClient:
     """One namespace of one node; see the module. Thread-safe. Made by `connect` or `join`."""
 
-    def __init__(self, link: Link, namespace: Namespace, *, call_timeout: Nanos, clock: Clock):
-        self._link = link
+    def __init__(self, link: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
+        self._connection = link
         self._namespace = namespace
         self._call_timeout = call_timeout
         self._clock = clock
@@ -84,7 +84,7 @@ class StoreClient:
     def connect(
         cls,
         address: str,
-        namespace: Namespace,
+        namespace: KvNamespace,
         *,
         timeout_seconds: float = 5.0,
         call_timeout_seconds: float = 1.0,
@@ -111,7 +111,7 @@ class StoreClient:
         """
         clock = clock or MonotonicClock()
         call_timeout = nanos(call_timeout_seconds)
-        link = Link.open(
+        link = NodeConnection.open(
             address,
             namespace,
             deadline=Nanos(clock.now() + nanos(timeout_seconds)),
@@ -126,7 +126,7 @@ class StoreClient:
     def join(
         cls,
         address: str,
-        namespace: Namespace,
+        namespace: KvNamespace,
         *,
         wait_seconds: float,
         call_timeout_seconds: float = 1.0,
@@ -169,7 +169,7 @@ class StoreClient:
             except StoreUnreachable as error:
                 failure = str(error)
         call_timeout = nanos(call_timeout_seconds)
-        link = Link.open_early(
+        link = NodeConnection.open_early(
             address,
             namespace,
             call_timeout=call_timeout,
@@ -183,41 +183,41 @@ class StoreClient:
     @property
     def joined(self) -> bool:
         """Tell whether the node has answered once."""
-        return self._link.session is not None
+        return self._connection.session is not None
 
     @property
     def store_id(self) -> str:
         """Return what the node is called; empty until it has answered once."""
-        session = self._link.session
+        session = self._connection.session
         return "" if session is None else session.store_id
 
     @property
     def path(self) -> DataPath | None:
         """Return the way that bytes move at the moment; None until the node has answered once."""
-        session = self._link.session
+        session = self._connection.session
         return None if session is None else session.path
 
     @property
-    def writes_shares(self) -> bool:
-        """Whether `write_share` works here, now or as soon as the node's memory can be had (rule 3)."""
-        session = self._link.session
+    def writes_shards(self) -> bool:
+        """Whether `write_shard` works here, now or as soon as the node's memory can be had (rule 3)."""
+        session = self._connection.session
         return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
     @property
-    def namespace(self) -> Namespace:
+    def namespace(self) -> KvNamespace:
         return self._namespace
 
     @property
     def answers(self) -> bool:
         """Whether the node did when it was last called."""
-        return self._link.answers
+        return self._connection.answers
 
     def match(
         self,
-        hashes: Sequence[ChainHash],
+        hashes: Sequence[BlockHash],
         *,
         lease_seconds: float,
-        patience_seconds: float = 0,
+        max_wait_seconds: float = 0,
         tenant: bytes = b"",
         deadline: Nanos | None = None,
     ) -> Match:
@@ -236,44 +236,48 @@ class StoreClient:
             deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
-        current = self._link.session
+        current = self._connection.session
         nothing = Match(incarnation="" if current is None else current.incarnation)
         if not asked:
             return nothing
         names = b"".join(asked)
 
-        def call(session: Session, timeout_seconds: float) -> Match:
+        def call(session: NodeSession, timeout_seconds: float) -> Match:
             lease = min(nanos(lease_seconds), session.max_lease)
             request = pb.MatchRequest(
                 digest=self._namespace.digest,
                 hashes=names,
                 lease_ms=lease // MILLISECOND,
                 incarnation=session.incarnation,
-                patience_ms=nanos(patience_seconds) // MILLISECOND,
+                patience_ms=nanos(max_wait_seconds) // MILLISECOND,
                 tenant=tenant,
             )
             return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
-        found = self._link.call(call, deadline)
+        found = self._connection.call(call, deadline)
         match = nothing if found is None else found  # an empty one is false, and may say what is on its way
         if lease_seconds:
-            self._link.counting.add(hits=len(match), misses=len(hashes) - len(match))
+            self._connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
         return match
 
-    def match_patiently(
-        self, hashes: Sequence[ChainHash], *, lease_seconds: float, patience_seconds: float, tenant: bytes = b""
+    def match_and_wait(
+        self, hashes: Sequence[BlockHash], *, lease_seconds: float, max_wait_seconds: float, tenant: bytes = b""
     ) -> Match:
         """As `match`, after what lies in slower tiers has been fetched; waits no longer than the patience."""
-        deadline = Nanos(self._clock.now() + nanos(patience_seconds))
-        found = self.match(hashes, lease_seconds=lease_seconds, patience_seconds=patience_seconds, tenant=tenant)
+        deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
+        found = self.match(hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant)
         if not found.loading:
             return found
-        while self._clock.now() < deadline and not self._link.closed.wait(LOOK_AGAIN_SECONDS):
+        while self._clock.now() < deadline and not self._connection.closed.wait(LOOK_AGAIN_SECONDS):
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
         self.release(found.lease_id)  # it kept the beginning in place while the rest was fetched
-        return structs.replace(complete, risen=both(found.risen, complete.risen)) if found.risen else complete
+        return (
+            structs.replace(complete, promoted=merge_promoted(found.promoted, complete.promoted))
+            if found.promoted
+            else complete
+        )
 
     def read(
         self,
@@ -295,25 +299,25 @@ class StoreClient:
             Which blocks are there now. Where it says False, the destination's content is void.
         """
 
-        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
+        def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             return session.transport.get(slots, destinations, until)
 
         return self._read(match, indices, self._namespace.block_bytes, get, deadline)
 
-    def read_share(
+    def read_shard(
         self,
         match: Match,
         indices: Sequence[int],
-        share: Share,
+        share: RankShard,
         destinations: Sequence[MutableBlock],
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
         """As `read`, of what one rank holds of the blocks. All of a block is verified, also what is not copied."""
 
-        def get(session: Session, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
+        def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
-                return session.transport.get_share(slots, share, destinations, until)
+                return session.transport.get_shard(slots, share, destinations, until)
             return _read_whole(session, slots, share, destinations, until)
 
         return self._read(match, indices, share.bytes, get, deadline)
@@ -323,9 +327,9 @@ class StoreClient:
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
             request = pb.ReleaseRequest(lease_ids=held[start : start + wire.MAX_LEASES])
-            self._link.call(self._releasing(request), deadline)
+            self._connection.call(self._releasing(request), deadline)
 
-    def hold(self, session: str, hashes: Sequence[ChainHash], *, seconds: float) -> Held | None:
+    def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
         """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
 
         Ends by itself, with `release_hold`, or when the same session holds anew. A session that goes on matches first
@@ -338,9 +342,9 @@ class StoreClient:
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
         if not asked:
-            return Held(blocks=0)
+            return SessionPinResult(blocks=0)
 
-        def call(current: Session, timeout_seconds: float) -> Held:
+        def call(current: NodeSession, timeout_seconds: float) -> SessionPinResult:
             request = pb.HoldRequest(
                 digest=self._namespace.digest,
                 hashes=asked,
@@ -348,16 +352,16 @@ class StoreClient:
                 session=session,
                 hold_ms=max(min(nanos(seconds), current.max_hold) // MILLISECOND, 1),
             )
-            return wire.parse_hold(self._link.stub.Hold(request, timeout=timeout_seconds))
+            return wire.parse_hold(self._connection.stub.Hold(request, timeout=timeout_seconds))
 
-        return self._link.call(call)
+        return self._connection.call(call)
 
     def release_hold(self, session: str) -> None:
         """End a hold early; one that has ended is fine."""
         request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
-        self._link.call(lambda _, timeout: self._link.stub.ReleaseHold(request, timeout=timeout))
+        self._connection.call(lambda _, timeout: self._connection.stub.ReleaseHold(request, timeout=timeout))
 
-    def evacuate(self, names: Sequence[ChainHash], *, leaving: bool) -> Evacuated | None:
+    def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
         """Have the node bring blocks to where other nodes find them, for about half of the time that a call may take.
 
         Args:
@@ -369,9 +373,9 @@ class StoreClient:
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:
-            return Evacuated()
+            return EvacuationResult()
 
-        def call(session: Session, timeout_seconds: float) -> Evacuated:
+        def call(session: NodeSession, timeout_seconds: float) -> EvacuationResult:
             request = pb.EvacuateRequest(
                 digest=self._namespace.digest,
                 hashes=asked,
@@ -379,13 +383,13 @@ class StoreClient:
                 timeout_ms=round(timeout_seconds * 500),
                 leaving=leaving,
             )
-            return wire.parse_evacuation(self._link.stub.Evacuate(request, timeout=timeout_seconds))
+            return wire.parse_evacuation(self._connection.stub.Evacuate(request, timeout=timeout_seconds))
 
-        return self._link.call(call)
+        return self._connection.call(call)
 
     def write(
         self,
-        hashes: Sequence[ChainHash],
+        hashes: Sequence[BlockHash],
         sources: Callable[[int], Block] | Sequence[Block],
         *,
         tenant: bytes = b"",
@@ -411,7 +415,7 @@ class StoreClient:
         started = self._clock.now()
         found = self._reserve(asked, tenant, deadline)
         if found is None:
-            self._link.counting.add(dropped=len(hashes))
+            self._connection.counting.add(dropped=len(hashes))
             return 0
         session, places = found
         source = sources if callable(sources) else sources.__getitem__
@@ -421,15 +425,15 @@ class StoreClient:
             self._abandon(places, deadline)
             raise
         published = self._publish(places, written, deadline) if places.indices else 0
-        self._link.counting.add(
+        self._connection.counting.add(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(places) - published + places.refused + len(hashes) - len(asked),
         )
         return published
 
     def reserve(
-        self, hashes: Sequence[ChainHash], *, tenant: bytes = b"", deadline: Nanos | None = None
-    ) -> Grant | None:
+        self, hashes: Sequence[BlockHash], *, tenant: bytes = b"", deadline: Nanos | None = None
+    ) -> WriteGrant | None:
         """Places for those blocks that are not held and not being written, for several ranks to write to (rule 3).
 
         Ends with `publish`, or by itself. None when the node does not answer; arguments are those of `write`.
@@ -437,17 +441,17 @@ class StoreClient:
         asked = hashes[: wire.MAX_HASHES]
         found = self._reserve(asked, tenant, deadline) if asked else None
         if found is None:
-            self._link.counting.add(dropped=len(hashes))
+            self._connection.counting.add(dropped=len(hashes))
             return None
         session, places = found
-        self._link.counting.add(dropped=places.refused + len(hashes) - len(asked))
-        return Grant(incarnation=session.incarnation, places=places)
+        self._connection.counting.add(dropped=places.refused + len(hashes) - len(asked))
+        return WriteGrant(incarnation=session.incarnation, places=places)
 
-    def write_share(
+    def write_shard(
         self,
-        grant: Grant,
+        grant: WriteGrant,
         positions: Sequence[int],
-        share: Share,
+        share: RankShard,
         sources: Sequence[Block],
         *,
         deadline: Nanos | None = None,
@@ -462,16 +466,16 @@ class StoreClient:
             deadline: See `match`.
 
         Returns:
-            What this rank adds to the checksums of the blocks that it wrote, by position (`kvstore.shares.together`).
+            What this rank adds to the checksums of the blocks that it wrote, by position (`kvstore.shares.combined_checksums`).
         """
-        session = self._link.session_of(grant.incarnation) if positions else None
+        session = self._connection.session_of(grant.incarnation) if positions else None
         if session is None or not isinstance(session.transport, SharedMemoryTransport):
             return {}
         until = earlier(deadline, self._transfer_deadline(len(positions)))
-        told = session.transport.put_share(grant.places.slots.some(positions), share, sources, until)
+        told = session.transport.put_shard(grant.places.slots.some(positions), share, sources, until)
         return {position: added for position, added in zip(positions, told, strict=True) if added is not None}
 
-    def publish(self, grant: Grant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
+    def publish(self, grant: WriteGrant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
         """End a reservation of this client: blocks whose checksums are given, by position, can be found from now on.
 
         Returns:
@@ -482,27 +486,29 @@ class StoreClient:
             return 0
         written = {places.indices[position]: crc32c for position, crc32c in checksums.items()}
         published = self._publish(places, written, deadline)
-        self._link.counting.add(bytes_written=published * self._namespace.block_bytes, dropped=len(places) - published)
+        self._connection.counting.add(
+            bytes_written=published * self._namespace.block_bytes, dropped=len(places) - published
+        )
         return published
 
-    def counters(self) -> Counters:
+    def counters(self) -> StoreClientCounters:
         """What this client did since it connected."""
-        return self._link.counting.read()
+        return self._connection.counting.read()
 
     def stats(self) -> Stats | None:
         """What the node says of itself; None when it does not answer."""
 
-        def call(session: Session, timeout_seconds: float) -> Stats:
+        def call(session: NodeSession, timeout_seconds: float) -> Stats:
             asked = self._clock.now()
             session.calls.settle(timeout_seconds)  # what was released before is not pinned
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
-            return wire.parse_stats(self._link.stub.Stats(pb.StatsRequest(), timeout=left))
+            return wire.parse_stats(self._connection.stub.Stats(pb.StatsRequest(), timeout=left))
 
-        return self._link.call(call)
+        return self._connection.call(call)
 
     def close(self) -> None:
         """Calls in other threads end with misses. Leases stay until released or over."""
-        self._link.close()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -512,10 +518,10 @@ class StoreClient:
     ) -> None:
         self.close()
 
-    def _releasing(self, request: pb.ReleaseRequest) -> Callable[[Session, float], None]:
+    def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
         wait = not self.answers  # a call that waits for nothing does not tell that the node is back
 
-        def call(session: Session, timeout_seconds: float) -> None:
+        def call(session: NodeSession, timeout_seconds: float) -> None:
             if wait:
                 session.calls.release(request, timeout_seconds)
             else:
@@ -524,11 +530,11 @@ class StoreClient:
         return call
 
     def _reserve(
-        self, hashes: Sequence[ChainHash], tenant: bytes, deadline: Nanos | None = None
-    ) -> tuple[Session, Places] | None:
+        self, hashes: Sequence[BlockHash], tenant: bytes, deadline: Nanos | None = None
+    ) -> tuple[NodeSession, ClientWriteReservation] | None:
         names = b"".join(hashes)
 
-        def call(session: Session, timeout_seconds: float) -> tuple[Session, Places]:
+        def call(session: NodeSession, timeout_seconds: float) -> tuple[NodeSession, ClientWriteReservation]:
             request = pb.ReserveRequest(
                 digest=self._namespace.digest,
                 hashes=names,
@@ -539,9 +545,11 @@ class StoreClient:
             )
             return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
-        return self._link.call(call, deadline)
+        return self._connection.call(call, deadline)
 
-    def _put(self, session: Session, places: Places, source: Callable[[int], Block], deadline: Nanos) -> dict[int, int]:
+    def _put(
+        self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
+    ) -> dict[int, int]:
         """The checksums of those blocks that were written, by index."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
@@ -553,7 +561,7 @@ class StoreClient:
             written |= {index: each.crc32c for index, each in zip(indices, put, strict=True) if each.outcome is MOVED}
         return written
 
-    def _publish(self, places: Places, written: Mapping[int, int], deadline: Nanos | None) -> int:
+    def _publish(self, places: ClientWriteReservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
         assert places.reservation_id != NO_RESERVATION
         request = pb.PublishRequest(
             reservation_id=places.reservation_id,
@@ -561,7 +569,7 @@ class StoreClient:
             crc32c=written.values(),
             owner=self._owner,
         )
-        response = self._link.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
+        response = self._connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
 
     def _read(
@@ -569,16 +577,16 @@ class StoreClient:
         match: Match,
         indices: Sequence[int],
         bytes_a_block: int,
-        get: Callable[[Session, Slots, Nanos], Sequence[BlockOutcome]],
+        get: Callable[[NodeSession, Slots, Nanos], Sequence[BlockOutcome]],
         deadline: Nanos | None,
     ) -> list[bool]:
         """Which blocks are there; those that are bad are told to the node, and all are counted."""
         if not indices:
             return []
         slots = match.slots.some(indices)
-        session = self._link.session_of(match.incarnation)
+        session = self._connection.session_of(match.incarnation)
         if session is None:
-            self._link.counting.add(lost=len(slots))
+            self._connection.counting.add(lost=len(slots))
             return [False] * len(slots)
         outcomes = get(session, slots, earlier(deadline, self._transfer_deadline(len(slots))))
         corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is CORRUPT]
@@ -586,15 +594,15 @@ class StoreClient:
             self._condemn(match, corrupt)
         arrived = [outcome is MOVED for outcome in outcomes]
         moved = sum(arrived)
-        self._link.counting.add(
+        self._connection.counting.add(
             bytes_read=moved * bytes_a_block, corrupt=len(corrupt), lost=len(outcomes) - moved - len(corrupt)
         )
         return arrived
 
-    def _abandon(self, places: Places, deadline: Nanos | None) -> None:
+    def _abandon(self, places: ClientWriteReservation, deadline: Nanos | None) -> None:
         """Give the places of a reservation back."""
         if places.indices:
-            self._link.counting.add(dropped=len(places))
+            self._connection.counting.add(dropped=len(places))
             self._publish(places, {}, deadline)
 
     def _condemn(self, match: Match, indices: list[int]) -> None:
@@ -604,9 +612,9 @@ class StoreClient:
             hashes=b"".join(match.names[index] for index in indices),
             generations=[match.slots[index].generation for index in indices],
         )
-        response = self._link.call(lambda _, timeout: self._link.stub.Condemn(request, timeout=timeout))
+        response = self._connection.call(lambda _, timeout: self._connection.stub.Condemn(request, timeout=timeout))
         if response is not None:
-            self._link.counting.add(damaged=max(len(indices) - response.dropped, 0))
+            self._connection.counting.add(damaged=max(len(indices) - response.dropped, 0))
 
     def _transfer_deadline(self, blocks: int) -> Nanos:
         span = nanos(blocks * self._namespace.block_bytes / SLOWEST_BYTES_PER_SECOND)
@@ -614,7 +622,7 @@ class StoreClient:
 
 
 def _read_whole(
-    session: Session, slots: Slots, share: Share, destinations: Sequence[MutableBlock], deadline: Nanos
+    session: NodeSession, slots: Slots, share: RankShard, destinations: Sequence[MutableBlock], deadline: Nanos
 ) -> list[BlockOutcome]:
     """A rank's share of blocks, by ways that move whole ones only."""
     outcomes: list[BlockOutcome] = []

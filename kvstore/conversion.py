@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from kvstore.buffers import ByteArray, Piece, pieces
 from kvstore.errors import LayoutMismatch
-from kvstore.fingerprint import Convertible, Fingerprint, Identical, Refused, meet
+from kvstore.fingerprint import Convertible, Fingerprint, Identical, Incompatible, negotiate
 from kvstore.layout import AT_REST
-from kvstore.repack import Plan
-from kvstore.shards import one_a_rank
+from kvstore.repack import RepackPlan
+from kvstore.shards import shards_by_rank
 
 
 class Conversion:
@@ -42,7 +42,7 @@ class Conversion:
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
         """Of a block in the engine, all ranks together: more than at rest where ranks hold the same heads."""
-        for part in one_a_rank(engine.shape, engine.layout, engine.tp):
+        for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
@@ -68,15 +68,15 @@ class Conversion:
         return stored
 
 
-def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[Plan]:
+def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
     """The plan of each reading rank; none where there is nothing to do."""
-    agreement = meet(writer=writer, reader=reader)
+    agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():
             return ()
         case Convertible(plans=plans):
             return plans
-        case Refused():
+        case Incompatible():
             raise agreement.error()
         case _:
             assert_never(agreement)

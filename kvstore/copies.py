@@ -14,47 +14,47 @@ from typing import Protocol
 from msgspec import Struct
 
 from kvstore.clock import SECOND, Nanos
-from kvstore.lower_tiers import LowerTier, LowerTiers
+from kvstore.lower_tiers import TierState, TierStates
 from kvstore.messages import BlockKey
-from kvstore.movement import Confirm, ConfirmId, CopyId, Keep, Pinned
-from kvstore.orders import Orders
+from kvstore.movement import Confirm, ConfirmId, Demote, DemotionId, PinnedBlocks
+from kvstore.orders import TransferQueue
 
-MAX_COPIES = 2  # batches that go down to one tier at a time
-KEEP_WITHIN = Nanos(30 * SECOND)
+MAX_DEMOTIONS = 2  # batches that go down to one tier at a time
+DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 
 
-class Pinning(Protocol):
+class DemotionPool(Protocol):
     """What is needed of `kvstore.machine.BlockMachine`."""
 
-    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> Pinned:
+    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
         """Keep those of the blocks that are readable where they are; their order of eviction stays what it is."""
         ...
 
     def unpin(self, pin_id: int, now: Nanos) -> None: ...
 
 
-class Copies:
+class Demotions:
     """See the module."""
 
-    def __init__(self, pool: Pinning, tiers: LowerTiers, orders: Orders):
+    def __init__(self, pool: DemotionPool, tiers: TierStates, orders: TransferQueue):
         self._pool = pool
         self._tiers = tiers
-        self._orders = orders
-        self._copies: dict[CopyId, _Copy] = {}
-        self._late: set[CopyId] = set()  # of them; counted as failures already
+        self._queue = orders
+        self._demotions: dict[DemotionId, _Demotion] = {}
+        self._late: set[DemotionId] = set()  # of them; counted as failures already
         self._questions: dict[ConfirmId, Confirm] = {}
         self._doubted: set[tuple[int, BlockKey]] = set()  # what they are about, by tier
 
     @property
     def is_idle(self) -> bool:
-        return not self._copies and not self._questions and not any(tier.queue for tier in self._tiers)
+        return not self._demotions and not self._questions and not any(tier.queue for tier in self._tiers)
 
-    def keep(self, tier: LowerTier, now: Nanos) -> None:
+    def keep(self, tier: TierState, now: Nanos) -> None:
         """Begin to copy what waits for a tier, as far as it may."""
-        while tier.queue and tier.copying < MAX_COPIES and tier.writing.allows(now):
+        while tier.queue and tier.copying < MAX_DEMOTIONS and tier.writing.allows(now):
             first, size_bytes = next(iter(tier.queue.items()))
-            limit = self._orders.batch_blocks(size_bytes)
+            limit = self._queue.batch_blocks(size_bytes)
             keys: list[BlockKey] = []
             while tier.queue and len(keys) < limit:
                 key = next(iter(tier.queue))
@@ -66,25 +66,25 @@ class Copies:
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
                 continue  # all evicted while they waited
-            copy = _Copy(
-                id=CopyId(self._orders.number()),
+            copy = _Demotion(
+                id=DemotionId(self._queue.number()),
                 tier=tier.index,
                 pinned=pinned,
                 keys=frozenset(each.key for each in pinned.addresses),
                 began=now,
-                until=Nanos(now + KEEP_WITHIN),
+                until=Nanos(now + DEMOTE_WITHIN),
             )
-            self._copies[copy.id] = copy
+            self._demotions[copy.id] = copy
             tier.copying += 1
-            self._orders.give(Keep(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
+            self._queue.give(Demote(copy.id, tier.index, pinned.addresses, pinned.checksums, copy.until))
 
-    def is_going_down(self, tier: LowerTier, key: BlockKey) -> bool:
-        copies = (copy for copy in self._copies.values() if copy.tier == tier.index)
+    def is_demoting(self, tier: TierState, key: BlockKey) -> bool:
+        copies = (copy for copy in self._demotions.values() if copy.tier == tier.index)
         return key in tier.queue or any(key in copy.keys for copy in copies)
 
-    def kept(self, copy_id: CopyId, answers: Sequence[bool], now: Nanos) -> None:
-        """A `Keep` is through: what of it the tier has now."""
-        copy, tier, was_late = self._ended(copy_id, now)
+    def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
+        """A `Demote` is through: what of it the tier has now."""
+        copy, tier, was_late = self._ended(demotion_id, now)
         if any(answers) or now < copy.until:
             tier.writing.succeeded()
         elif not was_late:
@@ -94,31 +94,31 @@ class Copies:
         self._tiers.know(tier, there)
         self.keep(tier, now)
 
-    def keep_failed(self, copy_id: CopyId, started: Nanos, now: Nanos) -> None:
-        _, tier, was_late = self._ended(copy_id, now)
+    def demotion_failed(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
+        _, tier, was_late = self._ended(demotion_id, now)
         if not was_late:
             tier.failed(tier.writing, started, now)
         self.keep(tier, now)
 
-    def keep_is_late(self, copy_id: CopyId, started: Nanos, now: Nanos) -> None:
-        tier = self._tiers[self._copies[copy_id].tier]
+    def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
+        tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
-        self._late.add(copy_id)
+        self._late.add(demotion_id)
 
-    def confirm(self, tier: LowerTier, keys: Sequence[BlockKey], now: Nanos) -> bool:
+    def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
         """Ask a tier which of these blocks it still has; False where it cannot be asked now."""
-        asked = tuple(key for key in keys if not self.is_doubted(tier, key))
+        asked = tuple(key for key in keys if not self.is_being_confirmed(tier, key))
         if not asked:
             return True
         if not tier.reading.allows(now):
             return False
-        question = Confirm(ConfirmId(self._orders.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
+        question = Confirm(ConfirmId(self._queue.number()), tier.index, asked, Nanos(now + CONFIRM_WITHIN))
         self._questions[question.confirm_id] = question
         self._doubted.update((tier.index, key) for key in asked)
-        self._orders.give(question)
+        self._queue.give(question)
         return True
 
-    def is_doubted(self, tier: LowerTier, key: BlockKey) -> bool:
+    def is_being_confirmed(self, tier: TierState, key: BlockKey) -> bool:
         """Whether a tier is being asked for a block right now."""
         return (tier.index, key) in self._doubted
 
@@ -142,17 +142,17 @@ class Copies:
 
     def check(self) -> None:
         """Asserts what always holds; for tests."""
-        assert self._late <= self._copies.keys()
+        assert self._late <= self._demotions.keys()
         for tier in self._tiers:
-            assert tier.copying == sum(copy.tier == tier.index for copy in self._copies.values()) <= MAX_COPIES
+            assert tier.copying == sum(copy.tier == tier.index for copy in self._demotions.values()) <= MAX_DEMOTIONS
         assert self._doubted == {(each.tier, key) for each in self._questions.values() for key in each.keys}
 
-    def _ended(self, copy_id: CopyId, now: Nanos) -> tuple["_Copy", LowerTier, bool]:
+    def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
         """It, its tier, and whether it was late."""
-        copy = self._copies.pop(copy_id)
+        copy = self._demotions.pop(demotion_id)
         tier = self._tiers[copy.tier]
-        was_late = copy_id in self._late
-        self._late.discard(copy_id)
+        was_late = demotion_id in self._late
+        self._late.discard(demotion_id)
         tier.copying -= 1
         self._pool.unpin(copy.pinned.pin_id, now)
         return copy, tier, was_late
@@ -164,12 +164,12 @@ class Copies:
         return question
 
 
-class _Copy(Struct, frozen=True):
+class _Demotion(Struct, frozen=True):
     """One batch on its way down."""
 
-    id: CopyId
+    id: DemotionId
     tier: int
-    pinned: Pinned
+    pinned: PinnedBlocks
     keys: frozenset[BlockKey]
     began: Nanos
     until: Nanos

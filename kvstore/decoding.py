@@ -32,7 +32,7 @@ class _Undecodable(Struct, frozen=True):
 UNDECODABLE = _Undecodable()
 
 
-class DecodingGuard(grpc.aio.ServerInterceptor):
+class DecodingInterceptor(grpc.aio.ServerInterceptor):
     """For all methods of a server, streams included. Put it last, so that strangers are turned away before."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ async def open_embedded(
         StoreNotStarted: The settings cannot be obeyed here; nothing is left running.
         NodeEnded: The node ended by itself while the context was open.
     """
-    node = _Node(settings, clock, new_loop())
+    node = _EmbeddedNode(settings, clock, new_loop())
     ready, ended = asyncio.wrap_future(node.ready), asyncio.wrap_future(node.ended)
     node.start()
     try:
@@ -68,7 +68,7 @@ async def open_embedded(
             log.error("the store node does not end; its thread is left behind", extra={"store": settings.store_id})
 
 
-class _Node:
+class _EmbeddedNode:
     """The thread, as its host sees it. Its futures only ever get results: nobody cancels them, nobody has to look."""
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):

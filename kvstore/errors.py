@@ -1,6 +1,6 @@
 """What can go wrong between a client and a store node, told apart by what the caller can do about it."""
 
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 
 
 def reason(error: Exception) -> str:
@@ -20,7 +20,7 @@ class LayoutMismatch(StoreError):
     """Node and client do not mean the same bytes: a person has to mend the configuration; nothing was moved.
 
     Attributes:
-        field: The first field of `Namespace` that differs.
+        field: The first field of `KvNamespace` that differs.
     """
 
     def __init__(self, field: str, message: str):
@@ -67,10 +67,10 @@ class NamespaceInUse(StoreError):
     """The same weights are already stored in another layout; see `kvstore.machine`, rule 7.
 
     Attributes:
-        fields: Those of `Namespace` that differ.
+        fields: Those of `KvNamespace` that differ.
     """
 
-    def __init__(self, present: Namespace, offered: Namespace):
+    def __init__(self, present: KvNamespace, offered: KvNamespace):
         self.fields = present.differences(offered)
         parts = ", ".join(
             f"{name}: {getattr(present, name)!r} here, {getattr(offered, name)!r} offered" for name in self.fields

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from kvstore.backing import Backing
-from kvstore.block import ChainHash
+from kvstore.backing import BackingTiers
+from kvstore.block import BlockHash
 from kvstore.clock import Clock, Nanos
 from kvstore.hierarchy import Hierarchy
 from kvstore.machine import BlockMachine
-from kvstore.messages import BlockKey, Evacuated
+from kvstore.messages import BlockKey, EvacuationResult
 
 LOOK_AGAIN_SECONDS = 0.01  # at a tier that writes; a batch takes longer
 ASKED_AT_ONCE = 256  # blocks: one round trip to Redis, half a second of requests to an object store
@@ -39,7 +39,7 @@ class Evacuations:
         self,
         machine: BlockMachine,
         hierarchy: Hierarchy,
-        backing: Backing,
+        backing: BackingTiers,
         settle: Callable[[], None],
         clock: Clock,
     ):
@@ -58,7 +58,9 @@ class Evacuations:
         self._settle = settle
         self._clock = clock
 
-    async def evacuate(self, digest: bytes, names: Sequence[ChainHash], *, leaving: bool, deadline: Nanos) -> Evacuated:
+    async def evacuate(
+        self, digest: bytes, names: Sequence[BlockHash], *, leaving: bool, deadline: Nanos
+    ) -> EvacuationResult:
         """Bring away those of these blocks that are in the pool, in this order.
 
         Args:
@@ -73,12 +75,12 @@ class Evacuations:
         block_bytes = self._machine.block_bytes(digest)
         refuge = self._backing.refuge(leaving=leaving, is_given_up=self._is_given_up)
         if refuge is None:
-            return Evacuated(done=len(names))
+            return EvacuationResult(done=len(names))
         self._backing.depart_to(refuge)
         tier = self._backing.tiers[refuge]
         failed_before = self._hierarchy.counters(refuge).failures
         keys = [BlockKey(digest, name) for name in names]
-        departure = Departure(
+        departure = Evacuation(
             self._hierarchy,
             refuge,
             [key for key in dict.fromkeys(keys) if self._machine.is_present(key)],
@@ -94,7 +96,7 @@ class Evacuations:
                 break
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
         still_here = departure.still_here()
-        return Evacuated(
+        return EvacuationResult(
             tier=tier.name,
             done=next((index for index, key in enumerate(keys) if key in still_here), len(keys)),
             moved=departure.moved,
@@ -107,7 +109,7 @@ class Evacuations:
         return self._hierarchy.failed_writes(tier) >= GIVEN_UP_AFTER
 
 
-class Departure:
+class Evacuation:
     """Blocks that are to go to one tier: each is doubted, or waits, or is under way, or dealt with."""
 
     def __init__(
@@ -171,7 +173,7 @@ class Departure:
             key = self._keys[index]
             if self._hierarchy.has(self._refuge, key):
                 self.moved += 1
-            elif self._hierarchy.is_going_down(self._refuge, key):
+            elif self._hierarchy.is_demoting(self._refuge, key):
                 self._under_way[index] = failures
             elif index in self._paid or self._pay():
                 self._paid.add(index)
@@ -179,13 +181,13 @@ class Departure:
                 handed.append(key)
             else:
                 self.refused += 1
-        self._hierarchy.hand_down(self._refuge, handed, now)
+        self._hierarchy.demote_now(self._refuge, handed, now)
 
     def look(self) -> None:
         """What has come of it."""
         doubted, self._doubted = self._doubted, []
         for index in doubted:
-            if self._hierarchy.is_doubted(self._refuge, self._keys[index]):
+            if self._hierarchy.is_being_confirmed(self._refuge, self._keys[index]):
                 self._doubted.append(index)
             elif self._hierarchy.has(self._refuge, self._keys[index]):
                 self.there += 1
@@ -224,4 +226,4 @@ class Departure:
 
     def _is_going_down(self, index: int) -> bool:
         key = self._keys[index]
-        return self._hierarchy.is_going_down(self._refuge, key) and not self._hierarchy.has(self._refuge, key)
+        return self._hierarchy.is_demoting(self._refuge, key) and not self._hierarchy.has(self._refuge, key)

@@ -14,7 +14,7 @@ PAGE_BYTES = 4096
 """Blocks begin on page boundaries: O_DIRECT, huge pages and DMA all want it."""
 
 
-class Extents:
+class FreeExtents:
     """Which bytes of a space are free."""
 
     def __init__(self, capacity_bytes: int):

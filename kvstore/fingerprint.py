@@ -1,12 +1,12 @@
 """The handshake before any byte moves: can this reader use what that writer keeps, and what does it cost?
 
-Each side describes its blocks in the same words, whatever engine or maker of accelerators it runs on. `meet` compares
+Each side describes its blocks in the same words, whatever engine or maker of accelerators it runs on. `negotiate` compares
 two descriptions and answers one of three things:
 
 - `Identical`: every rank finds its bytes as it needs them.
 - `Convertible`: the same values in another layout or shared out among another number of ranks. The answer holds the
   plan of each reading rank, and what a block costs, for whoever has to choose (router, planner).
-- `Refused`: not the same values. It names the first field that differs.
+- `Incompatible`: not the same values. It names the first field that differs.
 
 A description is versioned: what this version cannot know to be equal, it refuses.
 """
@@ -15,9 +15,9 @@ from msgspec import Struct
 
 from kvstore.block import HashAlgorithm
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import AT_REST, Namespace
-from kvstore.repack import Plan, plan_fill
-from kvstore.shards import BlockShape, one_a_rank
+from kvstore.layout import AT_REST, KvNamespace
+from kvstore.repack import RepackPlan, plan_fill
+from kvstore.shards import BlockShape, shards_by_rank
 
 FINGERPRINT_VERSION = 1
 
@@ -73,10 +73,10 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
         return self.layout == AT_REST and self.tp == 1
 
     @property
-    def at_rest(self) -> Namespace:
+    def at_rest(self) -> KvNamespace:
         """The namespace in a store of blocks like these; it says nothing of the layout and ranks of this side."""
         shape = self.shape
-        return Namespace(
+        return KvNamespace(
             model=self.model,
             revision=self.revision,
             dtype=self.dtype,
@@ -90,7 +90,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
         )
 
 
-class Cost(Struct, frozen=True, kw_only=True):
+class ConversionCost(Struct, frozen=True, kw_only=True):
     """Of converting one block for all ranks of the reader; the worst rank counts where they work at the same time."""
 
     bytes: int  # moved for all ranks; more than the block where ranks hold the same heads
@@ -108,11 +108,11 @@ class Identical(Struct, frozen=True):
 
 
 class Convertible(Struct, frozen=True):
-    plans: tuple[Plan, ...]  # one a reading rank; sources are the writer's objects in order of rank
-    cost: Cost
+    plans: tuple[RepackPlan, ...]  # one a reading rank; sources are the writer's objects in order of rank
+    cost: ConversionCost
 
 
-class Refused(Struct, frozen=True):
+class Incompatible(Struct, frozen=True):
     field: str  # of `Fingerprint`
     reason: str
 
@@ -120,10 +120,10 @@ class Refused(Struct, frozen=True):
         return LayoutMismatch(self.field, self.reason)
 
 
-Agreement = Identical | Convertible | Refused
+Agreement = Identical | Convertible | Incompatible
 
 
-def describe(namespace: Namespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
+def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
     """The description of one side.
 
     Args:
@@ -151,27 +151,27 @@ def describe(namespace: Namespace, *, layout: str | None = None, tp: int = 1) ->
     )
 
 
-def meet(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
+def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
     """See the module. Never raises; descriptions may come from a peer."""
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)
         if written != wanted:
-            return Refused(field, f"{field}: {written!r} is written, {wanted!r} is read")
+            return Incompatible(field, f"{field}: {written!r} is written, {wanted!r} is read")
     if writer.version != FINGERPRINT_VERSION:
-        return Refused("version", f"version: {writer.version} is not known here, {FINGERPRINT_VERSION} is")
+        return Incompatible("version", f"version: {writer.version} is not known here, {FINGERPRINT_VERSION} is")
     for side in (writer, reader):
         if side.tp > MAX_TP:
-            return Refused("tp", f"tp: {side.tp} ranks are more than {MAX_TP}")
+            return Incompatible("tp", f"tp: {side.tp} ranks are more than {MAX_TP}")
     for field in ("element_bytes", "block_tokens", "layers", "kv_heads", "head_dim"):
         if getattr(writer, field) < 1:
-            return Refused(field, f"{field}: must be at least 1")
+            return Incompatible(field, f"{field}: must be at least 1")
     try:
         plans = _plans(writer, reader)
     except LayoutMismatch as error:
-        return Refused(error.field, str(error))
+        return Incompatible(error.field, str(error))
     if (writer.layout, writer.tp) == (reader.layout, reader.tp):
         return Identical()
-    cost = Cost(
+    cost = ConversionCost(
         bytes=sum(plan.bytes for plan in plans),
         runs=sum(plan.run_count for plan in plans),
         bytes_a_rank=max(plan.bytes for plan in plans),
@@ -180,9 +180,9 @@ def meet(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
     return Convertible(plans, cost)
 
 
-def _plans(writer: Fingerprint, reader: Fingerprint) -> tuple[Plan, ...]:
-    sources = one_a_rank(writer.shape, writer.layout, writer.tp)
-    destinations = one_a_rank(reader.shape, reader.layout, reader.tp)
+def _plans(writer: Fingerprint, reader: Fingerprint) -> tuple[RepackPlan, ...]:
+    sources = shards_by_rank(writer.shape, writer.layout, writer.tp)
+    destinations = shards_by_rank(reader.shape, reader.layout, reader.tp)
     return tuple(
         plan_fill(writer.shape, sources, [part], first=rank * writer.tp // reader.tp)
         for rank, part in enumerate(destinations)

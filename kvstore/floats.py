@@ -16,7 +16,7 @@ _E4M3_LEAST_EXPONENT = -6  # of a normal number
 _E4M3_FRACTION_BITS = 3
 
 
-class Half(StrEnum):
+class HalfFormat(StrEnum):
     """Formats of 16 bits."""
 
     BFLOAT16 = "bfloat16"
@@ -24,12 +24,12 @@ class Half(StrEnum):
 
     @property
     def fraction_bits(self) -> int:
-        return 7 if self is Half.BFLOAT16 else 10
+        return 7 if self is HalfFormat.BFLOAT16 else 10
 
     @property
     def largest(self) -> int:
         """Pattern of the largest finite number; magnitudes are ordered as their patterns are."""
-        return 0x7F7F if self is Half.BFLOAT16 else 0x7BFF
+        return 0x7F7F if self is HalfFormat.BFLOAT16 else 0x7BFF
 
     @property
     def half_step(self) -> float:
@@ -39,11 +39,11 @@ class Half(StrEnum):
     @property
     def half_least(self) -> float:
         """Half of the least number there is: what one near zero can be off."""
-        return 2.0**-134 if self is Half.BFLOAT16 else 2.0**-25
+        return 2.0**-134 if self is HalfFormat.BFLOAT16 else 2.0**-25
 
     def numbers(self, patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
         """What patterns mean; exact."""
-        if self is Half.BFLOAT16:
+        if self is HalfFormat.BFLOAT16:
             return (patterns.astype(np.uint32) << 16).view(np.float32)
         return patterns.view(np.float16).astype(np.float32)
 
@@ -51,7 +51,7 @@ class Half(StrEnum):
         """The nearest patterns, ties to even, none beyond the largest finite number; numbers are finite."""
         largest = float(self.numbers(np.array([self.largest], np.uint16))[0])
         inside = np.clip(numbers, -largest, largest)
-        if self is Half.FLOAT16:
+        if self is HalfFormat.FLOAT16:
             return inside.astype(np.float16).view(np.uint16)
         bits = inside.view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -80,7 +80,7 @@ def e4m3_numbers() -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=64)
-def e4m3_encoder(half: Half, exponent: int) -> NDArray[np.uint8]:
+def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
     """For each 16-bit pattern, the code of its number / 2**exponent; infinities and NaN have none worth using."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     finite = (patterns & 0x7FFF) <= half.largest
@@ -89,7 +89,7 @@ def e4m3_encoder(half: Half, exponent: int) -> NDArray[np.uint8]:
 
 
 @lru_cache(maxsize=1024)
-def e4m3_decoder(half: Half, exponent: int) -> NDArray[np.uint16]:
+def e4m3_decoder(half: HalfFormat, exponent: int) -> NDArray[np.uint16]:
     """For each code, the 16-bit pattern of its number * 2**exponent."""
     numbers = np.ldexp(e4m3_numbers(), exponent)
     largest = float(np.finfo(np.float32).max)

@@ -13,7 +13,7 @@ Rules:
    those frames, that are being received.
 5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
 
-TLS and proofs of a secret are no affair of frames: a `Door` decides who comes in.
+TLS and proofs of a secret are no affair of frames: a `ConnectionGuard` decides who comes in.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class SendBufferFull(ConnectionError):
         super().__init__(f"the peer has not taken the last {limit} bytes")
 
 
-class Cutter:
+class FrameDecoder:
     """Cuts a stream, in whatever pieces it comes, into payloads. Without I/O.
 
     Attributes:
@@ -164,7 +164,7 @@ class Cutter:
         return start + written
 
 
-class Receiver(Protocol):
+class FrameReceiver(Protocol):
     """What a connection needs of whoever it is for. Called on the event loop; must not block."""
 
     def received(self, payload: bytes) -> None:
@@ -196,7 +196,7 @@ class FrameConnection(asyncio.Protocol):
         self._send_limit = send_limit
         self._turn_frames = turn_frames
         self._waiting: deque[bytes] = deque()  # frames for the next turns; nothing is read meanwhile
-        self._cutter = Cutter(limit)
+        self._cutter = FrameDecoder(limit)
         self._leaving: list[bytes] = []  # in this turn of the event loop
         self._leaving_bytes = 0
         self._paused = False  # the transport has enough
@@ -205,7 +205,7 @@ class FrameConnection(asyncio.Protocol):
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._receiver: Receiver
+        self._receiver: FrameReceiver
 
     @property
     def full(self) -> bool:
@@ -248,7 +248,7 @@ class FrameConnection(asyncio.Protocol):
         self._limit = limit
         self._cutter.allow(limit)
 
-    def hand_over(self, receiver: "Receiver", limit: int) -> None:
+    def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
         """Give what comes from the next piece of the stream on to another receiver.
 
         Args:
@@ -369,7 +369,7 @@ class FrameConnection(asyncio.Protocol):
             self._transport.writelines(leaving)
 
 
-Accept = Callable[[FrameConnection], Receiver]
+Accept = Callable[[FrameConnection], FrameReceiver]
 """Says whom a new connection is for."""
 
 
@@ -410,7 +410,7 @@ async def connect(
     return connection
 
 
-class Door(Protocol):
+class ConnectionGuard(Protocol):
     """Decides which TCP connections reach the receivers of a server."""
 
     def guarding(
@@ -435,7 +435,7 @@ async def open_server(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
     tls: ssl.SSLContext | None = None,
-    door: "Door | None" = None,
+    door: "ConnectionGuard | None" = None,
 ) -> AsyncIterator[str]:
     """Listen until left; yields the address, with the port that was chosen. Connections end with it.
 
@@ -451,11 +451,11 @@ async def open_server(
     Raises:
         StoreNotStarted: The address is none, is in use, or is none of this machine.
     """
-    connections: set[_Accepted] = set()
+    connections: set[_AcceptedConnection] = set()
     ended = asyncio.Event()
 
-    def made(first: Accept) -> _Accepted:
-        return _Accepted(first, connections, ended, limit=limit, send_limit=send_limit)
+    def made(first: Accept) -> _AcceptedConnection:
+        return _AcceptedConnection(first, connections, ended, limit=limit, send_limit=send_limit)
 
     async with AsyncExitStack() as listening:
         listening.push_async_callback(_end, connections, ended)
@@ -492,7 +492,7 @@ def _stop_listening(server: asyncio.Server, path: str) -> None:
     server.close()
 
 
-async def _end(connections: set["_Accepted"], ended: asyncio.Event) -> None:
+async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) -> None:
     """Let connections send what waits, and no longer than `STOP_SECONDS`."""
     for connection in list(connections):
         connection.close()
@@ -505,13 +505,13 @@ async def _end(connections: set["_Accepted"], ended: asyncio.Event) -> None:
         connection.abort()
 
 
-class _Accepted(FrameConnection):
+class _AcceptedConnection(FrameConnection):
     """A connection that its server can end."""
 
     def __init__(
         self,
         accept: Accept,
-        connections: set["_Accepted"],
+        connections: set["_AcceptedConnection"],
         ended: asyncio.Event,
         *,
         limit: int,

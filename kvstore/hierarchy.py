@@ -12,28 +12,28 @@ each tier, and `kvstore.orders`, what is to be done. Each says its own rules; of
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import Nanos
-from kvstore.copies import Copies, Pinning
+from kvstore.copies import DemotionPool, Demotions
 from kvstore.errors import NamespaceUnknown
-from kvstore.loads import Loads, Places
-from kvstore.lower_tiers import LowerTiers, TierRule
-from kvstore.messages import BlockChanges, BlockKey, Fetched
-from kvstore.movement import Confirm, ConfirmId, CopyId, Keep, LoadId, Movement, TierCounters
-from kvstore.orders import Orders
+from kvstore.loads import PromotionPool, Promotions
+from kvstore.lower_tiers import TierRule, TierStates
+from kvstore.messages import BlockChanges, BlockKey, FetchResult
+from kvstore.movement import Confirm, ConfirmId, Demote, DemotionId, PromotionId, TierCounters, TierTransfer
+from kvstore.orders import TransferQueue
 
 BATCH_BYTES = 8 << 20
 """That move at a time: enough for a disk's full speed, little enough for the first blocks of a load to be there soon."""
 
 
-class Pool(Places, Pinning, Protocol):
+class HierarchyPool(PromotionPool, DemotionPool, Protocol):
     """What is needed of `kvstore.machine.BlockMachine`."""
 
 
 class Hierarchy:
     """See the module. After every call, `commands()` has to be performed, and `changes()` told."""
 
-    def __init__(self, pool: Pool, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
+    def __init__(self, pool: HierarchyPool, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
         """Nothing moves yet.
 
         Args:
@@ -42,59 +42,59 @@ class Hierarchy:
             batch_bytes: That move at a time, and have a place in the pool meanwhile.
         """
         self._pool = pool
-        self._tiers = LowerTiers(rules)
-        self._orders = Orders(batch_bytes)
-        self._loads = Loads(pool, self._tiers, self._orders)
-        self._copies = Copies(pool, self._tiers, self._orders)
+        self._tiers = TierStates(rules)
+        self._queue = TransferQueue(batch_bytes)
+        self._promotions = Promotions(pool, self._tiers, self._queue)
+        self._demotions = Demotions(pool, self._tiers, self._queue)
 
     # Coming up
 
     @property
     def refused(self) -> int:
         """Loads that a limit of their number kept from beginning."""
-        return self._loads.refused
+        return self._promotions.refused
 
-    def seconds_from_below(self, key: BlockKey, size_bytes: int) -> float | None:
+    def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
         """How long a block takes from the first tier that is known to have it; None where there is none, or no speed."""
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
                 return tier.pace.latest(size_bytes)
         return None
 
-    def coming(self, digest: bytes, names: Sequence[ChainHash]) -> int:
+    def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
         """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
-        return self._loads.coming(digest, names)
+        return self._promotions.loading(digest, names)
 
-    def want(
-        self, digest: bytes, chain: Sequence[ChainHash], held: int, patience: Nanos, now: Nanos, tenant: bytes = b""
+    def prefetch(
+        self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
-        """Somebody would use blocks of a chain beyond those in the pool; arguments and answer are those of `Loads.want`."""
-        return self._loads.want(digest, chain, held, patience, now, tenant)
+        """Somebody would use blocks of a chain beyond those in the pool; arguments and answer are those of `Promotions.prefetch`."""
+        return self._promotions.prefetch(digest, chain, held, max_wait, now, tenant)
 
-    def found(self, load_id: LoadId, count: int, now: Nanos) -> None:
+    def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
         """A tier has said how many of the blocks of a `Find` it holds."""
-        self._loads.found(load_id, count, now)
+        self._promotions.found(promotion_id, count, now)
 
-    def fetched(self, load_id: LoadId, answers: Sequence[Fetched], now: Nanos) -> None:
+    def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
         """A `Fetch` is through: what of it came."""
-        self._loads.fetched(load_id, answers, now)
+        self._promotions.fetched(promotion_id, answers, now)
 
     @property
-    def any_risen(self) -> bool:
-        """Whether `risen` may say anything."""
-        return self._loads.any_risen
+    def has_promoted(self) -> bool:
+        """Whether `promoted` may say anything."""
+        return self._promotions.has_promoted
 
-    def risen(self, digest: bytes, names: Iterable[ChainHash]) -> dict[str, int]:
+    def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
         """How many of these blocks came up from which tier, as far as nobody was told before; the others were in the pool."""
-        return self._loads.risen(digest, names)
+        return self._promotions.promoted(digest, names)
 
-    def left(self, digest: bytes, names: Iterable[ChainHash]) -> None:
+    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Blocks are in the pool no more."""
-        self._loads.left(digest, names)
+        self._promotions.left(digest, names)
 
     # Going down
 
-    def noted(self, digest: bytes, names: Iterable[ChainHash], now: Nanos) -> None:
+    def offer(self, digest: bytes, names: Iterable[BlockHash], now: Nanos) -> None:
         """Blocks of the pool were written or used: offer them to the tiers that should have them."""
         try:
             size_bytes = self._pool.block_bytes(digest)
@@ -107,9 +107,9 @@ class Hierarchy:
             for key in keys:
                 if key not in tier.known and tier.rule.admission.admits(key, size_bytes, now):
                     tier.enqueue(key, size_bytes)
-            self._copies.keep(tier, now)
+            self._demotions.keep(tier, now)
 
-    def hand_down(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
+    def demote_now(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
         """Have a tier keep blocks whatever its rule says, because the pool is given up.
 
         Returns:
@@ -122,20 +122,20 @@ class Hierarchy:
         taken = keys[: which.room]
         for key in taken:
             which.enqueue(key, self._pool.block_bytes(key.digest))
-        self._copies.keep(which, now)
+        self._demotions.keep(which, now)
         return len(taken)
 
     def room(self, tier: int) -> int:
         """For how many more blocks there is room in its queue."""
         return self._tiers[tier].room
 
-    def is_going_down(self, tier: int, key: BlockKey) -> bool:
+    def is_demoting(self, tier: int, key: BlockKey) -> bool:
         """Whether a block waits for a tier, or is on its way to it."""
-        return self._copies.is_going_down(self._tiers[tier], key)
+        return self._demotions.is_demoting(self._tiers[tier], key)
 
-    def kept(self, copy_id: CopyId, answers: Sequence[bool], now: Nanos) -> None:
-        """A `Keep` is through: what of it the tier has now."""
-        self._copies.kept(copy_id, answers, now)
+    def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
+        """A `Demote` is through: what of it the tier has now."""
+        self._demotions.kept(demotion_id, answers, now)
 
     def has(self, tier: int, key: BlockKey) -> bool:
         """Whether a tier is known to have a block. It may have gone since where `forgets`."""
@@ -151,15 +151,15 @@ class Hierarchy:
         Returns:
             False where it cannot be asked now: try again.
         """
-        return self._copies.confirm(self._tiers[tier], keys, now)
+        return self._demotions.confirm(self._tiers[tier], keys, now)
 
-    def is_doubted(self, tier: int, key: BlockKey) -> bool:
+    def is_being_confirmed(self, tier: int, key: BlockKey) -> bool:
         """Whether a tier is being asked for a block right now; after that, `has` is what it said."""
-        return self._copies.is_doubted(self._tiers[tier], key)
+        return self._demotions.is_being_confirmed(self._tiers[tier], key)
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
         """A `Confirm` is through: what of it the tier has."""
-        self._copies.confirmed(confirm_id, answers)
+        self._demotions.confirmed(confirm_id, answers)
 
     def failed_writes(self, tier: int) -> int:
         """How many writes to a tier have failed since one succeeded."""
@@ -167,28 +167,28 @@ class Hierarchy:
 
     # Both
 
-    def failed(self, movement: Movement, started: Nanos, now: Nanos) -> None:
+    def failed(self, movement: TierTransfer, started: Nanos, now: Nanos) -> None:
         """A command could not be performed, or not in time. Its buffers are free again.
 
         One that was late is no second failure: the longer a disk has hung, the longer it would then be left alone.
         """
         match movement:
-            case Keep(copy_id=copy_id):
-                self._copies.keep_failed(copy_id, started, now)
+            case Demote(demotion_id=demotion_id):
+                self._demotions.demotion_failed(demotion_id, started, now)
             case Confirm(confirm_id=confirm_id):
-                self._copies.confirm_failed(confirm_id, started, now)
+                self._demotions.confirm_failed(confirm_id, started, now)
             case _:
-                self._loads.failed(movement, started, now)
+                self._promotions.failed(movement, started, now)
 
-    def late(self, movement: Movement, started: Nanos, now: Nanos) -> None:
+    def late(self, movement: TierTransfer, started: Nanos, now: Nanos) -> None:
         """A command has not come back in time. Its answer or failure is still awaited: until then its bytes are in use."""
         match movement:
-            case Keep(copy_id=copy_id):
-                self._copies.keep_is_late(copy_id, started, now)
+            case Demote(demotion_id=demotion_id):
+                self._demotions.demotion_is_late(demotion_id, started, now)
             case Confirm(confirm_id=confirm_id):
-                self._copies.confirm_failed(confirm_id, started, now)
+                self._demotions.confirm_failed(confirm_id, started, now)
             case _:
-                self._loads.late(movement, started, now)
+                self._promotions.late(movement, started, now)
 
     def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A tier has let blocks go by itself."""
@@ -197,11 +197,11 @@ class Hierarchy:
     def tick(self, now: Nanos) -> None:
         """Time has passed: a tier that was fenced may be tried again."""
         for tier in self._tiers:
-            self._copies.keep(tier, now)
+            self._demotions.keep(tier, now)
 
-    def commands(self) -> list[Movement]:
+    def commands(self) -> list[TierTransfer]:
         """What has to be done, in order; each is handed out once."""
-        return self._orders.taken()
+        return self._queue.taken()
 
     def changes(self) -> list[BlockChanges]:
         """What watchers have to learn; each change is handed out once."""
@@ -217,10 +217,10 @@ class Hierarchy:
     @property
     def is_idle(self) -> bool:
         """Whether nothing moves, and nothing waits to."""
-        return self._loads.is_idle and self._copies.is_idle
+        return self._promotions.is_idle and self._demotions.is_idle
 
     def check(self) -> None:
         """Asserts what always holds; for tests."""
-        self._loads.check()
-        self._copies.check()
+        self._promotions.check()
+        self._demotions.check()
         self._tiers.check()

@@ -14,17 +14,17 @@ from kvstore.extents import occupied_bytes
 from kvstore.messages import LeaseId
 from kvstore.namespaces import StoredBlock
 
-HoldKey = tuple[bytes, str]
+SessionPinKey = tuple[bytes, str]
 """Digest of the namespace, and session."""
 
 
-class Holds:
+class SessionPins:
     """All holds of a node."""
 
     def __init__(self, limit_bytes: int):
         self._limit_bytes = limit_bytes
         self._holders: dict[StoredBlock, int] = {}
-        self._by_session: dict[HoldKey, LeaseId] = {}
+        self._by_session: dict[SessionPinKey, LeaseId] = {}
         self.bytes = 0
 
     def fitting(self, blocks: Sequence[StoredBlock]) -> int:
@@ -37,7 +37,7 @@ class Holds:
                 return count
         return len(blocks)
 
-    def begin(self, key: HoldKey, blocks: Sequence[StoredBlock], lease_id: LeaseId) -> None:
+    def begin(self, key: SessionPinKey, blocks: Sequence[StoredBlock], lease_id: LeaseId) -> None:
         """Those blocks are held under that lease."""
         assert key not in self._by_session, "the former hold of the session has not ended"
         self._by_session[key] = lease_id
@@ -46,7 +46,7 @@ class Holds:
                 self.bytes += occupied_bytes(block.length)
             self._holders[block] = self._holders.get(block, 0) + 1
 
-    def end(self, key: HoldKey, blocks: Sequence[StoredBlock]) -> None:
+    def end(self, key: SessionPinKey, blocks: Sequence[StoredBlock]) -> None:
         """The lease is over."""
         del self._by_session[key]
         for block in blocks:
@@ -60,7 +60,7 @@ class Holds:
         del self._holders[block]
         self.bytes -= occupied_bytes(block.length)
 
-    def lease_of(self, key: HoldKey) -> LeaseId | None:
+    def lease_of(self, key: SessionPinKey) -> LeaseId | None:
         return self._by_session.get(key)
 
     def leases(self) -> Iterator[LeaseId]:

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 Task = Callable[[], None]
 
 
-class Call(Generic[Result]):
+class ThreadCall(Generic[Result]):
     """One call: waiting for a thread, in one, or over."""
 
     def __init__(self, outcome: "asyncio.Future[Result]") -> None:
@@ -29,7 +29,7 @@ class Call(Generic[Result]):
         return self._begun.acquire(blocking=False)
 
 
-class Lanes:
+class WorkerThreads:
     """Threads of their own, which are daemons: a disk that hangs holds up nobody else, and no exit."""
 
     def __init__(self, name: str, threads: int):
@@ -38,11 +38,11 @@ class Lanes:
         for index in range(threads):
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
-    def call(self, act: Callable[[], Result]) -> Call[Result]:
+    def call(self, act: Callable[[], Result]) -> ThreadCall[Result]:
         """Have `act` called in a thread, once one is free."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
-        call = Call(done)
+        call = ThreadCall(done)
 
         def settle(set_outcome: Callable[[], None]) -> None:
             if not done.cancelled():

@@ -39,7 +39,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
 """Sizes of the dtypes that are known by name; of others the size follows from the block's."""
 
 
-class Namespace(Struct, frozen=True, kw_only=True):
+class KvNamespace(Struct, frozen=True, kw_only=True):
     """What the bytes of a block mean. Tensor-parallel rank is not part of it: a block holds all heads."""
 
     model: str
@@ -65,7 +65,7 @@ class Namespace(Struct, frozen=True, kw_only=True):
         """The digest as hex, for humans and for the wire."""
         return self.digest.hex()
 
-    def differences(self, other: "Namespace") -> list[str]:
+    def differences(self, other: "KvNamespace") -> list[str]:
         """Names of the fields that differ, for the message of a refusal."""
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
 

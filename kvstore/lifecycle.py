@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 
-class State(StrEnum):
+class BlockState(StrEnum):
     RESERVED = "reserved"  # its writer is at work
     HELD = "held"  # readable; may be evicted
     PINNED = "pinned"  # readable; a lease counts on it
@@ -12,7 +12,7 @@ class State(StrEnum):
     GONE = "gone"
 
 
-class Step(StrEnum):
+class BlockTransition(StrEnum):
     """What happens to a block."""
 
     PUBLISH = "publish"
@@ -23,25 +23,25 @@ class Step(StrEnum):
     CONDEMN = "condemn"
 
 
-NEXT: Mapping[tuple[State, Step], State] = {
-    (State.RESERVED, Step.PUBLISH): State.HELD,
-    (State.RESERVED, Step.ABANDON): State.GONE,
-    (State.HELD, Step.PIN): State.PINNED,
-    (State.HELD, Step.EVICT): State.GONE,
-    (State.HELD, Step.CONDEMN): State.GONE,
-    (State.PINNED, Step.UNPIN): State.HELD,
-    (State.PINNED, Step.CONDEMN): State.CONDEMNED,
-    (State.CONDEMNED, Step.UNPIN): State.GONE,
+NEXT: Mapping[tuple[BlockState, BlockTransition], BlockState] = {
+    (BlockState.RESERVED, BlockTransition.PUBLISH): BlockState.HELD,
+    (BlockState.RESERVED, BlockTransition.ABANDON): BlockState.GONE,
+    (BlockState.HELD, BlockTransition.PIN): BlockState.PINNED,
+    (BlockState.HELD, BlockTransition.EVICT): BlockState.GONE,
+    (BlockState.HELD, BlockTransition.CONDEMN): BlockState.GONE,
+    (BlockState.PINNED, BlockTransition.UNPIN): BlockState.HELD,
+    (BlockState.PINNED, BlockTransition.CONDEMN): BlockState.CONDEMNED,
+    (BlockState.CONDEMNED, BlockTransition.UNPIN): BlockState.GONE,
 }
 
-READABLE = frozenset({State.HELD, State.PINNED})
+READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
-class IllegalTransition(AssertionError):
+class IllegalBlockTransition(AssertionError):
     """A bug in the machine."""
 
 
-def advance(state: State, step: Step) -> State:
+def advance(state: BlockState, step: BlockTransition) -> BlockState:
     """The state after a step; the missing pairs are the specification.
 
     Raises:
@@ -49,5 +49,5 @@ def advance(state: State, step: Step) -> State:
     """
     following = NEXT.get((state, step))
     if following is None:
-        raise IllegalTransition(f"{step} of a block that is {state}")
+        raise IllegalBlockTransition(f"{step} of a block that is {state}")
     return following

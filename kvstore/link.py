@@ -23,15 +23,15 @@ from typing import Self, TypeVar
 import grpc
 
 from kvstore import wire
-from kvstore.access import Access, load
-from kvstore.breaker import Breaker
+from kvstore.access import LoadedCredentials, load
+from kvstore.breaker import CircuitBreaker
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.credentials import Credentials
 from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
-from kvstore.layout import Namespace
-from kvstore.messages import Counters, DataPath
+from kvstore.layout import KvNamespace
+from kvstore.messages import DataPath, StoreClientCounters
 from kvstore.ports import Transport
-from kvstore.session import Session, refusal, shake_hands, with_memory
+from kvstore.session import NodeSession, refusal, shake_hands, with_shared_memory
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
@@ -53,40 +53,40 @@ JOIN_PAUSE_SECONDS = 1.0  # between two attempts, where one fails at once
 log = logging.getLogger(__name__)
 
 
-class Counting:
-    """`Counters` in the making. Thread-safe."""
+class CounterAccumulator:
+    """`StoreClientCounters` in the making. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(Counters.__struct_fields__, 0)
+        self._counts = dict.fromkeys(StoreClientCounters.__struct_fields__, 0)
 
     def add(self, **more: int) -> None:
         with self._lock:
             for name, count in more.items():
                 self._counts[name] += count
 
-    def read(self) -> Counters:
+    def read(self) -> StoreClientCounters:
         with self._lock:
-            return Counters(**self._counts)
+            return StoreClientCounters(**self._counts)
 
 
-class Link:
+class NodeConnection:
     """Keeps one client in touch with one node. Thread-safe. Made by `open`, or by `open_early`."""
 
     def __init__(
         self,
         address: str,
-        namespace: Namespace,
+        namespace: KvNamespace,
         channel: grpc.Channel,
-        session: Session | None,
+        session: NodeSession | None,
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
-        access: Access,
+        access: LoadedCredentials,
         clock: Clock,
     ):
         self.stub = pb_grpc.BlockStoreStub(channel)
-        self.counting = Counting()
+        self.counting = CounterAccumulator()
         self.closed = threading.Event()
         self._address = address
         self._namespace = namespace
@@ -97,10 +97,10 @@ class Link:
         self._prefer = prefer
         self._access = access
         self._clock = clock
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
         self._handshake = threading.Lock()
-        self._memory = Breaker()  # of attempts to get at it after all (rule 5)
+        self._memory = CircuitBreaker()  # of attempts to get at it after all (rule 5)
         self._seeking = threading.Lock()
         self._slower: list[Transport] = []  # ways that were used before it, and may be still
 
@@ -108,7 +108,7 @@ class Link:
     def open(
         cls,
         address: str,
-        namespace: Namespace,
+        namespace: KvNamespace,
         *,
         deadline: Nanos,
         call_timeout: Nanos,
@@ -144,7 +144,7 @@ class Link:
     def open_early(
         cls,
         address: str,
-        namespace: Namespace,
+        namespace: KvNamespace,
         *,
         call_timeout: Nanos,
         prefer: tuple[DataPath, ...],
@@ -171,7 +171,7 @@ class Link:
         return link
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> NodeSession | None:
         """Return the session with the node that was there last; None while none has answered (rule 6)."""
         return self._session
 
@@ -180,7 +180,7 @@ class Link:
         """Whether the node did when it was last called."""
         return self._breaker.closed
 
-    def call(self, act: Callable[[Session, float], Answer], until: Nanos | None = None) -> Answer | None:
+    def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
         """The node's answer; None when there is none in time, or the breaker is open.
 
         Args:
@@ -208,7 +208,7 @@ class Link:
                 return answer
         return None
 
-    def session_of(self, incarnation: str) -> Session | None:
+    def session_of(self, incarnation: str) -> NodeSession | None:
         """The session that a match belongs to, which may come from a process that met a restarted node before us."""
         session = self._session
         if session is None or session.incarnation == incarnation:
@@ -319,7 +319,7 @@ class Link:
         with contextlib.suppress(RuntimeError):  # no thread to be had now
             threading.Thread(target=look, name="kvstore-tls", daemon=True).start()
 
-    def _current(self, deadline: Nanos) -> Session | None:
+    def _current(self, deadline: Nanos) -> NodeSession | None:
         """The session with the node that is there now; None while another thread is shaking hands, or it fails."""
         if not self._outdated:
             return self._session
@@ -330,7 +330,7 @@ class Link:
         finally:
             self._handshake.release()
 
-    def _renew(self, deadline: Nanos) -> Session | None:
+    def _renew(self, deadline: Nanos) -> NodeSession | None:
         if not self._outdated:  # another thread has just done it
             return self._session
         started = self._clock.now()
@@ -351,7 +351,7 @@ class Link:
         self._close_ways(former)
         return session
 
-    def _seek_memory(self, session: Session) -> None:
+    def _seek_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
         if not self._memory.allows(now) or not self._seeking.acquire(blocking=False):
             return
@@ -361,10 +361,10 @@ class Link:
             self._memory.failed(now, self._clock.now())
             self._seeking.release()
 
-    def _map(self, session: Session) -> None:
+    def _map(self, session: NodeSession) -> None:
         started = self._clock.now()
         try:
-            better = with_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))
+            better = with_shared_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))
         except (StoreUnreachable, NamespaceUnknown):
             self._memory.failed(started, self._clock.now())
             return
@@ -377,7 +377,7 @@ class Link:
         finally:
             self._seeking.release()
 
-    def _close_ways(self, session: Session) -> None:
+    def _close_ways(self, session: NodeSession) -> None:
         """Those of a session, and those that were used before it had memory."""
         session.transport.close()
         while self._slower:

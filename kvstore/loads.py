@@ -16,21 +16,23 @@ Rules:
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import NamespaceUnknown
-from kvstore.lower_tiers import LowerTier, LowerTiers
-from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, Fetched, Reservation, ReservationId, Slot
-from kvstore.movement import Fetch, Find, LoadId
-from kvstore.orders import Orders
+from kvstore.lower_tiers import TierState, TierStates
+from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult, ReservationId, Slot, WriteReservation
+from kvstore.movement import Fetch, Find, PromotionId
+from kvstore.orders import TransferQueue
 
-MAX_LOADS = 64
-MAX_LOAD_BLOCKS = 4096  # one load; a longer chain goes on with the next request
-MAX_RISEN = 1 << 16  # blocks that came up, and that nobody asked for since; of more the oldest count as in the pool
+MAX_PROMOTIONS = 64
+MAX_PROMOTION_BLOCKS = 4096  # one load; a longer chain goes on with the next request
+MAX_UNREPORTED = (
+    1 << 16
+)  # blocks that came up, and that nobody asked for since; of more the oldest count as in the pool
 FETCH_AT_LEAST = Nanos(1 * SECOND)  # that a batch gets once it is begun, however little patience is left
 
 
-class Places(Protocol):
+class PromotionPool(Protocol):
     """What is needed of `kvstore.machine.BlockMachine`."""
 
     def block_bytes(self, digest: bytes) -> int:
@@ -48,13 +50,13 @@ class Places(Protocol):
     def reserve(
         self,
         digest: bytes,
-        names: Sequence[ChainHash],
+        names: Sequence[BlockHash],
         *,
         owner: str,
         lease: Nanos | None,
         now: Nanos,
         tenant: bytes = b"",
-    ) -> Reservation:
+    ) -> WriteReservation:
         """Places for those blocks that nobody holds or writes.
 
         Raises:
@@ -69,32 +71,34 @@ class Places(Protocol):
     def writable(self, digest: bytes, slot: Slot) -> Address | None: ...
 
 
-class Loads:
+class Promotions:
     """See the module."""
 
-    def __init__(self, pool: Places, tiers: LowerTiers, orders: Orders):
+    def __init__(self, pool: PromotionPool, tiers: TierStates, orders: TransferQueue):
         self._pool = pool
         self._tiers = tiers
-        self._orders = orders
-        self._loads: dict[LoadId, _Load] = {}
-        self._coming: dict[BlockKey, _Load] = {}
-        self._hung: dict[LoadId, Reservation] = {}  # places that a thread may still write to, of loads that have ended
-        self._risen: dict[BlockKey, str] = {}  # where blocks of the pool were, of which nobody was told
-        self.refused = 0  # loads that `MAX_LOADS` kept from beginning
+        self._queue = orders
+        self._promotions: dict[PromotionId, _Promotion] = {}
+        self._loading: dict[BlockKey, _Promotion] = {}
+        self._abandoned: dict[
+            PromotionId, WriteReservation
+        ] = {}  # places that a thread may still write to, of loads that have ended
+        self._promoted: dict[BlockKey, str] = {}  # where blocks of the pool were, of which nobody was told
+        self.refused = 0  # loads that `MAX_PROMOTIONS` kept from beginning
 
     @property
     def is_idle(self) -> bool:
-        return not self._loads and not self._hung
+        return not self._promotions and not self._abandoned
 
-    def coming(self, digest: bytes, names: Sequence[ChainHash]) -> int:
+    def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
         """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
         for count, name in enumerate(names):
-            if BlockKey(digest, name) not in self._coming:
+            if BlockKey(digest, name) not in self._loading:
                 return count
         return len(names)
 
-    def want(
-        self, digest: bytes, chain: Sequence[ChainHash], held: int, patience: Nanos, now: Nanos, tenant: bytes = b""
+    def prefetch(
+        self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
         """Somebody would use blocks of a chain beyond those in the pool.
 
@@ -109,30 +113,30 @@ class Loads:
         Returns:
             How many blocks after the held ones are on their way or being looked for.
         """
-        missing = chain[held : held + MAX_LOAD_BLOCKS]
-        if not missing or patience <= 0 or not self._tiers:
+        missing = chain[held : held + MAX_PROMOTION_BLOCKS]
+        if not missing or max_wait <= 0 or not self._tiers:
             return 0
-        deadline = Nanos(now + patience)
-        load = self._coming.get(BlockKey(digest, missing[0]))
+        deadline = Nanos(now + max_wait)
+        load = self._loading.get(BlockKey(digest, missing[0]))
         if load is None:
-            if len(self._loads) >= MAX_LOADS:
+            if len(self._promotions) >= MAX_PROMOTIONS:
                 self.refused += 1
                 return 0
             ours = [BlockKey(digest, name) for name in missing]
-            ours = ours[: next((i for i, key in enumerate(ours) if key in self._coming), None)]  # the rest has a load
+            ours = ours[: next((i for i, key in enumerate(ours) if key in self._loading), None)]  # the rest has a load
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(ours)])
-            load = _Load(LoadId(self._orders.number()), digest, block_bytes, chain, held, deadline, tenant)
-            self._loads[load.id] = load
-            self._coming.update(dict.fromkeys(ours, load))
+            load = _Promotion(PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant)
+            self._promotions[load.id] = load
+            self._loading.update(dict.fromkeys(ours, load))
             self._look(load, 0, now)
         else:
             load.deadline = max(load.deadline, deadline)
-        return self.coming(digest, missing)
+        return self.loading(digest, missing)
 
-    def found(self, load_id: LoadId, count: int, now: Nanos) -> None:
+    def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
         """A tier has said how many of the blocks of a `Find` it holds."""
-        load = self._loads.get(load_id)
+        load = self._promotions.get(promotion_id)
         if load is None:
             return  # too late
         tier = self._tiers[load.tier]
@@ -146,7 +150,7 @@ class Loads:
             tier.counters.too_slow += 1
             self._look(load, load.tier + 1, now)
             return
-        count = min(count, self._orders.batch_blocks(load.block_bytes))
+        count = min(count, self._queue.batch_blocks(load.block_bytes))
         names = load.chain[: load.position + count]
         try:
             reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
@@ -164,13 +168,13 @@ class Loads:
         load.began = now
         load.until = Nanos(max(load.deadline, now + FETCH_AT_LEAST))
         addresses = tuple(self._address(load.digest, place.slot) for place in run)
-        self._orders.give(Fetch(load.id, tier.index, addresses, load.until))
+        self._queue.give(Fetch(load.id, tier.index, addresses, load.until))
 
-    def fetched(self, load_id: LoadId, answers: Sequence[Fetched], now: Nanos) -> None:
+    def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
         """A `Fetch` is through: what of it came."""
-        load = self._loads.get(load_id)
+        load = self._promotions.get(promotion_id)
         if load is None:
-            self._release(load_id, now)
+            self._release(promotion_id, now)
             return
         tier = self._tiers[load.tier]
         good = next((i for i, answer in enumerate(answers) if answer.outcome is not BlockOutcome.MOVED), len(answers))
@@ -189,35 +193,35 @@ class Loads:
                 tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not BlockOutcome.MOVED]
             )
         self._publish(load, answers[:good], now)
-        self._risen.update(dict.fromkeys(keys[:good], tier.rule.name))
-        while len(self._risen) > MAX_RISEN:
-            del self._risen[next(iter(self._risen))]
+        self._promoted.update(dict.fromkeys(keys[:good], tier.rule.name))
+        while len(self._promoted) > MAX_UNREPORTED:
+            del self._promoted[next(iter(self._promoted))]
         # A block that this tier promised and did not have may be in the next one.
         self._look(load, 0 if good == len(answers) else load.tier + 1, now)
 
     @property
-    def any_risen(self) -> bool:
-        """Whether `risen` may say anything."""
-        return bool(self._risen)
+    def has_promoted(self) -> bool:
+        """Whether `promoted` may say anything."""
+        return bool(self._promoted)
 
-    def risen(self, digest: bytes, names: Iterable[ChainHash]) -> dict[str, int]:
+    def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
         """How many of these blocks came up from which tier, as far as nobody was told before; the others were in the pool."""
         found: dict[str, int] = {}
         for name in names:
-            if (tier := self._risen.pop(BlockKey(digest, name), None)) is not None:
+            if (tier := self._promoted.pop(BlockKey(digest, name), None)) is not None:
                 found[tier] = found.get(tier, 0) + 1
         return found
 
-    def left(self, digest: bytes, names: Iterable[ChainHash]) -> None:
+    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Blocks are in the pool no more."""
-        if self._risen:
+        if self._promoted:
             for name in names:
-                self._risen.pop(BlockKey(digest, name), None)
+                self._promoted.pop(BlockKey(digest, name), None)
 
     def failed(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        load = self._loads.get(movement.load_id)
+        load = self._promotions.get(movement.promotion_id)
         if load is None:
-            self._release(movement.load_id, now)
+            self._release(movement.promotion_id, now)
             return
         tier = self._tiers[movement.tier]
         tier.failed(tier.reading, started, now)
@@ -228,20 +232,20 @@ class Loads:
     def late(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
         tier = self._tiers[movement.tier]
         tier.failed(tier.reading, started, now)
-        load = self._loads[movement.load_id]
+        load = self._promotions[movement.promotion_id]
         if load.reservation is not None:
-            self._hung[load.id], load.reservation = load.reservation, None
+            self._abandoned[load.id], load.reservation = load.reservation, None
         self._end(load)
 
     def check(self) -> None:
         """Asserts what always holds; for tests."""
-        assert len(self._loads) <= MAX_LOADS
-        for load in self._loads.values():
+        assert len(self._promotions) <= MAX_PROMOTIONS
+        for load in self._promotions.values():
             for name in load.chain[load.position :]:
-                assert self._coming[BlockKey(load.digest, name)] is load
-        assert set(self._coming.values()) <= set(self._loads.values())
+                assert self._loading[BlockKey(load.digest, name)] is load
+        assert set(self._loading.values()) <= set(self._promotions.values())
 
-    def _look(self, load: "_Load", tier_index: int, now: Nanos) -> None:
+    def _look(self, load: "_Promotion", tier_index: int, now: Nanos) -> None:
         """Ask the tiers from this one on for the next blocks of a load; end it when none is left to ask."""
         while load.position < len(load.chain) and self._pool.is_present(
             BlockKey(load.digest, load.chain[load.position])
@@ -250,29 +254,29 @@ class Loads:
         if load.position == len(load.chain) or now >= load.deadline:
             self._end(load)
             return
-        batch = self._orders.batch_blocks(load.block_bytes)
-        for tier in self._tiers.beginning_with(tier_index):
+        batch = self._queue.batch_blocks(load.block_bytes)
+        for tier in self._tiers.from_index(tier_index):
             if not tier.reading.allows(now):
                 continue
             load.tier = tier.index
             keys = tuple(BlockKey(load.digest, name) for name in load.chain[load.position : load.position + batch])
-            self._orders.give(Find(load.id, tier.index, keys, load.deadline))
+            self._queue.give(Find(load.id, tier.index, keys, load.deadline))
             return
         self._end(load)
 
-    def _forget_lost(self, load: "_Load", tier: LowerTier, count: int) -> None:
+    def _forget_lost(self, load: "_Promotion", tier: TierState, count: int) -> None:
         """A tier that is shared, or elsewhere, does not tell what it lets go (`kvstore.lower_tiers`, rule 1).
 
         What lies behind the first block that it lacks may still be there: to offer that once more costs little, and to
         miss it block by block would cost a look-up each. A tier that finds in memory tells, but what it said of a block
         before may have been heard after that; and of the others it says at once whether they are there.
         """
-        if count < self._orders.batch_blocks(load.block_bytes):
+        if count < self._queue.batch_blocks(load.block_bytes):
             missing = load.chain[load.position + count :]
             missing = missing[:1] if tier.rule.finds_in_memory else missing
             self._tiers.forget(tier, [BlockKey(load.digest, name) for name in missing])
 
-    def _publish(self, load: "_Load", answers: Sequence[Fetched], now: Nanos) -> None:
+    def _publish(self, load: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
         """Make what came readable, and give the other places back."""
         assert load.reservation is not None
         reservation, load.reservation = load.reservation, None
@@ -285,26 +289,26 @@ class Loads:
         assert address is not None, "a place that was reserved a moment ago"
         return address
 
-    def _release(self, load_id: LoadId, now: Nanos) -> None:
+    def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
         """A thread is through with what it did for a load that has ended."""
-        if (reservation := self._hung.pop(load_id, None)) is not None:
+        if (reservation := self._abandoned.pop(promotion_id, None)) is not None:
             self._abandon(reservation, now)
 
-    def _abandon(self, reservation: Reservation, now: Nanos) -> None:
+    def _abandon(self, reservation: WriteReservation, now: Nanos) -> None:
         if reservation.reserved:
             self._pool.publish(reservation.reservation_id, {}, owner=NODE, now=now)
 
-    def _advance(self, load: "_Load", blocks: int) -> None:
+    def _advance(self, load: "_Promotion", blocks: int) -> None:
         for name in load.chain[load.position : load.position + blocks]:
-            del self._coming[BlockKey(load.digest, name)]
+            del self._loading[BlockKey(load.digest, name)]
         load.position += blocks
 
-    def _end(self, load: "_Load") -> None:
+    def _end(self, load: "_Promotion") -> None:
         self._advance(load, len(load.chain) - load.position)
-        del self._loads[load.id]
+        del self._promotions[load.id]
 
 
-class _Load:
+class _Promotion:
     """One chain on its way up. `position` is the first block that is not in the pool yet."""
 
     __slots__ = (
@@ -324,15 +328,15 @@ class _Load:
 
     def __init__(
         self,
-        load_id: LoadId,
+        promotion_id: PromotionId,
         digest: bytes,
         block_bytes: int,
-        chain: tuple[ChainHash, ...],
+        chain: tuple[BlockHash, ...],
         position: int,
         deadline: Nanos,
         tenant: bytes,
     ):
-        self.id = load_id
+        self.id = promotion_id
         self.digest = digest
         self.block_bytes = block_bytes
         self.chain = chain
@@ -340,7 +344,7 @@ class _Load:
         self.deadline = deadline
         self.tenant = tenant
         self.tier = 0  # that was asked last
-        self.reservation: Reservation | None = None  # of the batch under way
+        self.reservation: WriteReservation | None = None  # of the batch under way
         self.places: tuple[int, ...] = ()  # indexes into the chain of the batch under way
         self.began = Nanos(0)
         self.until = Nanos(0)

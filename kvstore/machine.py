@@ -26,11 +26,11 @@ Rules:
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvstore.block import HASH_BYTES, ChainHash
+from kvstore.block import HASH_BYTES, BlockHash
 from kvstore.clock import Nanos
-from kvstore.holds import Holds
-from kvstore.layout import Namespace
-from kvstore.lifecycle import READABLE, State, Step, advance
+from kvstore.holds import SessionPins
+from kvstore.layout import KvNamespace
+from kvstore.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.messages import (
     NO_LEASE,
     NO_RESERVATION,
@@ -38,28 +38,28 @@ from kvstore.messages import (
     Address,
     BlockChanges,
     BlockKey,
-    Held,
-    Leased,
+    LeasedSlots,
     LeaseId,
-    Reservation,
     ReservationId,
+    SessionPinResult,
     Slot,
     Slots,
     Stats,
     TierCommand,
+    WriteReservation,
 )
-from kvstore.movement import Pinned
+from kvstore.movement import PinnedBlocks
 from kvstore.namespaces import OpenNamespace, StoredBlock
 from kvstore.ports import Eviction
-from kvstore.quotas import Quotas
-from kvstore.space import BlockSpace
-from kvstore.terms import Lease, Terms, Writing
+from kvstore.quotas import TenantQuotas
+from kvstore.space import PoolAllocator
+from kvstore.terms import BlockLease, LeaseTable, PendingWrite
 
 KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Of the look-up table where nobody chooses names to make them collide, and the same history has to give the same order: in
 replays and tests."""
 
-PINNED, CONDEMNED, GONE = State.PINNED, State.CONDEMNED, State.GONE
+PINNED, CONDEMNED, GONE = BlockState.PINNED, BlockState.CONDEMNED, BlockState.GONE
 """Looked up once, as in `kvstore.space`."""
 
 
@@ -78,7 +78,7 @@ class BlockMachine:
         max_leases: int = 65_536,
         max_namespaces: int = 256,
         max_held_bytes: int = 0,
-        quotas: Quotas | None = None,
+        quotas: TenantQuotas | None = None,
         table_key: tuple[int, int] = KNOWN_KEY,
     ):
         """Starts empty.
@@ -94,22 +94,22 @@ class BlockMachine:
             table_key: Of `kvstore.native.tables`; a secret where clients choose names.
         """
         assert 0 < epoch < 1 << 31, epoch
-        self._space = BlockSpace(capacity_bytes, eviction, max_namespaces, table_key)
-        self._namespaces = self._space.namespaces
+        self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
+        self._namespaces = self._allocator.namespaces
         self._quotas = quotas
-        self._holds = Holds(max_held_bytes)
-        self._terms = Terms(epoch, max_leases)
+        self._holds = SessionPins(max_held_bytes)
+        self._leases = LeaseTable(epoch, max_leases)
         self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
 
     # Namespaces
 
-    def open(self, namespace: Namespace, now: Nanos) -> None:
+    def open(self, namespace: KvNamespace, now: Nanos) -> None:
         """Make a namespace known; see `Namespaces.open`."""
         self.expire(now)
         self._namespaces.open(namespace, now)
 
-    def namespace(self, digest: bytes) -> Namespace:
+    def namespace(self, digest: bytes) -> KvNamespace:
         """The namespace with that digest.
 
         Raises:
@@ -124,8 +124,8 @@ class BlockMachine:
     # Reading
 
     def match(
-        self, digest: bytes, names: Sequence[ChainHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
-    ) -> Leased:
+        self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
+    ) -> LeasedSlots:
         """Slots of the longest readable prefix, pinned for `lease` nanoseconds; 0 looks only.
 
         Args:
@@ -144,33 +144,35 @@ class BlockMachine:
         joined = names if isinstance(names, bytes) else b"".join(names)
         slots = Slots(opened.readable.slots(joined))
         if lease == 0:
-            return Leased(lease_id=NO_LEASE, slots=slots)
+            return LeasedSlots(lease_id=NO_LEASE, slots=slots)
         found = opened.readable.blocks(joined[: len(slots) * HASH_BYTES])
         if found:
-            self._terms.require_room()
+            self._leases.require_room()
         self._count_match(opened, len(found), len(joined) // HASH_BYTES - len(found), tenant)
         if not found:
-            return Leased(lease_id=NO_LEASE, slots=slots)
-        return Leased(lease_id=self._lease(Lease(found, is_use=True), Nanos(now + lease)), slots=slots)
+            return LeasedSlots(lease_id=NO_LEASE, slots=slots)
+        return LeasedSlots(lease_id=self._lease(BlockLease(found, is_use=True), Nanos(now + lease)), slots=slots)
 
     def release(self, lease_ids: Iterable[LeaseId], now: Nanos) -> None:
         """End leases early; those that have ended already are ignored, and so is what the node pins for itself."""
         self.expire(now)
         for lease_id in lease_ids:
-            if self._terms.is_unending(lease_id):
+            if self._leases.is_unending(lease_id):
                 continue  # ids can be guessed, and its own threads are copying there
-            if (lease := self._terms.lease(lease_id)) is not None and lease.hold is None:
-                self._terms.end(lease_id)
+            if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
+                self._leases.end(lease_id)
                 self._end(lease, now)
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to read; None when the slot is another block's by now, or not of this namespace."""
-        block = self._space.at(digest, slot)
+        block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
     # Holding
 
-    def hold(self, digest: bytes, names: Sequence[ChainHash], *, session: str, span: Nanos, now: Nanos) -> Held:
+    def hold(
+        self, digest: bytes, names: Sequence[BlockHash], *, session: str, span: Nanos, now: Nanos
+    ) -> SessionPinResult:
         """Keep the longest readable prefix from eviction for a session that waits, as far as holds may.
 
         Takes the place of the session's former hold in that namespace, if there is one.
@@ -187,11 +189,11 @@ class BlockMachine:
         refused = len(found) - fitting
         del found[fitting:]
         if found:
-            self._terms.require_room()
+            self._leases.require_room()
             key = (digest, session)
-            lease_id = self._lease(Lease(found, is_use=False, hold=key), Nanos(now + span))
+            lease_id = self._lease(BlockLease(found, is_use=False, hold=key), Nanos(now + span))
             self._holds.begin(key, found, lease_id)
-        return Held(blocks=len(found), refused=refused)
+        return SessionPinResult(blocks=len(found), refused=refused)
 
     def release_hold(self, digest: bytes, session: str, now: Nanos) -> int:
         """End a session's hold early; returns of how many blocks, 0 when it has ended."""
@@ -199,9 +201,9 @@ class BlockMachine:
         lease_id = self._holds.lease_of((digest, session))
         if lease_id is None:
             return 0
-        lease = self._terms.lease(lease_id)
+        lease = self._leases.lease(lease_id)
         assert lease is not None
-        self._terms.end(lease_id)
+        self._leases.end(lease_id)
         self._end(lease, now)
         return len(lease.blocks)
 
@@ -210,13 +212,13 @@ class BlockMachine:
     def reserve(
         self,
         digest: bytes,
-        names: Sequence[ChainHash],
+        names: Sequence[BlockHash],
         *,
         owner: str,
         lease: Nanos | None,
         now: Nanos,
         tenant: bytes = b"",
-    ) -> Reservation:
+    ) -> WriteReservation:
         """Places for those blocks of a chain that nobody holds or writes, as far as there is space (rule 6).
 
         Args:
@@ -237,18 +239,18 @@ class BlockMachine:
         if lease is None:
             assert owner == NODE, owner
         else:
-            self._terms.require_room()
+            self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
         self._pin(held)  # while the rest of the chain looks for space, it must not push out its own beginning
-        blocks, reserved, refused = self._space.place_missing(opened, names, account, self._terms.next_id)
+        blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
         if not blocks:
-            return Reservation(reservation_id=NO_RESERVATION, reserved=(), refused=refused)
+            return WriteReservation(reservation_id=NO_RESERVATION, reserved=(), refused=refused)
         until = Nanos(now + lease) if lease is not None else None
-        reservation_id = ReservationId(self._terms.grant(Writing(owner, opened, tuple(names), blocks), until))
-        return Reservation(reservation_id=reservation_id, reserved=tuple(reserved), refused=refused)
+        reservation_id = ReservationId(self._leases.grant(PendingWrite(owner, opened, tuple(names), blocks), until))
+        return WriteReservation(reservation_id=reservation_id, reserved=tuple(reserved), refused=refused)
 
     def publish(self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos) -> int:
         """Make written blocks readable and end their reservation (rule 3).
@@ -263,19 +265,19 @@ class BlockMachine:
             Blocks published; 0 when the reservation has ended or is another's.
         """
         self.expire(now)
-        writing = self._terms.writing(reservation_id)
+        writing = self._leases.writing(reservation_id)
         if writing is None or writing.owner != owner:
             return 0
-        self._terms.end(reservation_id)
+        self._leases.end(reservation_id)
         opened = writing.opened
         written = [(block, checksums[index]) for index, block in writing.blocks.items() if index in checksums]
-        self._space.publish(opened, written)
+        self._allocator.publish(opened, written)
         published = len(written)
         if published < len(writing.blocks):
             for index, block in writing.blocks.items():
                 if index not in checksums:
-                    self._space.abandon(opened, block)
-        find, admit = opened.readable.get, self._space.admit
+                    self._allocator.abandon(opened, block)
+        find, admit = opened.readable.get, self._allocator.admit
         for name in reversed(writing.names):  # the new blocks, and the use of those they continue (rule 6)
             there = find(name)
             if there is not None and not there.pins:
@@ -286,24 +288,26 @@ class BlockMachine:
 
     def writable(self, digest: bytes, slot: Slot) -> Address | None:
         """Where to write; None when the reservation has ended, or is not of this namespace."""
-        block = self._space.at(digest, slot)
-        return block.address if block is not None and block.state is State.RESERVED else None
+        block = self._allocator.at(digest, slot)
+        return block.address if block is not None and block.state is BlockState.RESERVED else None
 
     # For the node itself
 
-    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> Pinned:
+    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
         """Keep those of the blocks that are readable where they are until `unpin`; that is no use of them."""
         self.expire(now)
         found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
-        pin_id = self._lease(Lease(found, is_use=False), None)
-        return Pinned(pin_id, tuple([each.address for each in found]), tuple([each.unpacked.crc32c for each in found]))
+        pin_id = self._lease(BlockLease(found, is_use=False), None)
+        return PinnedBlocks(
+            pin_id, tuple([each.address for each in found]), tuple([each.unpacked.crc32c for each in found])
+        )
 
     def unpin(self, pin_id: int, now: Nanos) -> None:
         """What was pinned may go again."""
         self.expire(now)
-        lease = self._terms.lease(pin_id)
+        lease = self._leases.lease(pin_id)
         assert lease is not None, f"{pin_id} is not pinned"
-        self._terms.end(pin_id)
+        self._leases.end(pin_id)
         self._end(lease, now)
 
     def is_present(self, key: BlockKey) -> bool:
@@ -312,7 +316,7 @@ class BlockMachine:
 
     # Upkeep
 
-    def condemn(self, digest: bytes, name: ChainHash, generation: int, now: Nanos) -> bool:
+    def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
         """Drop a block whose bytes are bad; False when it is not that block's generation any more."""
         self.expire(now)
         opened = self._namespaces.get(digest)
@@ -321,14 +325,14 @@ class BlockMachine:
             return False
         if block in self._holds:
             self._let_go(block, now)
-        block.state = advance(block.state, Step.CONDEMN)
-        self._space.forget(opened, block)
+        block.state = advance(block.state, BlockTransition.CONDEMN)
+        self._allocator.forget(opened, block)
         if not block.pins:
-            self._space.free(block)
+            self._allocator.free(block)
         self._corrupt += 1
         return True
 
-    def find(self, digest: bytes, name: ChainHash) -> Slot | None:
+    def find(self, digest: bytes, name: BlockHash) -> Slot | None:
         """The slot of a readable block.
 
         Raises:
@@ -339,17 +343,17 @@ class BlockMachine:
 
     def expire(self, now: Nanos) -> None:
         """Reclaim what leases and reservations that ended by `now` were holding."""
-        for ended in self._terms.due(now):
+        for ended in self._leases.due(now):
             self._end(ended, now)
             self._expired += 1
 
     def commands(self) -> list[TierCommand]:
         """What has to be done to the pool's memory, in order; each is handed out once."""
-        return self._space.commands()
+        return self._allocator.commands()
 
     def changes(self) -> list[BlockChanges]:
         """What watchers have to learn; each change is handed out once."""
-        return self._space.changes()
+        return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:
         """All readable blocks, one item a namespace: the dump that a watcher begins with."""
@@ -360,63 +364,65 @@ class BlockMachine:
     def stats(self) -> Stats:
         return Stats(
             blocks=sum(len(opened.readable) for opened in self._namespaces),
-            bytes=self._space.used_bytes,
-            capacity_bytes=self._space.capacity_bytes,
+            bytes=self._allocator.used_bytes,
+            capacity_bytes=self._allocator.capacity_bytes,
             hits=self._hits,
             misses=self._misses,
             written=self._written,
-            evicted=self._space.evicted_blocks,
+            evicted=self._allocator.evicted_blocks,
             corrupt=self._corrupt,
             expired=self._expired,
             pinned=self._pinned,
             bytes_matched=self._bytes_matched,
             bytes_written=self._bytes_written,
             refused=self._refused,
-            leases=len(self._terms) - self._terms.reservations,
-            reservations=self._terms.reservations,
+            leases=len(self._leases) - self._leases.reservations,
+            reservations=self._leases.reservations,
             held_bytes=self._holds.bytes,
             tenants=tuple(account.stats for account in self._quotas) if self._quotas is not None else (),
         )
 
     def check(self) -> None:
         """Asserts the rules, over everything there is. Slow: for tests, and for idle moments."""
-        self._terms.check()
+        self._leases.check()
         pins: dict[int, int] = {}
         reserved: set[int] = set()
         held: set[StoredBlock] = set()
-        for what in self._terms:
-            if isinstance(what, Writing):
+        for what in self._leases:
+            if isinstance(what, PendingWrite):
                 reserved |= {block.generation for block in what.blocks.values()}
                 continue
             for block in what.blocks:
                 pins[block.generation] = pins.get(block.generation, 0) + 1
             held |= set(what.blocks) if what.hold is not None else set()
-        for block in self._space:
+        for block in self._allocator:
             assert block.pins == pins.get(block.generation, 0), "a pin without a lease, or the other way round"
-            assert (block.pins > 0) == (block.state in (State.PINNED, State.CONDEMNED))
-            assert (block.generation in reserved) == (block.state is State.RESERVED)
-        assert sum(block.pins > 0 for block in self._space) == self._pinned
+            assert (block.pins > 0) == (block.state in (BlockState.PINNED, BlockState.CONDEMNED))
+            assert (block.generation in reserved) == (block.state is BlockState.RESERVED)
+        assert sum(block.pins > 0 for block in self._allocator) == self._pinned
         self._holds.check(held)
-        self._space.check(self._quotas or ())
+        self._allocator.check(self._quotas or ())
 
     # Leases and reservations
 
-    def _lease(self, lease: Lease, until: Nanos | None) -> LeaseId:
+    def _lease(self, lease: BlockLease, until: Nanos | None) -> LeaseId:
         self._pin(lease.blocks)
-        return LeaseId(self._terms.grant(lease, until))
+        return LeaseId(self._leases.grant(lease, until))
 
-    def _end(self, what: Lease | Writing, now: Nanos) -> None:
+    def _end(self, what: BlockLease | PendingWrite, now: Nanos) -> None:
         """What was granted is over."""
-        if isinstance(what, Writing):
+        if isinstance(what, PendingWrite):
             for block in what.blocks.values():
-                self._space.abandon(what.opened, block)
+                self._allocator.abandon(what.opened, block)
             return
         if what.hold is not None:
             self._holds.end(what.hold, what.blocks)
         self._unpin(what.blocks, now, is_use=what.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        pinned = advance(State.HELD, Step.PIN)  # looked up once: what is readable and has no pin is held
+        pinned = advance(
+            BlockState.HELD, BlockTransition.PIN
+        )  # looked up once: what is readable and has no pin is held
         fresh = 0
         for block in blocks:
             if not block.pins:
@@ -427,25 +433,25 @@ class BlockMachine:
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
         """Tail first (rule 6)."""
-        unpinned = advance(PINNED, Step.UNPIN)  # looked up once, as in `_pin`
+        unpinned = advance(PINNED, BlockTransition.UNPIN)  # looked up once, as in `_pin`
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:
                 self._pinned -= 1
-                block.state = unpinned if block.state is PINNED else advance(block.state, Step.UNPIN)
+                block.state = unpinned if block.state is PINNED else advance(block.state, BlockTransition.UNPIN)
             if block.state is GONE:
-                self._space.free(block)
+                self._allocator.free(block)
             elif block.state is CONDEMNED:
                 continue
             elif is_use:
-                self._space.admit(block, now)
+                self._allocator.admit(block, now)
             elif not block.pins:
-                self._space.readmit(block, now)
+                self._allocator.readmit(block, now)
 
     def _let_go(self, block: StoredBlock, now: Nanos) -> None:
         """Nobody wants to hold bad bytes."""
         for lease_id in self._holds.leases():
-            lease = self._terms.lease(lease_id)
+            lease = self._leases.lease(lease_id)
             assert lease is not None
             while block in lease.blocks:
                 lease.blocks.remove(block)

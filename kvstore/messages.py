@@ -7,7 +7,7 @@ from typing import NewType, Self, TypeAlias, overload
 
 from msgspec import Struct
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 
 LeaseId = NewType("LeaseId", int)
 ReservationId = NewType("ReservationId", int)
@@ -30,7 +30,7 @@ class BlockKey(Struct, frozen=True, order=True, gc=False):
     """What names a block on a node. Positional, and nothing for the garbage collector: there are millions."""
 
     digest: bytes  # of the namespace
-    name: ChainHash
+    name: BlockHash
 
 
 class Slot(Struct, frozen=True, gc=False):
@@ -104,21 +104,21 @@ class Match(Struct, frozen=True, kw_only=True):
 
     incarnation: str  # of the node
     lease_id: LeaseId = NO_LEASE
-    names: tuple[ChainHash, ...] = ()
+    names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
     loading: int = 0  # blocks right after these that are on their way up from lower tiers; match again to see them
-    risen: dict[str, int] = {}  # of these, by tier, those that came up from one since anybody was told so
+    promoted: dict[str, int] = {}  # of these, by tier, those that came up from one since anybody was told so
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-def both(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     """Blocks that came up, of two matches of the same chain, each of which tells what the other did not."""
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
 
-def tiers_of(good: int, asked: int, risen: Mapping[str, int]) -> dict[str, int]:
+def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[str, int]:
     """Of the blocks that were read, how many each tier of the node had.
 
     Args:
@@ -127,8 +127,8 @@ def tiers_of(good: int, asked: int, risen: Mapping[str, int]) -> dict[str, int]:
         risen: Of the matches that found them, taken together; they are the last ones.
     """
     tiers: dict[str, int] = {}
-    memory = max(0, asked - sum(risen.values()))
-    for tier, count in ((POOL_TIER, memory), *risen.items()):
+    memory = max(0, asked - sum(promoted.values()))
+    for tier, count in ((POOL_TIER, memory), *promoted.items()):
         if taken := min(count, good - sum(tiers.values())):
             tiers[tier] = taken
     return tiers
@@ -142,15 +142,15 @@ class BlockOutcome(StrEnum):
     CORRUPT = "corrupt"  # the checksum is wrong
 
 
-class Fetched(Struct, frozen=True, gc=False):
+class FetchResult(Struct, frozen=True, gc=False):
     """What a backing tier answers for one block."""
 
     outcome: BlockOutcome
     crc32c: int = 0  # of the bytes that were put into the destination; 0 unless MOVED
 
 
-GONE = Fetched(BlockOutcome.GONE)
-CORRUPT = Fetched(BlockOutcome.CORRUPT)
+GONE = FetchResult(BlockOutcome.GONE)
+CORRUPT = FetchResult(BlockOutcome.CORRUPT)
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
@@ -178,8 +178,8 @@ class BlockChanges(Struct, frozen=True, kw_only=True):
     """What became readable and what ceased to be, in one namespace and tier. No name is in both."""
 
     digest: bytes
-    stored: tuple[ChainHash, ...] = ()
-    removed: tuple[ChainHash, ...] = ()
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
     tier: str = POOL_TIER
 
 
@@ -198,22 +198,22 @@ class Discard(Struct, frozen=True, gc=False):
 TierCommand = Claim | Discard
 
 
-class Reserved(Struct, frozen=True, gc=False):
+class ReservedSlot(Struct, frozen=True, gc=False):
     """A place to write one block to."""
 
     index: int  # into the names that were asked for
     slot: Slot
 
 
-class Reservation(Struct, frozen=True, kw_only=True):
+class WriteReservation(Struct, frozen=True, kw_only=True):
     """Places to write to, held until they are published or the reservation ends."""
 
     reservation_id: ReservationId
-    reserved: tuple[Reserved, ...]
+    reserved: tuple[ReservedSlot, ...]
     refused: int  # blocks that nobody holds and for which there is no space
 
 
-class Places(Struct, frozen=True, kw_only=True):
+class ClientWriteReservation(Struct, frozen=True, kw_only=True):
     """A reservation, as a client gets it."""
 
     reservation_id: ReservationId
@@ -225,21 +225,21 @@ class Places(Struct, frozen=True, kw_only=True):
         return len(self.indices)
 
 
-class Leased(Struct, frozen=True, kw_only=True):
+class LeasedSlots(Struct, frozen=True, kw_only=True):
     """What the machine answers to a match."""
 
     lease_id: LeaseId
     slots: Slots
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class SessionPinResult(Struct, frozen=True, kw_only=True):
     """What came of a request to hold a session's chain."""
 
     blocks: int  # leading blocks that are kept from eviction now
     refused: int = 0  # blocks after them that are there, but would exceed what holds may keep
 
 
-class Evacuated(Struct, frozen=True, kw_only=True):
+class EvacuationResult(Struct, frozen=True, kw_only=True):
     """What has come of bringing blocks to where other nodes find them."""
 
     tier: str = ""  # where to; empty: there is nowhere else, or no need
@@ -250,7 +250,7 @@ class Evacuated(Struct, frozen=True, kw_only=True):
     failed: int = 0  # batches that failed meanwhile; what was in them may have gone with another
 
 
-class Counters(Struct, frozen=True, kw_only=True):
+class StoreClientCounters(Struct, frozen=True, kw_only=True):
     """What one client did since it connected."""
 
     hits: int = 0  # blocks matched under a lease

@@ -24,7 +24,7 @@ MOVEMENTS = {
 }
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class NodeSnapshot(Struct, frozen=True, kw_only=True):
     """What a node knows of itself at one moment."""
 
     stats: Stats
@@ -80,7 +80,7 @@ GAUGES = {
 class NodeMetrics:
     """All metrics of one node process."""
 
-    def __init__(self, registry: CollectorRegistry, look: Callable[[], Snapshot]):
+    def __init__(self, registry: CollectorRegistry, look: Callable[[], NodeSnapshot]):
         """Registers everything.
 
         Args:
@@ -103,7 +103,7 @@ class NodeMetrics:
 
 
 class _SnapshotCollector:
-    def __init__(self, look: Callable[[], Snapshot]):
+    def __init__(self, look: Callable[[], NodeSnapshot]):
         self._look = look
 
     def describe(self) -> Iterable[Metric]:

@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from kvstore.newcomers import Newcomers
+from kvstore.newcomers import UnprovenConnections
 
 CONNECTIONS = 16
 SILENT_SECONDS = 5.0  # until a client that says or takes nothing is cut
@@ -22,7 +22,7 @@ SILENT_SECONDS = 5.0  # until a client that says or takes nothing is cut
 class MetricsServer:
     """Serves from `open` on, in threads of its own."""
 
-    def __init__(self, server: "_Server"):
+    def __init__(self, server: "_MetricsHttpServer"):
         self._server = server
         self._thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
         self._thread.start()
@@ -34,8 +34,8 @@ class MetricsServer:
         Raises:
             OSError: The address cannot be bound.
         """
-        kind = _ServerOfSix if ":" in host else _Server
-        return cls(make_server(host, port, make_wsgi_app(registry), kind, handler_class=_Handler))
+        kind = _MetricsHttpServerV6 if ":" in host else _MetricsHttpServer
+        return cls(make_server(host, port, make_wsgi_app(registry), kind, handler_class=_MetricsHandler))
 
     @property
     def port(self) -> int:
@@ -48,21 +48,21 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Handler(WSGIRequestHandler):
+class _MetricsHandler(WSGIRequestHandler):
     timeout = SILENT_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Say nothing about requests."""
 
 
-class _Server(WSGIServer):
+class _MetricsHttpServer(WSGIServer):
     """Serves each connection in a thread of its own."""
 
     request_queue_size = 128  # the library's five let a burst of silent clients hold up a scrape for seconds
 
     def __init__(self, *args: Any, **how: Any):
         self._guard = threading.Lock()
-        self._open: Newcomers[socket.socket] = Newcomers(CONNECTIONS)
+        self._open: UnprovenConnections[socket.socket] = UnprovenConnections(CONNECTIONS)
         super().__init__(*args, **how)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -89,5 +89,5 @@ class _Server(WSGIServer):
                 self.shutdown_request(request)
 
 
-class _ServerOfSix(_Server):
+class _MetricsHttpServerV6(_MetricsHttpServer):
     address_family = socket.AF_INET6

@@ -7,15 +7,15 @@ from msgspec import Struct
 from kvstore.clock import Nanos
 from kvstore.messages import Address, BlockKey
 
-LoadId = NewType("LoadId", int)
-CopyId = NewType("CopyId", int)
+PromotionId = NewType("PromotionId", int)
+DemotionId = NewType("DemotionId", int)
 ConfirmId = NewType("ConfirmId", int)
 
 
 class Find(Struct, frozen=True):
     """Command: ask a tier how many of these leading blocks it holds; the answer goes to `Hierarchy.found`."""
 
-    load_id: LoadId
+    promotion_id: PromotionId
     tier: int
     keys: tuple[BlockKey, ...]
     deadline: Nanos
@@ -24,16 +24,16 @@ class Find(Struct, frozen=True):
 class Fetch(Struct, frozen=True):
     """Command: fetch blocks into reserved places of the pool; the answer goes to `Hierarchy.fetched`."""
 
-    load_id: LoadId
+    promotion_id: PromotionId
     tier: int
     addresses: tuple[Address, ...]
     deadline: Nanos
 
 
-class Keep(Struct, frozen=True):
+class Demote(Struct, frozen=True):
     """Command: have a tier keep blocks that are pinned in the pool; the answer goes to `Hierarchy.kept`."""
 
-    copy_id: CopyId
+    demotion_id: DemotionId
     tier: int
     addresses: tuple[Address, ...]
     checksums: tuple[int, ...]  # CRC-32C with which the blocks were published
@@ -49,10 +49,10 @@ class Confirm(Struct, frozen=True):
     deadline: Nanos
 
 
-Movement = Find | Fetch | Keep | Confirm
+TierTransfer = Find | Fetch | Demote | Confirm
 
 
-class Pinned(Struct, frozen=True):
+class PinnedBlocks(Struct, frozen=True):
     """Blocks of the pool that stay where they are until `unpin`."""
 
     pin_id: int

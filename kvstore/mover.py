@@ -15,17 +15,17 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import TierFailed
 from kvstore.hierarchy import Hierarchy
-from kvstore.lanes import Lanes
+from kvstore.lanes import WorkerThreads
 from kvstore.messages import Address, BlockChanges, TierStatus
-from kvstore.movement import Confirm, Fetch, Find, Keep, Movement
+from kvstore.movement import Confirm, Demote, Fetch, Find, TierTransfer
 from kvstore.ports import BackingTier, MemoryTier
 
-LANES = 4  # threads a tier
+THREADS_PER_TIER = 4  # threads a tier
 LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
 
 Tell = Callable[[Nanos], None]
@@ -34,7 +34,7 @@ Tell = Callable[[Nanos], None]
 log = logging.getLogger(__name__)
 
 
-class Mover:
+class TransferExecutor:
     """See the module. Whoever has called the hierarchy calls `settle`."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Mover:
         self._tasks = tasks
         self._on_answer = on_answer
         self._on_moved = on_moved
-        self._lanes = [Lanes(f"kvstore-{tier.name}", LANES) for tier in tiers]
+        self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
         self._ill: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
         self._running: set[asyncio.Task[None]] = set()
 
@@ -84,7 +84,7 @@ class Mover:
         """What the tiers hold, as far as is known without asking anybody."""
         changes = []
         for index, tier in enumerate(self._tiers):
-            names: dict[bytes, list[ChainHash]] = {}
+            names: dict[bytes, list[BlockHash]] = {}
             for key in tier.held() if tier.finds_in_memory else self._hierarchy.held(index):
                 names.setdefault(key.digest, []).append(key.name)
             changes += [BlockChanges(digest=each, stored=tuple(names[each]), tier=tier.name) for each in names]
@@ -105,12 +105,12 @@ class Mover:
         """Nobody waits any more for what is under way. Threads that hang are left behind; they end with the process."""
         for task in self._running:
             task.cancel()
-        for lanes in self._lanes:
+        for lanes in self._threads_by_tier:
             lanes.close()
 
-    async def _perform(self, movement: Movement) -> None:
+    async def _perform(self, movement: TierTransfer) -> None:
         started = self._clock.now()
-        call = self._lanes[movement.tier].call(partial(self._call, movement))
+        call = self._threads_by_tier[movement.tier].call(partial(self._call, movement))
         try:
             await asyncio.wait([call.outcome], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
             if not call.outcome.done():
@@ -135,18 +135,18 @@ class Mover:
             call.outcome.cancel()
         self._on_answer()
 
-    def _call(self, movement: Movement) -> Tell:
+    def _call(self, movement: TierTransfer) -> Tell:
         """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
         tier = self._tiers[movement.tier]
         match movement:
-            case Find(load_id=load_id, keys=keys, deadline=deadline):
-                return partial(self._hierarchy.found, load_id, tier.find(keys, deadline))
-            case Fetch(load_id=load_id, addresses=addresses, deadline=deadline):
+            case Find(promotion_id=promotion_id, keys=keys, deadline=deadline):
+                return partial(self._hierarchy.found, promotion_id, tier.find(keys, deadline))
+            case Fetch(promotion_id=promotion_id, addresses=addresses, deadline=deadline):
                 fetched = tier.get([each.key for each in addresses], self._views(addresses), deadline)
-                return partial(self._hierarchy.fetched, load_id, fetched)
-            case Keep(copy_id=copy_id, addresses=addresses, checksums=checksums, deadline=deadline):
+                return partial(self._hierarchy.fetched, promotion_id, fetched)
+            case Demote(demotion_id=demotion_id, addresses=addresses, checksums=checksums, deadline=deadline):
                 kept = tier.put([each.key for each in addresses], self._views(addresses), deadline, checksums)
-                return partial(self._hierarchy.kept, copy_id, kept)
+                return partial(self._hierarchy.kept, demotion_id, kept)
             case Confirm(confirm_id=confirm_id, keys=keys, deadline=deadline):
                 there = tier.holds(keys, deadline)
                 return lambda _: self._hierarchy.confirmed(confirm_id, there)
@@ -154,7 +154,7 @@ class Mover:
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]
 
-    def _hear(self, movement: Movement, tell: Tell) -> None:
+    def _hear(self, movement: TierTransfer, tell: Tell) -> None:
         tier = self._tiers[movement.tier]
         tell(self._clock.now())
         if gone := tier.gone():
@@ -165,7 +165,7 @@ class Mover:
             self._ill.discard(way)
             log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})
 
-    def _fell_ill(self, movement: Movement, cause: str) -> None:
+    def _fell_ill(self, movement: TierTransfer, cause: str) -> None:
         if (way := _way(movement)) not in self._ill:
             self._ill.add(way)
             log.warning(
@@ -173,5 +173,5 @@ class Mover:
             )
 
 
-def _way(movement: Movement) -> tuple[int, bool]:
-    return movement.tier, isinstance(movement, Keep)
+def _way(movement: TierTransfer) -> tuple[int, bool]:
+    return movement.tier, isinstance(movement, Demote)

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
-from kvstore.layout import Namespace
-from kvstore.lifecycle import State
+from kvstore.layout import KvNamespace
+from kvstore.lifecycle import BlockState
 from kvstore.messages import SLOT, Address, BlockKey, Slot
 from kvstore.native.tables import Table
-from kvstore.quotas import Account
+from kvstore.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
 """A layout that nobody used for this long no longer stands in the way of another; covers a worker's restart."""
@@ -27,8 +27,8 @@ class StoredBlock(Struct, gc=False, eq=False):
     key: BlockKey
     slot: bytes  # `kvstore.messages.SLOT`
     length: int  # bytes
-    account: Account | None  # that pays for it
-    state: State = State.RESERVED
+    account: TenantAccount | None  # that pays for it
+    state: BlockState = BlockState.RESERVED
     pins: int = 0
 
     @property
@@ -54,19 +54,19 @@ class OpenNamespace:
 
     __slots__ = ("digest", "namespace", "readable", "used", "writing")
 
-    def __init__(self, namespace: Namespace, used: Nanos, key: tuple[int, int]):
+    def __init__(self, namespace: KvNamespace, used: Nanos, key: tuple[int, int]):
         self.namespace = namespace
         self.digest = namespace.digest
         self.used = used
         self.readable: Table[StoredBlock] = Table(key)
-        self.writing: dict[ChainHash, StoredBlock] = {}
+        self.writing: dict[BlockHash, StoredBlock] = {}
 
     @property
     def is_empty(self) -> bool:
         return not len(self.readable) and not self.writing
 
 
-class Namespaces:
+class OpenNamespaces:
     """By digest."""
 
     def __init__(self, capacity_bytes: int, limit: int, table_key: tuple[int, int]):
@@ -75,7 +75,7 @@ class Namespaces:
         self._table_key = table_key
         self._opened: dict[bytes, OpenNamespace] = {}
 
-    def open(self, namespace: Namespace, now: Nanos) -> None:
+    def open(self, namespace: KvNamespace, now: Nanos) -> None:
         """Make a namespace known; again is fine.
 
         Raises:
@@ -137,5 +137,5 @@ class Namespaces:
         del self._opened[min(empty, key=lambda digest: self._opened[digest].used)]
 
 
-def _weights(namespace: Namespace) -> tuple[str, str, str]:
+def _weights(namespace: KvNamespace) -> tuple[str, str, str]:
     return namespace.model, namespace.revision, namespace.lora

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 Connection = TypeVar("Connection", bound=Hashable)
 
 
-class Newcomers(Generic[Connection]):
+class UnprovenConnections(Generic[Connection]):
     """Holds the newcomers of one port, and chooses which of them goes."""
 
     def __init__(self, limit: int):

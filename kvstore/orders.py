@@ -2,10 +2,10 @@
 
 from itertools import count
 
-from kvstore.movement import Movement
+from kvstore.movement import TierTransfer
 
 
-class Orders:
+class TransferQueue:
     """Commands that wait to be performed, in order."""
 
     def __init__(self, batch_bytes: int):
@@ -16,7 +16,7 @@ class Orders:
         """
         self._batch_bytes = batch_bytes
         self._numbers = count(1)
-        self._commands: list[Movement] = []
+        self._commands: list[TierTransfer] = []
 
     def number(self) -> int:
         """For the next load, copy or question; no two have the same."""
@@ -26,10 +26,10 @@ class Orders:
         """How many blocks of so many bytes move at a time."""
         return max(1, self._batch_bytes // block_bytes)
 
-    def give(self, movement: Movement) -> None:
+    def give(self, movement: TierTransfer) -> None:
         self._commands.append(movement)
 
-    def taken(self) -> list[Movement]:
+    def taken(self) -> list[TierTransfer]:
         """Each is handed out once."""
         commands, self._commands = self._commands, []
         return commands

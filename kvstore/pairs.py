@@ -17,7 +17,7 @@ from typing import assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvstore.fingerprint import Agreement, Convertible, Cost, Fingerprint, Identical, Refused, meet
+from kvstore.fingerprint import Agreement, ConversionCost, Convertible, Fingerprint, Identical, Incompatible, negotiate
 from kvstore.layout import AT_REST
 
 
@@ -61,7 +61,7 @@ class PairCost(Struct, frozen=True, kw_only=True):
 
 def pair_cost(
     *, writer: Fingerprint, reader: Fingerprint, way: Way = Way.STORE, speed: Speed | None = None
-) -> PairCost | Refused:
+) -> PairCost | Incompatible:
     """What one block costs between two sides, or why it cannot pass. Never raises; descriptions may come from a peer.
 
     Args:
@@ -71,14 +71,14 @@ def pair_cost(
         speed: Of a core on either side; None: as `Speed` has it.
     """
     speed = speed or Speed()
-    agreement = meet(writer=writer, reader=reader)
-    if isinstance(agreement, Refused):
+    agreement = negotiate(writer=writer, reader=reader)
+    if isinstance(agreement, Incompatible):
         return agreement
     if way is Way.DIRECT:
         cost = _cost(agreement)
         return PairCost(bytes=cost.bytes, reader_seconds=_seconds(cost, speed))
     stored = replace(writer, layout=AT_REST, tp=1)
-    writing, reading = _cost(meet(writer=stored, reader=writer)), _cost(meet(writer=stored, reader=reader))
+    writing, reading = _cost(negotiate(writer=stored, reader=writer)), _cost(negotiate(writer=stored, reader=reader))
     block_bytes = writer.at_rest.block_bytes
     return PairCost(
         bytes=min(writing.bytes, block_bytes) + reading.bytes,  # of ranks that hold the same heads, one writes them
@@ -87,20 +87,20 @@ def pair_cost(
     )
 
 
-NOTHING = Cost(bytes=0, runs=0, bytes_a_rank=0, runs_a_rank=0)
+NOTHING = ConversionCost(bytes=0, runs=0, bytes_a_rank=0, runs_a_rank=0)
 
 
-def _cost(agreement: Agreement) -> Cost:
+def _cost(agreement: Agreement) -> ConversionCost:
     match agreement:
         case Identical():
             return NOTHING
         case Convertible(cost=cost):
             return cost
-        case Refused():
+        case Incompatible():
             raise AssertionError(f"two that agree both agree with the layout at rest: {agreement.reason}")
         case _:
             assert_never(agreement)
 
 
-def _seconds(cost: Cost, speed: Speed) -> float:
+def _seconds(cost: ConversionCost, speed: Speed) -> float:
     return cost.seconds(bytes_per_second=speed.bytes_per_second, seconds_per_run=speed.seconds_per_run)

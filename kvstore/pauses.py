@@ -26,7 +26,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from kvstore.clock import SECOND, Nanos
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 EARLIEST = 0.25
 LATEST = 0.9
@@ -43,7 +43,7 @@ class PausePolicy(StrEnum):
     ADAPT = "adapt"
 
 
-class Pace(Struct, frozen=True, kw_only=True):
+class BlockCosts(Struct, frozen=True, kw_only=True):
     """What a block costs to have, in nanoseconds."""
 
     memory: int  # loading it from memory
@@ -106,7 +106,7 @@ class _Session:
         self.hold = 0  # number of its hold or prefetch; what is due for another number is void
 
 
-class _Pauses:
+class _PauseReplay:
     def __init__(self, policy: PausePolicy, memory_blocks: int, below_blocks: int, held_blocks: int, longest: Nanos):
         self._policy = policy
         self._capacity = memory_blocks
@@ -121,7 +121,7 @@ class _Pauses:
         self._due: list[tuple[Nanos, int, int, bool]] = []  # when, session, hold's number, whether to prefetch
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
-    def resume(self, request: Request) -> tuple[int, int, int] | None:
+    def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
         """Blocks found in memory, found below and not found; None when the session only begins."""
         now = request.arrival
         while self._due and self._due[0][0] <= now:
@@ -250,9 +250,9 @@ class _Pauses:
 
 
 def replay_pauses(
-    requests: Iterable[Request],
+    requests: Iterable[TraceRequest],
     policy: PausePolicy,
-    pace: Pace,
+    pace: BlockCosts,
     *,
     memory_blocks: int,
     below_blocks: int,
@@ -271,7 +271,7 @@ def replay_pauses(
         longest_hold: From the end of a request, or of a prefetch.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks
-    pauses = _Pauses(policy, memory_blocks, below_blocks, held_blocks, longest_hold)
+    pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)
     costs: list[int] = []
     memory = below = computed = 0
     for request in requests:

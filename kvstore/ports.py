@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvstore.buffers import Block, ByteArray, MutableBlock
 from kvstore.clock import Nanos
-from kvstore.messages import Address, AnySlots, BlockKey, BlockOutcome, Fetched, TierStatus
+from kvstore.messages import Address, AnySlots, BlockKey, BlockOutcome, FetchResult, TierStatus
 
 
 class MemoryTier(Protocol):
@@ -104,7 +104,7 @@ class BackingTier(Protocol):
         """
         ...
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         """Fetch blocks; the content of `into` is void wherever the answer is not MOVED.
 
         Args:
@@ -186,7 +186,7 @@ class Transport(Protocol):
         """
         ...
 
-    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         """As `put`, but of slots that have no checksum yet: the answer tells those of the blocks that were moved.
 
         Where this process copies the bytes itself, they cost nothing.

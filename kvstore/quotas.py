@@ -20,7 +20,7 @@ MAX_ACCOUNTS = 1024
 """That may be remembered without a block: counters of tenants that have just gone. Those with blocks are never forgotten."""
 
 
-class Account:
+class TenantAccount:
     """One tenant's. Only the machine changes it."""
 
     __slots__ = ("bytes", "evicted", "eviction", "hits", "limit_bytes", "misses", "refused", "tenant")
@@ -45,7 +45,7 @@ class Account:
         )
 
 
-class Quotas:
+class TenantQuotas:
     """All accounts of a node."""
 
     def __init__(
@@ -65,20 +65,20 @@ class Quotas:
         self._make_eviction = make_eviction
         self._default_bytes = default_bytes
         self._by_tenant = dict(by_tenant or {})
-        self._accounts: dict[bytes, Account] = {}  # longest unused first
+        self._accounts: dict[bytes, TenantAccount] = {}  # longest unused first
 
-    def account(self, tenant: bytes) -> Account | None:
+    def account(self, tenant: bytes) -> TenantAccount | None:
         """The account of a tenant; None when it has no quota. It counts as used."""
         if not tenant or not (limit_bytes := self._by_tenant.get(tenant, self._default_bytes)):
             return None
         account = self._accounts.pop(tenant, None)
         if account is None:
             self._forget_empty_ones()
-            account = Account(tenant, limit_bytes, self._make_eviction(limit_bytes))
+            account = TenantAccount(tenant, limit_bytes, self._make_eviction(limit_bytes))
         self._accounts[tenant] = account
         return account
 
-    def __iter__(self) -> Iterator[Account]:
+    def __iter__(self) -> Iterator[TenantAccount]:
         return iter(self._accounts.values())
 
     def _forget_empty_ones(self) -> None:

@@ -8,7 +8,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class RecentMap(Generic[K, V]):
     """The newest `most` keys, each with its value; looking makes none newer. For one thread at a time."""
 
     def __init__(self, most: int):

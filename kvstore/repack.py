@@ -25,13 +25,13 @@ from kvstore.buffers import ByteArray
 from kvstore.errors import LayoutMismatch
 from kvstore.native import kernels
 from kvstore.native.twin import COPY_AXES, COPY_COLUMNS
-from kvstore.shards import BlockShape, Box, Part
+from kvstore.shards import BlockShape, BlockShard, Box
 
 RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
-"""Columns of `Plan.runs`: indices of objects, and bytes."""
+"""Columns of `RepackPlan.runs`: indices of objects, and bytes."""
 
 
-class Copy(Struct, frozen=True, kw_only=True):
+class StridedCopy(Struct, frozen=True, kw_only=True):
     """Equally long runs between two objects, evenly spaced along some axes. Offsets, strides and lengths are bytes."""
 
     source: int  # index of the object
@@ -55,12 +55,12 @@ class Copy(Struct, frozen=True, kw_only=True):
         return where + [number for axis in axes for number in axis] + [1, 0, 0] * unused
 
 
-class Plan(Struct, frozen=True, kw_only=True, dict=True):
+class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
     """How the bytes of one block get from some objects into others; see the module."""
 
     source_bytes: tuple[int, ...]  # sizes of the objects
     destination_bytes: tuple[int, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[StridedCopy, ...]
 
     @property
     def bytes(self) -> int:
@@ -96,7 +96,9 @@ class Plan(Struct, frozen=True, kw_only=True, dict=True):
         return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
 
 
-def plan_fill(shape: BlockShape, sources: Sequence[Part], destinations: Sequence[Part], *, first: int = 0) -> Plan:
+def plan_fill(
+    shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], *, first: int = 0
+) -> RepackPlan:
     """Fill every destination from whichever sources hold it: how a rank reads.
 
     Args:
@@ -116,24 +118,26 @@ def plan_fill(shape: BlockShape, sources: Sequence[Part], destinations: Sequence
     return _plan(shape, sources, destinations, copies)
 
 
-def read_share(shape: BlockShape, at_rest: str, into: Sequence[Part]) -> Plan:
+def read_shard(shape: BlockShape, at_rest: str, into: Sequence[BlockShard]) -> RepackPlan:
     """From a whole-model block object into the memory of one rank, be it in one piece or in one a layer.
 
     Raises:
         LayoutMismatch: See `plan_fill`.
     """
-    return plan_fill(shape, [Part(at_rest, shape.everything)], into)
+    return plan_fill(shape, [BlockShard(at_rest, shape.everything)], into)
 
 
-def _plan(shape: BlockShape, sources: Sequence[Part], destinations: Sequence[Part], copies: list[Copy]) -> Plan:
-    return Plan(
+def _plan(
+    shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], copies: list[StridedCopy]
+) -> RepackPlan:
+    return RepackPlan(
         source_bytes=tuple(shape.bytes_of(part.box) for part in sources),
         destination_bytes=tuple(shape.bytes_of(part.box) for part in destinations),
         copies=tuple(copies),
     )
 
 
-def _covering(shape: BlockShape, wanted: Box, parts: Sequence[Part], first: int) -> Iterator[tuple[int, Box]]:
+def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
     """Boxes that make up `wanted` and do not overlap, each with the index of the part that is to give it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
@@ -154,12 +158,12 @@ def _covering(shape: BlockShape, wanted: Box, parts: Sequence[Part], first: int)
 
 def _copy(
     shape: BlockShape,
-    sources: Sequence[Part],
+    sources: Sequence[BlockShard],
     source: int,
-    destinations: Sequence[Part],
+    destinations: Sequence[BlockShard],
     destination: int,
     box: Box,
-) -> Copy:
+) -> StridedCopy:
     source_offset, source_strides = _place(shape, sources[source], box)
     destination_offset, destination_strides = _place(shape, destinations[destination], box)
     counts = _extents(shape, box)
@@ -171,7 +175,7 @@ def _copy(
     run_bytes = shape.element_bytes
     if merged and merged[-1][:2] == (run_bytes, run_bytes):
         run_bytes *= merged.pop()[2]
-    return Copy(
+    return StridedCopy(
         source=source,
         destination=destination,
         source_offset=source_offset,
@@ -206,7 +210,7 @@ def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
     }
 
 
-def _place(shape: BlockShape, part: Part, box: Box) -> tuple[int, dict[str, int]]:
+def _place(shape: BlockShape, part: BlockShard, box: Box) -> tuple[int, dict[str, int]]:
     """Where a box begins within a part that holds it, and the strides of its axes; in bytes."""
     extents = _extents(shape, part.box)
     strides: dict[str, int] = {}
@@ -219,7 +223,7 @@ def _place(shape: BlockShape, part: Part, box: Box) -> tuple[int, dict[str, int]
     return layers * strides["L"] + heads * strides["H"], strides
 
 
-def _runs(copy: Copy) -> NDArray[np.int64]:
+def _runs(copy: StridedCopy) -> NDArray[np.int64]:
     steps = np.indices(copy.counts, dtype=np.int64).reshape(len(copy.counts), copy.runs)
     rows = np.empty((copy.runs, len(RUN_FIELDS)), np.int64)
     rows[:, 0] = copy.source

@@ -18,10 +18,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from kvstore.clock import Nanos
-from kvstore.eviction.policy import Policy
+from kvstore.eviction.policy import EvictionPolicy
 
 
-class Request(Struct, frozen=True, gc=False):
+class TraceRequest(Struct, frozen=True, gc=False):
     """One recorded request. Positional: there are millions."""
 
     arrival: Nanos  # from the start of the trace
@@ -31,13 +31,13 @@ class Request(Struct, frozen=True, gc=False):
     session: int = 0  # 0: not known
 
 
-class Admits(Protocol):
-    """`kvstore.lower_tiers.Admission`, over a trace's names."""
+class ReplayAdmission(Protocol):
+    """`kvstore.lower_tiers.TierAdmission`, over a trace's names."""
 
     def admits(self, key: int, size_bytes: int, now: Nanos) -> bool: ...
 
 
-class Replayed(Struct, frozen=True, kw_only=True):
+class TraceReplayResult(Struct, frozen=True, kw_only=True):
     """What came of it."""
 
     requests: int
@@ -51,14 +51,14 @@ class Replayed(Struct, frozen=True, kw_only=True):
 
 
 def replay(
-    requests: Iterable[Request],
-    policy: Policy[int],
+    requests: Iterable[TraceRequest],
+    policy: EvictionPolicy[int],
     *,
     capacity_blocks: int,
     block_tokens: int,
     block_bytes: int = 1,
-    admission: Admits | None = None,
-) -> Replayed:
+    admission: ReplayAdmission | None = None,
+) -> TraceReplayResult:
     """Run requests through an empty cache.
 
     Args:
@@ -101,10 +101,10 @@ def replay(
             complete = held.issuperset(chain)
         for name in reversed(chain) if complete else [name for name in reversed(chain) if name in held]:
             admit(name, block_bytes, now)
-    return Replayed(requests=count, prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=written)
+    return TraceReplayResult(requests=count, prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=written)
 
 
-def ideal(requests: Iterable[Request], *, block_tokens: int) -> Replayed:
+def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplayResult:
     """A cache without end."""
     held: set[int] = set()
     count = prompt_tokens = hit_tokens = 0
@@ -113,10 +113,12 @@ def ideal(requests: Iterable[Request], *, block_tokens: int) -> Replayed:
         prompt_tokens += request.prompt_tokens
         hit_tokens += min(_prefix(request.chain, held) * block_tokens, request.prompt_tokens)
         held.update(request.chain)
-    return Replayed(requests=count, prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=len(held))
+    return TraceReplayResult(
+        requests=count, prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=len(held)
+    )
 
 
-def optimal(requests: Sequence[Request], *, capacity_blocks: int, block_tokens: int) -> Replayed:
+def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
     """A cache that knows the future: whatever is used again the latest goes, or is not written in the first place.
 
     Blocks whose next use is the same request are one pile, in chain order, so that a pile goes from its tail.
@@ -149,10 +151,12 @@ def optimal(requests: Sequence[Request], *, capacity_blocks: int, block_tokens: 
             else:
                 del piles[-heapq.heappop(latest)]
         written += sum(name in held and name not in before for name in chain)
-    return Replayed(requests=len(requests), prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=written)
+    return TraceReplayResult(
+        requests=len(requests), prompt_tokens=prompt_tokens, hit_tokens=hit_tokens, blocks_written=written
+    )
 
 
-def distinct_blocks(requests: Iterable[Request]) -> int:
+def distinct_blocks(requests: Iterable[TraceRequest]) -> int:
     """Blocks that a cache without end would hold in the end: the trace's footprint."""
     names: set[int] = set()
     for request in requests:
@@ -169,7 +173,7 @@ def _prefix(chain: Sequence[int], held: set[int]) -> int:
     return len(chain)
 
 
-def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
+def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
     """For each block of each chain, the index of the next request that uses it; their number when there is none."""
     never = len(requests)
     upcoming: dict[int, int] = {}

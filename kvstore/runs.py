@@ -6,7 +6,7 @@ IOV_MAX = 1024
 """Buffers that Linux takes at a time; limits.h."""
 
 
-class Run:
+class BufferRun:
     """Buffers that follow each other, and how far they have been dealt with."""
 
     def __init__(self, buffers: Iterable[memoryview]):

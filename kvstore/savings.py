@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import BlockKey
 
 SAMPLES = 64
@@ -27,7 +27,7 @@ MEMORY_BYTES_A_SECOND = 5e9  # one core's copy with its checksum
 LEAST = 2.0**-60  # seconds a byte; of what is not worth its place
 
 
-class Savings:
+class HitSavings:
     """Of all namespaces of a node."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Savings:
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
         self._told: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds a block
 
-    def attach(self, namespace: Callable[[bytes], Namespace], below: Callable[[BlockKey, int], float | None]) -> None:
+    def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
         """What the node knows, which is made after its policy.
 
         Args:

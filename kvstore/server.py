@@ -18,31 +18,31 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvstore import sockets
-from kvstore.access import Access, load
+from kvstore.access import LoadedCredentials, load
 from kvstore.addresses import host_port, unix_path
-from kvstore.backing import Backing
-from kvstore.call_server import CallServer
+from kvstore.backing import BackingTiers
+from kvstore.call_server import FramedCallServer
 from kvstore.clock import Clock
-from kvstore.decoding import DecodingGuard
+from kvstore.decoding import DecodingInterceptor
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.policies import policy
 from kvstore.hierarchy import BATCH_BYTES, Hierarchy
 from kvstore.host import host_id
 from kvstore.machine import BlockMachine
 from kvstore.messages import StoreEndpoints
-from kvstore.metrics import NodeMetrics, Snapshot
+from kvstore.metrics import NodeMetrics, NodeSnapshot
 from kvstore.metrics_server import MetricsServer
 from kvstore.monotonic import MonotonicClock
-from kvstore.mover import Mover
-from kvstore.quotas import Quotas
-from kvstore.savings import Savings
-from kvstore.service import BlockStoreService, Identity
+from kvstore.mover import TransferExecutor
+from kvstore.quotas import TenantQuotas
+from kvstore.savings import HitSavings
+from kvstore.service import BlockStoreService, NodeIdentity
 from kvstore.settings import NixlUse, StoreSettings
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.tls_diagnosis import fault_of_own
 from kvstore.transports.nixl_node import NixlNode, has_fabric
 from kvstore.transports.shared_memory import MemoryHandout
-from kvstore.transports.tcp_server import DataPlane
+from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from kvstore.wire import MAX_MESSAGE_BYTES
@@ -101,7 +101,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             return opened.enter_context(contextlib.closing(taken))
 
         tier = await _to_its_end(take_memory, given_up.set)
-        savings = Savings(
+        savings = HitSavings(
             seconds_a_token=1 / settings.prefill_tokens_per_second,
             memory_bytes_a_second=settings.memory_bytes_per_second,
         )
@@ -113,13 +113,13 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             max_leases=settings.max_leases,
             max_namespaces=settings.max_namespaces,
             max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
-            quotas=Quotas(
+            quotas=TenantQuotas(
                 lambda _: policy(settings.eviction, savings.saving),
                 default_bytes=settings.tenant_quota_bytes,
                 by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
             ),
         )
-        plane = DataPlane(machine, tier, clock, access.data_key)
+        plane = DataPlaneServer(machine, tier, clock, access.data_key)
         stack.callback(plane.close)
         data_address = ""
         if settings.data_listen:
@@ -130,7 +130,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))  # while nobody else may take it
-        identity = Identity(
+        identity = NodeIdentity(
             store_id=settings.store_id,
             incarnation=incarnation,
             host_id=host_id(),
@@ -138,10 +138,10 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             data_address=data_address,
         )
         backing = await _to_its_end(
-            lambda: Backing.open(settings.tiers, machine.namespace, settings.credentials, clock, opened)
+            lambda: BackingTiers.open(settings.tiers, machine.namespace, settings.credentials, clock, opened)
         )
         hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
-        savings.attach(machine.namespace, hierarchy.seconds_from_below)
+        savings.attach(machine.namespace, hierarchy.promotion_seconds)
         nixl = NixlNode(tier)
         stack.push_async_callback(nixl.stop)
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
@@ -150,10 +150,10 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         service = BlockStoreService(
             settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
         )
-        callers, guard = CallServer(service.acts), DecodingGuard()
+        callers, guard = FramedCallServer(service.acts), DecodingInterceptor()
         stack.callback(callers.close)
 
-        def look() -> Snapshot:
+        def look() -> NodeSnapshot:
             return replace(
                 service.snapshot(),
                 undecodable=guard.refused + callers.undecodable,
@@ -163,7 +163,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
 
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
-        mover = Mover(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
+        mover = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
         stack.callback(mover.close)
         service.attach(mover)
         if settings.metrics_listen:
@@ -196,11 +196,11 @@ async def _to_its_end(act: Callable[[], Result], give_up: Callable[[], None] = l
         raise
 
 
-def _snapshots(look: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
     """What the node says of itself, for other threads: taken on its event loop."""
     loop = asyncio.get_running_loop()
 
-    async def take() -> Snapshot:
+    async def take() -> NodeSnapshot:
         return look()
 
     return lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_SECONDS)
@@ -229,7 +229,7 @@ async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
 
 @contextlib.asynccontextmanager
 async def _control_plane(
-    addresses: tuple[str, ...], service: BlockStoreService, access: Access, guard: DecodingGuard
+    addresses: tuple[str, ...], service: BlockStoreService, access: LoadedCredentials, guard: DecodingInterceptor
 ) -> AsyncIterator[tuple[str, ...]]:
     server = grpc.aio.server(
         interceptors=[*access.interceptors(), guard],
@@ -270,7 +270,7 @@ async def _start(nixl: NixlNode, use: NixlUse) -> None:
         log.warning("no NIXL, although there is a fabric", extra={"reason": str(error)})  # tried again by and by
 
 
-def _bind(server: grpc.aio.Server, field: str, address: str, access: Access) -> str:
+def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCredentials) -> str:
     path = unix_path(address)
     with sockets.alone(field, path) if path else contextlib.nullcontext():
         if path:
@@ -284,7 +284,9 @@ def _bind(server: grpc.aio.Server, field: str, address: str, access: Access) -> 
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-async def _pass_time(service: BlockStoreService, plane: DataPlane, callers: CallServer, clock: Clock) -> None:
+async def _pass_time(
+    service: BlockStoreService, plane: DataPlaneServer, callers: FramedCallServer, clock: Clock
+) -> None:
     while True:
         await asyncio.sleep(TICK_SECONDS)
         service.tick()

@@ -19,8 +19,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore import wire
-from kvstore.backing import Backing
-from kvstore.block import HASH_BYTES, ChainHash, split
+from kvstore.backing import BackingTiers
+from kvstore.block import HASH_BYTES, BlockHash, split
 from kvstore.buffers import crc32c
 from kvstore.call_server import Act
 from kvstore.calls import Method
@@ -29,17 +29,17 @@ from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
 from kvstore.evacuation import Evacuations
 from kvstore.hierarchy import Hierarchy
 from kvstore.machine import BlockMachine
-from kvstore.messages import Claim, Evacuated, ReservationId, Slot, Stats
-from kvstore.metrics import Snapshot
-from kvstore.mover import Mover
+from kvstore.messages import Claim, EvacuationResult, ReservationId, Slot, Stats
+from kvstore.metrics import NodeSnapshot
+from kvstore.mover import TransferExecutor
 from kvstore.ports import MemoryTier
-from kvstore.savings import Savings
+from kvstore.savings import HitSavings
 from kvstore.settings import StoreSettings
-from kvstore.shadows import Shadows
+from kvstore.shadows import GhostCaches
 from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
-from kvstore.watchers import TooSlow, Watchers
+from kvstore.watchers import Watchers, WatcherTooSlow
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ MAX_UNNOTED = 4096
 """Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
 
 
-class Identity(Struct, frozen=True, kw_only=True):
+class NodeIdentity(Struct, frozen=True, kw_only=True):
     """What a node says of itself in the handshake."""
 
     store_id: str
@@ -69,7 +69,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     data_address: str
 
 
-class _Use(Struct, frozen=True):
+class _ChainUse(Struct, frozen=True):
     """A chain that was asked for, or is being written."""
 
     digest: bytes
@@ -84,12 +84,12 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def __init__(
         self,
         settings: StoreSettings,
-        identity: Identity,
+        identity: NodeIdentity,
         machine: BlockMachine,
         tier: MemoryTier,
         hierarchy: Hierarchy,
-        savings: Savings,
-        backing: Backing,
+        savings: HitSavings,
+        backing: BackingTiers,
         nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
     ):
@@ -103,8 +103,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
         self._nixl_offer = nixl_offer
         self._clock = clock
-        self._shadows = Shadows(tier.capacity_bytes, settings.eviction)
-        self._used: deque[_Use] = deque(maxlen=MAX_UNNOTED)
+        self._ghost_caches = GhostCaches(tier.capacity_bytes, settings.eviction)
+        self._used: deque[_ChainUse] = deque(maxlen=MAX_UNNOTED)
         self._max_lease = nanos(settings.max_lease_seconds)
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
@@ -112,8 +112,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._condemning = asyncio.Lock()  # one client at a time: each has the loop for a turn
         self._mismatches = 0
 
-    def attach(self, mover: Mover) -> None:
-        self._mover = mover
+    def attach(self, mover: TransferExecutor) -> None:
+        self._executor = mover
 
     def tick(self) -> None:
         """Time has passed: reclaim what has ended."""
@@ -125,22 +125,22 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def settle(self) -> None:
         """Do what machine and hierarchy have decided, until nothing is left to do."""
         self._perform()
-        self._mover.settle()
+        self._executor.settle()
         self._perform()  # a tier that answered at once has had places reserved
 
     def stats(self) -> Stats:
         """Of this moment."""
         self._machine.expire(self._clock.now())
-        return replace(self._machine.stats(), tiers=self._mover.status())
+        return replace(self._machine.stats(), tiers=self._executor.status())
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> NodeSnapshot:
         """All that metrics tell."""
         stats = self.stats()
-        return Snapshot(
+        return NodeSnapshot(
             stats=stats,
             movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
             refused_loads=self._hierarchy.refused,
-            shadows=self._shadows.estimates(),
+            shadows=self._ghost_caches.estimates(),
             mismatches=self._mismatches,
         )
 
@@ -198,18 +198,18 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         await context.send_initial_metadata(())  # an empty store says nothing else for a while
         sequence = 0
         try:
-            async with aclosing(self._watchers.watch([*self._machine.held(), *self._mover.held()])) as stream:
+            async with aclosing(self._watchers.watch([*self._machine.held(), *self._executor.held()])) as stream:
                 async for changes in stream:
                     sequence += 1
                     yield wire.changes_message(sequence, changes)
-        except TooSlow:
+        except WatcherTooSlow:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow for the changes; watch again")
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
         namespace = wire.parse_hello(request)
         self._on_open(namespace)  # first: a layout that a tier refuses must not stand in the way of one that fits
         self._machine.open(namespace, now)
-        self._shadows.open(namespace)
+        self._ghost_caches.open(namespace)
         return pb.HelloResponse(
             store_id=self._identity.store_id,
             incarnation=self._identity.incarnation,
@@ -230,16 +230,16 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         leased = self._machine.match(digest, hashes, lease=lease, now=now, tenant=tenant)
         held = len(leased.slots)
         if lease:
-            self._note(_Use(digest, hashes, held))
-        if patience := wire.parse_patience(request.patience_ms):
+            self._note(_ChainUse(digest, hashes, held))
+        if max_wait := wire.parse_max_wait(request.patience_ms):
             names = split(hashes)
-            self._savings.told(digest, len(names), seconds(patience))
-            self._hierarchy.want(digest, names, held, patience, now, tenant)
+            self._savings.told(digest, len(names), seconds(max_wait))
+            self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
-        coming = self._hierarchy.coming(digest, split(hashes[held * HASH_BYTES :]))
-        tell = lease and self._hierarchy.any_risen
-        risen = self._hierarchy.risen(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
-        return wire.match_message(leased, coming, risen)
+        loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
+        tell = lease and self._hierarchy.has_promoted
+        promoted = self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
+        return wire.match_message(leased, loading, promoted)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
         self._machine.release(wire.parse_leases(request.lease_ids), now)
@@ -256,7 +256,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             now=now,
             tenant=wire.parse_tenant(request.tenant),
         )
-        self._note(_Use(digest, request.hashes, is_write=True))
+        self._note(_ChainUse(digest, request.hashes, is_write=True))
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
@@ -281,22 +281,22 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         digest, session = wire.parse_digest(request.digest), wire.parse_session(request.session)
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
-    def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, Evacuated]:
+    def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, EvacuationResult]:
         """Nothing is done before it is awaited."""
         self._require_incarnation(request.incarnation)
         digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
-        deadline = Nanos(now + wire.parse_patience(request.timeout_ms))
+        deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
         self._machine.block_bytes(digest)  # refused before it begins
         return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
-    def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[ChainHash, int]]]:
+    def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
         """What a client finds bad, each block once, as much at a time as is looked at in a turn."""
         block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
         blocks = list(dict.fromkeys(wire.parse_condemned(request)))
         step = max(1, min(CONDEMNED_NAMES, CONDEMNED_BYTES // block_bytes))
         return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
-    def _condemn(self, digest: bytes, blocks: Sequence[tuple[ChainHash, int]], now: Nanos) -> int:
+    def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
         """How many of the blocks are bad indeed, and gone now."""
         return sum(
             self._machine.condemn(digest, name, generation, now)
@@ -307,7 +307,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - as all answers
         return wire.stats_message(self.stats(), self._identity.store_id)
 
-    def _is_bad(self, digest: bytes, name: ChainHash, generation: int) -> bool:
+    def _is_bad(self, digest: bytes, name: BlockHash, generation: int) -> bool:
         """A client that read badly, or lies, costs nobody a good block."""
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
@@ -337,7 +337,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         finally:
             self.settle()
 
-    def _note(self, use: "_Use") -> None:
+    def _note(self, use: "_ChainUse") -> None:
         """Have hierarchy and shadows learn of a use after whoever waits has its answer."""
         if not self._used:
             asyncio.get_running_loop().call_soon(self._note_some)
@@ -350,10 +350,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
                 use = self._used.popleft()
                 names = split(use.hashes)
                 if use.is_write:
-                    self._shadows.stored(use.digest, names, now)
+                    self._ghost_caches.stored(use.digest, names, now)
                 else:
-                    self._shadows.looked_up(use.digest, names, now)
-                    self._hierarchy.noted(use.digest, names[: use.held], now)
+                    self._ghost_caches.looked_up(use.digest, names, now)
+                    self._hierarchy.offer(use.digest, names[: use.held], now)
         finally:
             if self._used:
                 asyncio.get_running_loop().call_soon(self._note_some)
@@ -366,5 +366,5 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         changes = self._machine.changes()
         for each in changes:
             self._hierarchy.left(each.digest, each.removed)
-            self._hierarchy.noted(each.digest, each.stored, self._clock.now())
+            self._hierarchy.offer(each.digest, each.stored, self._clock.now())
         self._watchers.tell([*changes, *self._hierarchy.changes()])

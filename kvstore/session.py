@@ -8,14 +8,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore import wire
-from kvstore.calls import Calls
+from kvstore.calls import NodeCalls
 from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
 from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.host import host_id
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import DataPath
 from kvstore.ports import Transport
-from kvstore.transports.authentication import Key
+from kvstore.transports.authentication import AuthenticationKey
 from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
@@ -25,7 +25,7 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - an answer to look at, not an address to bind
 
 
-class Session(Struct, frozen=True, kw_only=True):
+class NodeSession(Struct, frozen=True, kw_only=True):
     """One incarnation of a node, as a client sees it."""
 
     store_id: str
@@ -34,7 +34,7 @@ class Session(Struct, frozen=True, kw_only=True):
     max_reservation: Nanos
     max_hold: Nanos
     path: DataPath
-    calls: Calls
+    calls: NodeCalls
     transport: Transport
     memory: str = ""  # socket that hands it out, where shared memory is wanted and could not be had; else empty
 
@@ -42,12 +42,12 @@ class Session(Struct, frozen=True, kw_only=True):
 def shake_hands(
     stub: pb_grpc.BlockStoreStub,
     address: str,
-    namespace: Namespace,
+    namespace: KvNamespace,
     prefer: Sequence[DataPath],
-    data_key: Key | None,
+    data_key: AuthenticationKey | None,
     clock: Clock,
     deadline: Nanos,
-) -> Session:
+) -> NodeSession:
     """Agree on the namespace, and open the first way of `prefer` that works.
 
     Args:
@@ -81,21 +81,21 @@ def shake_hands(
         except (StoreUnreachable, NamespaceUnknown) as error:
             failures[path] = f"{path}: {error}"
             continue
-        return Session(
+        return NodeSession(
             store_id=hello.store_id,
             incarnation=hello.incarnation,
             max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
             max_hold=Nanos(hello.max_hold_ms * MILLISECOND),
             path=path,
-            calls=Calls(stub, hello.shm_socket if here else "", clock),
+            calls=NodeCalls(stub, hello.shm_socket if here else "", clock),
             transport=transport,
             memory=hello.shm_socket if here and DataPath.SHM in failures else "",
         )
     raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures.values())}")
 
 
-def with_memory(session: Session, namespace: Namespace, clock: Clock, deadline: Nanos) -> Session:
+def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
     """The same session by shared memory, which could not be had before.
 
     Raises:
@@ -125,8 +125,8 @@ def _open(
     hello: pb.HelloResponse,
     say_hello: Callable[[Nanos], pb.HelloResponse],
     address: str,
-    namespace: Namespace,
-    data_key: Key | None,
+    namespace: KvNamespace,
+    data_key: AuthenticationKey | None,
     clock: Clock,
     deadline: Nanos,
 ) -> Transport:

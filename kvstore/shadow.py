@@ -19,10 +19,10 @@ from typing import Any, Generic
 
 from msgspec import Struct
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import policy
-from kvstore.eviction.policy import K, Policy
+from kvstore.eviction.policy import EvictionPolicy, K
 
 SAMPLED_BLOCKS = 4096
 HALF_LIFE = Nanos(3600 * SECOND)
@@ -32,14 +32,14 @@ Sample = Callable[[Sequence[K], float], list[K]]
 """Of a chain and a share from 0 to 1: those of its blocks that are in the sample."""
 
 
-class Scenario(Struct, frozen=True):
+class GhostCacheScenario(Struct, frozen=True):
     """What to ask for."""
 
     policy: str  # by name
     scale: float = 1.0  # capacity, in capacities of the live tier
 
 
-class Estimate(Struct, frozen=True, kw_only=True):
+class HitRateEstimate(Struct, frozen=True, kw_only=True):
     """The answer for one scenario."""
 
     policy: str
@@ -47,10 +47,10 @@ class Estimate(Struct, frozen=True, kw_only=True):
     hit_rate: float  # of the blocks that were looked up, found without a gap from the start of their chain
 
 
-class _Cache(Generic[K]):
+class _SampledCache(Generic[K]):
     """One scenario: names only."""
 
-    def __init__(self, rule: Policy[K], capacity_blocks: int):
+    def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule
         self._capacity = capacity_blocks
         self._held: set[K] = set()
@@ -84,13 +84,13 @@ class _Cache(Generic[K]):
                 self._policy.admit(key, 1, now)
 
 
-class Shadow(Generic[K]):
+class GhostCache(Generic[K]):
     """See the module. Told of the same lookups and publications as the tier that it shadows."""
 
     def __init__(
         self,
         capacity_blocks: int,
-        scenarios: Sequence[Scenario],
+        scenarios: Sequence[GhostCacheScenario],
         sample: Sample[K],
         *,
         sampled_blocks: int = SAMPLED_BLOCKS,
@@ -112,8 +112,8 @@ class Shadow(Generic[K]):
         self.share = min(1.0, sampled_blocks / capacity_blocks)
         self._sample = sample
         self._half_life = half_life
-        self._caches: Mapping[Scenario, _Cache[K]] = {
-            scenario: _Cache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
+        self._caches: Mapping[GhostCacheScenario, _SampledCache[K]] = {
+            scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
         self._looked_up = self._expected = 0.0  # in the sample; by its share
@@ -137,11 +137,11 @@ class Shadow(Generic[K]):
             for cache in self._caches.values():
                 cache.store(sampled, now)
 
-    def estimates(self) -> list[Estimate]:
+    def estimates(self) -> list[HitRateEstimate]:
         """In the order of the scenarios; rates are 0 before the first lookup."""
         unseen = self._expected - self._looked_up  # rule 4
         return [
-            Estimate(
+            HitRateEstimate(
                 policy=scenario.policy,
                 scale=scenario.scale,
                 hit_rate=min(1.0, max(0.0, (cache.hits + unseen) / self._expected)) if self._expected else 0.0,
@@ -158,7 +158,7 @@ class Shadow(Generic[K]):
             cache.hits *= kept
 
 
-def sample_names(names: Sequence[ChainHash], share: float) -> list[ChainHash]:
+def sample_names(names: Sequence[BlockHash], share: float) -> list[BlockHash]:
     """By the first two bytes of a name, which is a hash already."""
     below = round(share * 65_536)
     return [name for name in names if name[0] << 8 | name[1] < below]
@@ -170,7 +170,7 @@ def sample_numbers(numbers: Sequence[int], share: float) -> list[int]:
     return [number for number in numbers if (number * 0x9E3779B97F4A7C15 >> 40) & 0xFFFFFF < below]
 
 
-def _policy(scenario: Scenario) -> Policy[Any]:
+def _policy(scenario: GhostCacheScenario) -> EvictionPolicy[Any]:
     if not scenario.scale > 0:
         raise ValueError(f"scale {scenario.scale} of shadow policy {scenario.policy!r} is not positive")
     return policy(scenario.policy)

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. `MAX_SHADOWS` namespaces are looked at: those that are used most. What is used counts half after a half-life.
+1. `MAX_GHOST_CACHES` namespaces are looked at: those that are used most. What is used counts half after a half-life.
 2. A namespace takes the place of another only when it is used `TAKES_OVER` times as much: a shadow that begins anew says
    nothing for a while, and two that are used alike must not push each other out.
 3. Of at most `MAX_NAMESPACES` it is known how much they are used; the one that was used the longest ago is forgotten first.
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import Nanos
-from kvstore.layout import Namespace
-from kvstore.shadow import FADE_EVERY, HALF_LIFE, Estimate, Scenario, Shadow, sample_names
+from kvstore.layout import KvNamespace
+from kvstore.shadow import FADE_EVERY, HALF_LIFE, GhostCache, GhostCacheScenario, HitRateEstimate, sample_names
 
 SCALES = (0.5, 1.0, 2.0, 4.0)  # of the pool, under its own policy
 ALTERNATIVES = ("lru", "hazard")  # at its own size
-MAX_SHADOWS = 8  # a node has one or two namespaces; with adapters merged into the weights, many
+MAX_GHOST_CACHES = 8  # a node has one or two namespaces; with adapters merged into the weights, many
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 
@@ -29,21 +29,21 @@ class NamespaceEstimates(Struct, frozen=True, kw_only=True):
     """What would be, for one namespace."""
 
     fingerprint: str
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[HitRateEstimate, ...]
 
 
-class _Looked:
+class _NamespaceUse:
     """One namespace."""
 
     __slots__ = ("block_bytes", "shadow", "used")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.shadow: Shadow[ChainHash] | None = None
+        self.shadow: GhostCache[BlockHash] | None = None
         self.used = 0.0  # blocks looked up, those of late counting more
 
 
-class Shadows:
+class GhostCaches:
     """By namespace; each is taken to have the whole pool."""
 
     def __init__(self, capacity_bytes: int, policy: str):
@@ -54,23 +54,23 @@ class Shadows:
             policy: Of the pool, by name.
         """
         self._capacity_bytes = capacity_bytes
-        self._scenarios = [Scenario(policy, scale) for scale in SCALES]
-        self._scenarios += [Scenario(other) for other in ALTERNATIVES if other != policy]
-        self._namespaces: OrderedDict[bytes, _Looked] = OrderedDict()  # the one used last is last
+        self._scenarios = [GhostCacheScenario(policy, scale) for scale in SCALES]
+        self._scenarios += [GhostCacheScenario(other) for other in ALTERNATIVES if other != policy]
+        self._namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the one used last is last
         self._faded_at = Nanos(0)
 
-    def open(self, namespace: Namespace) -> None:
+    def open(self, namespace: KvNamespace) -> None:
         """There is such a namespace; it is looked at at once while there is a place for it."""
         digest = namespace.digest
         if digest in self._namespaces:
             return
         if len(self._namespaces) >= MAX_NAMESPACES:
             self._namespaces.popitem(last=False)
-        looked = self._namespaces[digest] = _Looked(namespace.block_bytes)
-        if len(self._shadowed()) < MAX_SHADOWS:
+        looked = self._namespaces[digest] = _NamespaceUse(namespace.block_bytes)
+        if len(self._shadowed()) < MAX_GHOST_CACHES:
             self._begin(looked)
 
-    def looked_up(self, digest: bytes, chain: Sequence[ChainHash], now: Nanos) -> None:
+    def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """A client asked for all of a chain."""
         if (looked := self._namespaces.get(digest)) is None:
             return
@@ -82,7 +82,7 @@ class Shadows:
         if looked.shadow is not None:
             looked.shadow.looked_up(chain, now)
 
-    def stored(self, digest: bytes, chain: Sequence[ChainHash], now: Nanos) -> None:
+    def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """A client writes what is missing of a chain."""
         looked = self._namespaces.get(digest)
         if looked is not None and looked.shadow is not None:
@@ -95,21 +95,21 @@ class Shadows:
             if looked.shadow is not None
         )
 
-    def _take_over(self, looked: _Looked) -> None:
+    def _take_over(self, looked: _NamespaceUse) -> None:
         """Look at this namespace, where there is a place, or it is used so much more than another that has one."""
         shadowed = self._shadowed()
-        if len(shadowed) >= MAX_SHADOWS:
+        if len(shadowed) >= MAX_GHOST_CACHES:
             least = min(shadowed, key=lambda other: other.used)
             if looked.used < TAKES_OVER * least.used:
                 return
             least.shadow = None
         self._begin(looked)
 
-    def _begin(self, looked: _Looked) -> None:
+    def _begin(self, looked: _NamespaceUse) -> None:
         blocks = max(1, self._capacity_bytes // looked.block_bytes)
-        looked.shadow = Shadow(blocks, self._scenarios, sample_names)
+        looked.shadow = GhostCache(blocks, self._scenarios, sample_names)
 
-    def _shadowed(self) -> list[_Looked]:
+    def _shadowed(self) -> list[_NamespaceUse]:
         return [looked for looked in self._namespaces.values() if looked.shadow is not None]
 
     def _fade(self, now: Nanos) -> None:

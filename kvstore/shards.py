@@ -15,7 +15,7 @@ from typing import Self
 from msgspec import Struct
 
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 
 
 class Span(Struct, frozen=True, order=True):
@@ -60,7 +60,7 @@ class Box(Struct, frozen=True):
         return [rest for rest in rests if rest]
 
 
-class Part(Struct, frozen=True):
+class BlockShard(Struct, frozen=True):
     """One object: what it holds of a block, and in which layout. Its bytes are contiguous."""
 
     layout: str
@@ -77,7 +77,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
     element_bytes: int
 
     @classmethod
-    def of(cls, namespace: Namespace) -> Self:
+    def of(cls, namespace: KvNamespace) -> Self:
         """The shape of a namespace's blocks.
 
         Raises:
@@ -143,11 +143,11 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return Box(Span(0, self.layers), Span(rank // replicas * count, count))
 
 
-def one_a_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[Part]:
+def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
     """The objects of all ranks of an engine, in order of rank.
 
     Raises:
         LayoutMismatch: The heads cannot be shared out among `tp` ranks.
     """
     shape.replicas(tp)
-    return [Part(layout, shape.share(tp, rank)) for rank in range(tp)]
+    return [BlockShard(layout, shape.share(tp, rank)) for rank in range(tp)]

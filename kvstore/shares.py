@@ -22,10 +22,10 @@ from msgspec import Struct
 
 from kvstore.buffers import ByteArray
 from kvstore.layout import AT_REST
-from kvstore.messages import Places, Slots
+from kvstore.messages import ClientWriteReservation, Slots
 from kvstore.native import checksums
-from kvstore.repack import RUN_FIELDS, read_share
-from kvstore.shards import BlockShape, Part
+from kvstore.repack import RUN_FIELDS, read_shard
+from kvstore.shards import BlockShape, BlockShard
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
 ONES = 0xFFFFFFFF  # what a checksum begins with, and is inverted by at its end
@@ -33,18 +33,18 @@ ONES = 0xFFFFFFFF  # what a checksum begins with, and is inverted by at its end
 Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Grant(Struct, frozen=True, kw_only=True):
+class WriteGrant(Struct, frozen=True, kw_only=True):
     """Places that one rank reserved, for the others to write to. Can be encoded by msgspec."""
 
     incarnation: str  # of the node
-    places: Places
+    places: ClientWriteReservation
 
-    def some(self, first: int, end: int) -> "Grant":
+    def some(self, first: int, end: int) -> "WriteGrant":
         """Of those places only; the reservation stays one."""
         places = self.places
-        return Grant(
+        return WriteGrant(
             incarnation=self.incarnation,
-            places=Places(
+            places=ClientWriteReservation(
                 reservation_id=places.reservation_id,
                 indices=places.indices[first:end],
                 slots=Slots(places.slots[first:end].packed),
@@ -53,12 +53,12 @@ class Grant(Struct, frozen=True, kw_only=True):
         )
 
 
-Step: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
+_CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
 """One piece of a run that lies in one part of the rank's memory. A tuple, since there are hundreds a block: where the piece
 before ends, what the zeros from there do, where this one begins and ends; index of the part, and what of it (None: all)."""
 
 
-class Share:
+class RankShard:
     """The runs of one rank within a block at rest. Its bytes are these runs in order. For any number of threads."""
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
@@ -72,7 +72,7 @@ class Share:
             end = start + length
         assert end <= block_bytes, (end, block_bytes)
         self._end = end
-        self._steps: dict[tuple[int, ...], tuple[Step, ...]] = {}
+        self._steps: dict[tuple[int, ...], tuple[_CopyStep, ...]] = {}
 
     @classmethod
     def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
@@ -81,13 +81,13 @@ class Share:
         Raises:
             LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
         """
-        plan = read_share(shape, AT_REST, [Part(AT_REST, shape.share(tp, rank))])
+        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.share(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
         rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; what they add to its checksum (`whole`)."""
+        """Copy this rank's runs into a block; what they add to its checksum (`whole_checksums`)."""
         register = 0
         for _, gap, start, end, index, within in self._cut(parts):
             if gap is not None:
@@ -111,7 +111,7 @@ class Share:
         for _, _, start, end, index, within in self._cut(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
-    def _cut(self, parts: Sequence[ByteArray]) -> tuple[Step, ...]:
+    def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
         """The runs, cut where the parts end. The same for all blocks of an engine."""
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
@@ -120,7 +120,7 @@ class Share:
             steps = self._steps[sizes] = tuple(self._walk(sizes))
         return steps
 
-    def _walk(self, sizes: Sequence[int]) -> Iterator[Step]:
+    def _walk(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
         part = first = before = 0
         for run, length in self.runs:
             start, end = run, run + length
@@ -135,7 +135,7 @@ class Share:
                 before = start
 
 
-def whole(block_bytes: int, sums: Iterable[int]) -> int:
+def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     """The checksum of a block, from what all of its shares add to it."""
     checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
@@ -143,10 +143,10 @@ def whole(block_bytes: int, sums: Iterable[int]) -> int:
     return checksum
 
 
-def together(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Checksums of the blocks that every rank has put, by index, from what each told of its own."""
     return {
-        index: whole(block_bytes, [sums[index] for sums in told])
+        index: whole_checksums(block_bytes, [sums[index] for sums in told])
         for index in told[0]
         if all(index in sums for sums in told)
     }

@@ -6,10 +6,10 @@ pins, or for how long it is reserved.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import Nanos
-from kvstore.extents import Extents, occupied_bytes
-from kvstore.lifecycle import READABLE, State, Step, advance
+from kvstore.extents import FreeExtents, occupied_bytes
+from kvstore.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.messages import (
     SLOT,
     Address,
@@ -17,31 +17,31 @@ from kvstore.messages import (
     BlockKey,
     Claim,
     Discard,
-    Reserved,
+    ReservedSlot,
     Slot,
     TierCommand,
 )
-from kvstore.namespaces import Namespaces, OpenNamespace, StoredBlock
+from kvstore.namespaces import OpenNamespace, OpenNamespaces, StoredBlock
 from kvstore.ports import Eviction
-from kvstore.quotas import Account
+from kvstore.quotas import TenantAccount
 
-RESERVED, HELD = State.RESERVED, State.HELD
+RESERVED, HELD = BlockState.RESERVED, BlockState.HELD
 """Looked up once: finding a member of an enumeration takes longer than what is done with it for each block."""
 
-EVICTED = advance(State.HELD, Step.EVICT)
+EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 
 
-class BlockSpace:
+class PoolAllocator:
     """See the module."""
 
     def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int, table_key: tuple[int, int]):
-        self._extents = Extents(capacity_bytes)
+        self._extents = FreeExtents(capacity_bytes)
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
         self._commands: list[TierCommand] = []
-        self._changed: dict[bytes, dict[ChainHash, bool]] = {}  # namespace -> name -> stored (else removed)
+        self._changed: dict[bytes, dict[BlockHash, bool]] = {}  # namespace -> name -> stored (else removed)
         self.evicted_blocks = 0
-        self.namespaces = Namespaces(self._extents.capacity_bytes, max_namespaces, table_key)
+        self.namespaces = OpenNamespaces(self._extents.capacity_bytes, max_namespaces, table_key)
 
     @property
     def capacity_bytes(self) -> int:
@@ -62,10 +62,10 @@ class BlockSpace:
     def place_missing(
         self,
         opened: OpenNamespace,
-        names: Sequence[ChainHash],
-        account: Account | None,
+        names: Sequence[BlockHash],
+        account: TenantAccount | None,
         next_id: Callable[[], int],
-    ) -> tuple[dict[int, StoredBlock], list[Reserved], int]:
+    ) -> tuple[dict[int, StoredBlock], list[ReservedSlot], int]:
         """Places for those blocks of a chain that are neither readable nor being written.
 
         Returns:
@@ -73,11 +73,11 @@ class BlockSpace:
             and how many found no space.
         """
         blocks: dict[int, StoredBlock] = {}
-        reserved: list[Reserved] = []
+        reserved: list[ReservedSlot] = []
         length, digest = opened.namespace.block_bytes, opened.digest
         refused = 0
         readable, writing, by_offset, claims = opened.readable, opened.writing, self._by_offset, self._commands
-        missing: dict[ChainHash, int] = {}
+        missing: dict[BlockHash, int] = {}
         for index, name in enumerate(names):
             if name not in readable and name not in writing:
                 missing.setdefault(name, index)
@@ -93,7 +93,7 @@ class BlockSpace:
             generation = next_id()
             block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
             blocks[index] = by_offset[offset] = writing[name] = block
-            reserved.append(Reserved(index, Slot(offset, generation)))
+            reserved.append(ReservedSlot(index, Slot(offset, generation)))
             claims.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
             if account is not None:
                 account.bytes += occupied_bytes(length)
@@ -106,7 +106,7 @@ class BlockSpace:
 
         The policy does not know them yet.
         """
-        published = advance(RESERVED, Step.PUBLISH)  # looked up once: what is being written is reserved
+        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: what is being written is reserved
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:
@@ -120,7 +120,7 @@ class BlockSpace:
 
     def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
         """It was never written."""
-        block.state = advance(block.state, Step.ABANDON)
+        block.state = advance(block.state, BlockTransition.ABANDON)
         del opened.writing[block.key.name]
         self.free(block)
 
@@ -173,7 +173,7 @@ class BlockSpace:
     def __iter__(self) -> Iterator[StoredBlock]:
         return iter(self._by_offset.values())
 
-    def check(self, accounts: Iterable[Account]) -> None:
+    def check(self, accounts: Iterable[TenantAccount]) -> None:
         """Asserts that space is neither lost nor given away twice, and who knows which block."""
         self._extents.check()
         areas = self._extents.free_extents()
@@ -184,11 +184,11 @@ class BlockSpace:
             assert block.address.offset == offset
             areas.append((offset, occupied_bytes(block.length)))
             assert (self.namespaces.find(block.key) is block) == (state in READABLE)
-            assert (self.namespaces.written(block.key) is block) == (state is State.RESERVED)
-            assert state is not State.GONE
+            assert (self.namespaces.written(block.key) is block) == (state is BlockState.RESERVED)
+            assert state is not BlockState.GONE
             for policy in self._policies(block):
                 known = state in READABLE and block.key in policy
-                assert known or state is not State.HELD, "a block that never goes"
+                assert known or state is not BlockState.HELD, "a block that never goes"
                 admitted[id(policy)] = admitted.get(id(policy), 0) + known
             if block.account is not None:
                 charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
@@ -209,7 +209,7 @@ class BlockSpace:
             end = offset + length
         assert end == self._extents.capacity_bytes
 
-    def _find_room(self, length: int, account: Account | None) -> int | None:
+    def _find_room(self, length: int, account: TenantAccount | None) -> int | None:
         """Offset of a free extent; makes room if it must. None when nothing more may go."""
         if account is not None and not self._make_room_within(account, length):
             return None
@@ -223,7 +223,7 @@ class BlockSpace:
             self._extents.give_back(vacant, victim.length)
         return offset
 
-    def _make_room_within(self, account: Account, length: int) -> bool:
+    def _make_room_within(self, account: TenantAccount, length: int) -> bool:
         """Have a tenant give up its own until a block more fits its quota."""
         size_bytes = occupied_bytes(length)
         if size_bytes > account.limit_bytes:

@@ -10,14 +10,14 @@ Rules:
 
 from collections.abc import Iterator
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.clock import Nanos
 from kvstore.deadlines import Deadlines
 from kvstore.errors import Exhausted
 from kvstore.namespaces import OpenNamespace, StoredBlock
 
 
-class Lease:
+class BlockLease:
     """Blocks that stay where they are. Of some, the end counts as a use for the eviction policy (`is_use`)."""
 
     __slots__ = ("blocks", "hold", "is_use")
@@ -28,25 +28,25 @@ class Lease:
         self.hold = hold  # namespace and session, when a session holds them
 
 
-class Writing:
+class PendingWrite:
     """One reservation: the chain that was asked for, and the blocks to write by index into it."""
 
     __slots__ = ("blocks", "names", "opened", "owner")
 
-    def __init__(self, owner: str, opened: OpenNamespace, names: tuple[ChainHash, ...], blocks: dict[int, StoredBlock]):
+    def __init__(self, owner: str, opened: OpenNamespace, names: tuple[BlockHash, ...], blocks: dict[int, StoredBlock]):
         self.owner = owner
         self.opened = opened
         self.names = names
         self.blocks = blocks
 
 
-class Terms:
+class LeaseTable:
     """Open leases and reservations by id."""
 
     def __init__(self, epoch: int, limit: int):
         self._last_id = epoch << 32
         self._limit = limit
-        self._open: dict[int, Lease | Writing] = {}
+        self._open: dict[int, BlockLease | PendingWrite] = {}
         self._unending: set[int] = set()
         self._deadlines = Deadlines()
         self.reservations = 0  # open ones
@@ -64,37 +64,37 @@ class Terms:
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
-    def grant(self, what: Lease | Writing, until: Nanos | None) -> int:
+    def grant(self, what: BlockLease | PendingWrite, until: Nanos | None) -> int:
         """Its id; None: until it is ended."""
         granted = self.next_id()
         self._open[granted] = what
-        self.reservations += isinstance(what, Writing)
+        self.reservations += isinstance(what, PendingWrite)
         if until is None:
             self._unending.add(granted)
         else:
             self._deadlines.add(until, granted)
         return granted
 
-    def lease(self, granted: int) -> Lease | None:
+    def lease(self, granted: int) -> BlockLease | None:
         """The open lease with that id."""
         found = self._open.get(granted)
-        return found if isinstance(found, Lease) else None
+        return found if isinstance(found, BlockLease) else None
 
     def is_unending(self, granted: int) -> bool:
         """Whether the node has granted it to itself, and nobody else may end it."""
         return granted in self._unending
 
-    def writing(self, granted: int) -> Writing | None:
+    def writing(self, granted: int) -> PendingWrite | None:
         """The open reservation with that id."""
         found = self._open.get(granted)
-        return found if isinstance(found, Writing) else None
+        return found if isinstance(found, PendingWrite) else None
 
     def end(self, granted: int) -> None:
         """Over before its time; its deadline stays in the heap for a while, and means nothing."""
-        self.reservations -= isinstance(self._open.pop(granted), Writing)
+        self.reservations -= isinstance(self._open.pop(granted), PendingWrite)
         self._unending.discard(granted)
 
-    def due(self, now: Nanos) -> Iterator[Lease | Writing]:
+    def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
         """What ended by itself until now; it is not open any more."""
         for granted in self._deadlines.due(now):
             if (what := self._open.get(granted)) is not None:
@@ -110,9 +110,9 @@ class Terms:
             "something would never end"
         )
         assert len(self._open) - len(self._unending) <= self._limit
-        assert self.reservations == sum(isinstance(what, Writing) for what in self)
+        assert self.reservations == sum(isinstance(what, PendingWrite) for what in self)
 
-    def __iter__(self) -> Iterator[Lease | Writing]:
+    def __iter__(self) -> Iterator[BlockLease | PendingWrite]:
         return iter(self._open.values())
 
     def __len__(self) -> int:

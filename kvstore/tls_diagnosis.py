@@ -98,7 +98,7 @@ def diagnose(
         protocols: To ask for (ALPN).
         timeout_seconds: For each step; the whole takes a few times that at the longest.
     """
-    asked = _Asked(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
+    asked = _TlsProbe(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
     try:
         return asked.cause()
     except _Unconnected:
@@ -123,7 +123,7 @@ class _Unconnected(Exception):
     """Nobody listens there, or nobody answers."""
 
 
-class _Asked:
+class _TlsProbe:
     """One diagnosis."""
 
     def __init__(

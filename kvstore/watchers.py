@@ -14,7 +14,7 @@ from kvstore.messages import BlockChanges
 NAMES_A_MESSAGE = 4096  # 64 KiB
 
 
-class TooSlow(Exception):
+class WatcherTooSlow(Exception):
     """The watcher's queue was full."""
 
 
@@ -23,7 +23,7 @@ class Watchers:
 
     def __init__(self, queue_messages: int):
         self._queue_messages = queue_messages
-        self._streams: set[_Stream] = set()
+        self._streams: set[_WatcherStream] = set()
 
     async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
         """The dump, then what is told from the first `anext` on; until closed.
@@ -34,7 +34,7 @@ class Watchers:
         Raises:
             TooSlow: The consumer did not keep up.
         """
-        stream = _Stream(self._queue_messages)
+        stream = _WatcherStream(self._queue_messages)
         self._streams.add(stream)
         try:
             for changes in dump:
@@ -53,7 +53,7 @@ class Watchers:
                     stream.put(part)
 
 
-class _Stream:
+class _WatcherStream:
     def __init__(self, queue_messages: int):
         self._queue: asyncio.Queue[BlockChanges] = asyncio.Queue(queue_messages)
         self._cut = False
@@ -66,7 +66,7 @@ class _Stream:
 
     async def next(self) -> BlockChanges:
         if self._cut:
-            raise TooSlow
+            raise WatcherTooSlow
         return await self._queue.get()
 
 

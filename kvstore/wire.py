@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import Message
 from msgspec import Struct
 
-from kvstore.block import HASH_BYTES, SALT_BYTES, ChainHash, HashAlgorithm, split
+from kvstore.block import HASH_BYTES, SALT_BYTES, BlockHash, HashAlgorithm, split
 from kvstore.clock import MILLISECOND, Nanos
 from kvstore.errors import (
     Exhausted,
@@ -19,23 +19,23 @@ from kvstore.errors import (
     Restarted,
     StoreError,
 )
-from kvstore.layout import DIGEST_BYTES, FORMAT_VERSION, Namespace
+from kvstore.layout import DIGEST_BYTES, FORMAT_VERSION, KvNamespace
 from kvstore.messages import (
     NODE,
     SLOT,
     BlockChanges,
-    Evacuated,
-    Held,
-    Leased,
+    ClientWriteReservation,
+    EvacuationResult,
+    LeasedSlots,
     LeaseId,
     Match,
-    Places,
-    Reservation,
     ReservationId,
+    SessionPinResult,
     Slots,
     Stats,
     TenantStats,
     TierStatus,
+    WriteReservation,
 )
 from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
@@ -52,7 +52,7 @@ MAX_EVACUATED = 4096
 """Blocks that are brought away by one request: each is looked up before anything else happens."""
 
 MAX_TEXT = 512  # characters of a name
-MAX_PATIENCE_MS = 60_000
+MAX_WAIT_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
 """Of a gRPC message: 65,536 slots take 1.3 MiB, and a dump is cut into pieces."""
 
@@ -75,11 +75,11 @@ def status_of(error: StoreError) -> tuple[grpc.StatusCode, str]:
     return _CODES[type(error)], field
 
 
-def namespace_message(namespace: Namespace) -> pb.Namespace:
+def namespace_message(namespace: KvNamespace) -> pb.Namespace:
     return pb.Namespace(**{name: getattr(namespace, name) for name in namespace.__struct_fields__})
 
 
-def parse_hello(request: pb.HelloRequest) -> Namespace:
+def parse_hello(request: pb.HelloRequest) -> KvNamespace:
     """The namespace that a client means.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_hello(request: pb.HelloRequest) -> Namespace:
         raise InvalidArgument(
             "namespace.hash_algorithm", f"{message.hash_algorithm!r} is not one of {', '.join(HashAlgorithm)}"
         )
-    namespace = Namespace(
+    namespace = KvNamespace(
         model=message.model,
         revision=message.revision,
         dtype=message.dtype,
@@ -153,7 +153,7 @@ def check_hashes(hashes: bytes) -> bytes:
     return hashes
 
 
-def parse_hashes(hashes: bytes) -> list[ChainHash]:
+def parse_hashes(hashes: bytes) -> list[BlockHash]:
     """Block names. Raises as `check_hashes` does."""
     return split(check_hashes(hashes))
 
@@ -181,9 +181,9 @@ def parse_leases(lease_ids: Sequence[int]) -> list[LeaseId]:
     return [LeaseId(lease_id) for lease_id in lease_ids]
 
 
-def parse_patience(patience_ms: int) -> Nanos:
+def parse_max_wait(patience_ms: int) -> Nanos:
     """How long blocks of lower tiers are worth waiting for; more than any tier could make use of is as good as this."""
-    return Nanos(min(patience_ms, MAX_PATIENCE_MS) * MILLISECOND)
+    return Nanos(min(patience_ms, MAX_WAIT_MS) * MILLISECOND)
 
 
 def parse_tenant(tenant: bytes) -> bytes:
@@ -233,7 +233,7 @@ def parse_checksums(request: pb.PublishRequest) -> dict[int, int]:
     return checksums
 
 
-def parse_condemned(request: pb.CondemnRequest) -> list[tuple[ChainHash, int]]:
+def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
     """Names and generations.
 
     Raises:
@@ -245,14 +245,14 @@ def parse_condemned(request: pb.CondemnRequest) -> list[tuple[ChainHash, int]]:
     return list(zip(names, request.generations, strict=True))
 
 
-def match_message(leased: Leased, loading: int = 0, risen: Mapping[str, int] = NOTHING_ROSE) -> pb.MatchResponse:
+def match_message(leased: LeasedSlots, loading: int = 0, risen: Mapping[str, int] = NOTHING_ROSE) -> pb.MatchResponse:
     response = pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
     for tier, blocks in risen.items():
         response.risen.add(tier=tier, blocks=blocks)
     return response
 
 
-def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[ChainHash]) -> Match:
+def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[BlockHash]) -> Match:
     slots = Slots(_whole(response.slots))
     return Match(
         incarnation=incarnation,
@@ -264,7 +264,7 @@ def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[Ch
     )
 
 
-def reservation_message(reservation: Reservation) -> pb.ReserveResponse:
+def reservation_message(reservation: WriteReservation) -> pb.ReserveResponse:
     return pb.ReserveResponse(
         reservation_id=reservation.reservation_id,
         indices=[reserved.index for reserved in reservation.reserved],
@@ -273,11 +273,11 @@ def reservation_message(reservation: Reservation) -> pb.ReserveResponse:
     )
 
 
-def parse_reservation(response: pb.ReserveResponse) -> Places:
+def parse_reservation(response: pb.ReserveResponse) -> ClientWriteReservation:
     slots = Slots(_whole(response.slots))
     indices = tuple(response.indices)
     count = min(len(indices), len(slots))
-    return Places(
+    return ClientWriteReservation(
         reservation_id=ReservationId(response.reservation_id),
         indices=indices[:count],
         slots=slots[:count],
@@ -285,15 +285,15 @@ def parse_reservation(response: pb.ReserveResponse) -> Places:
     )
 
 
-def hold_message(held: Held) -> pb.HoldResponse:
+def hold_message(held: SessionPinResult) -> pb.HoldResponse:
     return pb.HoldResponse(held=held.blocks, refused=held.refused)
 
 
-def parse_hold(response: pb.HoldResponse) -> Held:
-    return Held(blocks=response.held, refused=response.refused)
+def parse_hold(response: pb.HoldResponse) -> SessionPinResult:
+    return SessionPinResult(blocks=response.held, refused=response.refused)
 
 
-def parse_evacuated(hashes: bytes) -> list[ChainHash]:
+def parse_evacuated(hashes: bytes) -> list[BlockHash]:
     """What is to be brought away.
 
     Raises:
@@ -304,12 +304,12 @@ def parse_evacuated(hashes: bytes) -> list[ChainHash]:
     return parse_hashes(hashes)
 
 
-def evacuation_message(evacuated: Evacuated) -> pb.EvacuateResponse:
+def evacuation_message(evacuated: EvacuationResult) -> pb.EvacuateResponse:
     return pb.EvacuateResponse(**_fields(evacuated))
 
 
-def parse_evacuation(response: pb.EvacuateResponse) -> Evacuated:
-    return Evacuated(**_named(response, Evacuated))
+def parse_evacuation(response: pb.EvacuateResponse) -> EvacuationResult:
+    return EvacuationResult(**_named(response, EvacuationResult))
 
 
 def changes_message(sequence: int, changes: BlockChanges) -> pb.BlockChanges:

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import crc32c
 from kvstore.client import StoreClient
 from kvstore.clock import SECOND, Nanos, nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.machine import BlockMachine
 from kvstore.messages import BlockKey, LeaseId, Slot, StoreEndpoints
 from kvstore.monotonic import MonotonicClock
@@ -37,7 +37,7 @@ LEASE = Nanos(10 * SECOND)
 BLOCK_BYTES = 2 * PAGE_BYTES
 
 
-def a_namespace(**fields: Any) -> Namespace:
+def a_namespace(**fields: Any) -> KvNamespace:
     defaults = {
         "model": "tiny",
         "revision": "r1",
@@ -48,10 +48,10 @@ def a_namespace(**fields: Any) -> Namespace:
         "head_dim": 8,
         "block_bytes": BLOCK_BYTES,
     }
-    return Namespace(**{**defaults, **fields})
+    return KvNamespace(**{**defaults, **fields})
 
 
-def a_chain(length: int, of: str = "a") -> list[ChainHash]:
+def a_chain(length: int, of: str = "a") -> list[BlockHash]:
     """Names of blocks; the same for the same arguments."""
     return [f"{of:>8.8}{index:08}".encode() for index in range(length)]
 
@@ -88,26 +88,26 @@ class Store:
         self.machine = BlockMachine(blocks * BLOCK_BYTES, LruEviction(), epoch=1, **limits)
         self.machine.open(self.namespace, Nanos(0))
 
-    def hold(self, chain: list[ChainHash], now: int = 0, tenant: bytes = b"") -> int:
+    def hold(self, chain: list[BlockHash], now: int = 0, tenant: bytes = b"") -> int:
         """Reserve and publish; returns how many blocks that were new."""
         reservation = self.reserve(chain, now, tenant=tenant)
         checksums = {reserved.index: 7 for reserved in reservation.reserved}
         return self.machine.publish(reservation.reservation_id, checksums, owner="w", now=Nanos(now))
 
-    def reserve(self, chain: list[ChainHash], now: int = 0, owner: str = "w", tenant: bytes = b""):
+    def reserve(self, chain: list[BlockHash], now: int = 0, owner: str = "w", tenant: bytes = b""):
         return self.machine.reserve(self.digest, chain, owner=owner, lease=LEASE, now=Nanos(now), tenant=tenant)
 
-    def match(self, chain: list[ChainHash], now: int = 0, lease: int = LEASE, tenant: bytes = b""):
+    def match(self, chain: list[BlockHash], now: int = 0, lease: int = LEASE, tenant: bytes = b""):
         return self.machine.match(self.digest, chain, lease=Nanos(lease), now=Nanos(now), tenant=tenant)
 
-    def look(self, chain: list[ChainHash], now: int = 0) -> int:
+    def look(self, chain: list[BlockHash], now: int = 0) -> int:
         """How many blocks of the chain could be read."""
         return len(self.match(chain, now, lease=0).slots)
 
     def release(self, lease_id: LeaseId, now: int = 0) -> None:
         self.machine.release([lease_id], Nanos(now))
 
-    def slot(self, name: ChainHash) -> Slot:
+    def slot(self, name: BlockHash) -> Slot:
         slot = self.machine.find(self.digest, name)
         assert slot is not None
         return slot
@@ -196,7 +196,7 @@ def a_short_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def a_store_client(address: str, namespace: Namespace, **options: Any) -> StoreClient:
+def a_store_client(address: str, namespace: KvNamespace, **options: Any) -> StoreClient:
     """One that does not take a busy machine for a node that hangs; whoever tests deadlines names them in the options."""
     return StoreClient.connect(address, namespace, **{"timeout_seconds": 30, "call_timeout_seconds": 30, **options})
 

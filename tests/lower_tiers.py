@@ -4,12 +4,12 @@ from collections import deque
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy import Hierarchy
-from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
-from kvstore.movement import Confirm, Fetch, Find, Keep, Movement
+from kvstore.lower_tiers import AdmitEverything, TierRule
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.movement import Confirm, Demote, Fetch, Find, TierTransfer
 from tests.kv_builders import Store
 
-PATIENCE = Nanos(5 * SECOND)
+MAX_WAIT = Nanos(5 * SECOND)
 CRC = 77
 
 
@@ -26,20 +26,20 @@ class Below:
     ):
         self.store = Store(blocks=blocks, max_namespaces=max_namespaces)
         self.held: list[set[bytes]] = [set() for _ in tiers]
-        rules = [TierRule(name=name, admission=admission or Everything(), **rule) for name in tiers]
+        rules = [TierRule(name=name, admission=admission or AdmitEverything(), **rule) for name in tiers]
         self.hierarchy = Hierarchy(self.store.machine, rules)
-        self.waiting: deque[Movement] = deque()
-        self.asked: list[Movement] = []
+        self.waiting: deque[TierTransfer] = deque()
+        self.asked: list[TierTransfer] = []
         self.now = Nanos(0)
 
-    def want(self, chain, patience=PATIENCE):
-        count = self.hierarchy.want(self.store.digest, chain, self.store.look(chain, self.now), patience, self.now)
+    def prefetch(self, chain, max_wait=MAX_WAIT):
+        count = self.hierarchy.prefetch(self.store.digest, chain, self.store.look(chain, self.now), max_wait, self.now)
         self.collect()
         return count
 
     def hold(self, chain):
         self.store.hold(chain, self.now)
-        self.hierarchy.noted(self.store.digest, chain, self.now)
+        self.hierarchy.offer(self.store.digest, chain, self.now)
         self.collect()
 
     def lose(self, chain):
@@ -59,15 +59,15 @@ class Below:
         movement = movement or self.waiting.popleft()
         held = self.held[movement.tier]
         match movement:
-            case Find(load_id=load_id, keys=keys):
+            case Find(promotion_id=promotion_id, keys=keys):
                 count = next((i for i, key in enumerate(keys) if key.name not in held), len(keys))
-                self.hierarchy.found(load_id, count, self.now)
-            case Fetch(load_id=load_id, addresses=addresses):
-                answers = [Fetched(BlockOutcome.MOVED, CRC) if a.key.name in held else GONE for a in addresses]
-                self.hierarchy.fetched(load_id, answers, self.now)
-            case Keep(copy_id=copy_id, addresses=addresses):
+                self.hierarchy.found(promotion_id, count, self.now)
+            case Fetch(promotion_id=promotion_id, addresses=addresses):
+                answers = [FetchResult(BlockOutcome.MOVED, CRC) if a.key.name in held else GONE for a in addresses]
+                self.hierarchy.fetched(promotion_id, answers, self.now)
+            case Demote(demotion_id=demotion_id, addresses=addresses):
                 held |= {address.key.name for address in addresses}
-                self.hierarchy.kept(copy_id, [True] * len(addresses), self.now)
+                self.hierarchy.kept(demotion_id, [True] * len(addresses), self.now)
             case Confirm(confirm_id=confirm_id, keys=keys):
                 self.hierarchy.confirmed(confirm_id, [key.name in held for key in keys])
         self.collect()

@@ -12,7 +12,7 @@ from fleet.roles import KvPath, Role
 from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from tests.kv_builders import a_short_folder
 from tests.waiting import until
 from tests.worker_processes import WorkerProcess, a_worker_process
@@ -49,7 +49,7 @@ def simulated(
     )
 
 
-def namespace() -> Namespace:
+def namespace() -> KvNamespace:
     """Of what these engines write, whatever their layout."""
     return engine.namespace_of(simulated(), engine._model(simulated()))
 

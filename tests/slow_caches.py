@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 
-def hit_tokens(requests: Iterable[Request], cache: "SlowCache", block_tokens: int) -> int:
+def hit_tokens(requests: Iterable[TraceRequest], cache: "SlowCache", block_tokens: int) -> int:
     """Tokens found, as by rules 1 to 4 of `kvstore.replay`."""
     total = 0
     for request in requests:

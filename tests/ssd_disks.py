@@ -11,9 +11,9 @@ import numpy as np
 from kvstore.clock import SECOND, Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import BlockKey, BlockOutcome, Fetched
+from kvstore.messages import BlockKey, BlockOutcome, FetchResult
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.ssd.disk import Disk, File, Space, aligned, open_disk
+from kvstore.tiers.ssd.disk import Disk, DiskFile, DiskSpace, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep, soon
@@ -37,7 +37,7 @@ class Faults:
         self.read_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.write_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.create_error: OSError | None = None
-        self.space: Space | None = None  # None: what the file system says
+        self.space: DiskSpace | None = None  # None: what the file system says
         self.torn = False  # a write that fails has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
         self.before_write: Callable[[str, int], None] = lambda name, offset: None
@@ -68,13 +68,13 @@ class FaultyDisk:
     def foreign_bytes(self) -> int:
         return self._inner.foreign_bytes()
 
-    def space(self) -> Space:
+    def space(self) -> DiskSpace:
         return self._faults.space or self._inner.space()
 
-    def open(self, name: str) -> File:
+    def open(self, name: str) -> DiskFile:
         return FaultyFile(self._inner.open(name), name, self._faults)
 
-    def create(self, name: str, size_bytes: int) -> File:
+    def create(self, name: str, size_bytes: int) -> DiskFile:
         if self._faults.create_error is not None:
             raise self._faults.create_error
         return FaultyFile(self._inner.create(name, size_bytes), name, self._faults)
@@ -87,7 +87,7 @@ class FaultyDisk:
 
 
 class FaultyFile:
-    def __init__(self, inner: File, name: str, faults: Faults) -> None:
+    def __init__(self, inner: DiskFile, name: str, faults: Faults) -> None:
         self._inner = inner
         self._name = name
         self._faults = faults
@@ -214,7 +214,7 @@ def get(
 ) -> list[BlockOutcome]:
     """What came of reading blocks; whatever came is compared with what it has to be."""
     into = buffers(len(keys), length)
-    answers: list[Fetched] = tier.get(keys, into, deadline or soon())
+    answers: list[FetchResult] = tier.get(keys, into, deadline or soon())
     for key, block, answer in zip(keys, into, answers, strict=True):
         if answer.outcome is BlockOutcome.MOVED:
             assert np.array_equal(block, content_of(key, length)), f"wrong bytes for {key}"

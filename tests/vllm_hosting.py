@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from tests.engine_driving import Driven, driven
 from workers.engines.vllm import open_engine
 from workers.engines.vllm_namespace import weights_revision
@@ -39,9 +39,9 @@ def vllm_worker(
     )
 
 
-def tiny_namespace(model_dir: Path) -> Namespace:
+def tiny_namespace(model_dir: Path) -> KvNamespace:
     """Of the blocks of the built-in model, field by field."""
-    return Namespace(
+    return KvNamespace(
         model="tiny",
         revision=weights_revision(model_dir),
         dtype="float32",

@@ -5,7 +5,7 @@ from fleet.requests import TOKEN_BYTES
 from fleet.roles import KvPath, Phase, Role
 from fleet.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
-from kvstore.fingerprint import Fingerprint, Refused, meet
+from kvstore.fingerprint import Fingerprint, Incompatible, negotiate
 from workers.ports import EngineFacts
 
 TAKES: dict[Role, frozenset[Phase]] = {
@@ -87,8 +87,8 @@ def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
 def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejected:
     """Names the first field that differs, where both sides say what their blocks are."""
     if handoff.kv is not None and facts.kv is not None:
-        agreement = meet(writer=handoff.kv, reader=facts.kv)
-        if isinstance(agreement, Refused):
+        agreement = negotiate(writer=handoff.kv, reader=facts.kv)
+        if isinstance(agreement, Incompatible):
             return _mismatch(start, f"handoff.kv.{agreement.field}", agreement.reason)
     return _mismatch(
         start,

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import assert_never
 
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 
 CHUNK = 4096
 """Hashes a message of a dump: 64 KiB, so that steps are not stuck behind a large one."""
@@ -38,9 +38,9 @@ class CacheView:
             chunks.append((KvStored(chunk),))
         return chunks
 
-    def names(self) -> list[ChainHash]:
+    def names(self) -> list[BlockHash]:
         """In the order in which they were stored."""
-        return list(map(ChainHash, self._held))
+        return list(map(BlockHash, self._held))
 
     def __len__(self) -> int:
         return len(self._held)

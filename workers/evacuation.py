@@ -23,7 +23,7 @@ from functools import partial
 from msgspec import Struct, structs
 
 from fleet.clock import SECOND, Clock, Nanos
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
 from workers.ports import Saving
@@ -75,7 +75,7 @@ class StoreEvacuator:
         self._leaving = leaving
         self._room = most_bytes // store.client.namespace.block_bytes  # blocks that may still be moved
 
-    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
+    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         if not self._client.joined:
             return  # the node has never answered: nothing of this worker is there, and nothing can be brought there
         began = self._clock.now()
@@ -89,14 +89,14 @@ class StoreEvacuator:
             seconds = (self._clock.now() - began) / SECOND
             log.info("warm blocks brought away", extra={**structs.asdict(self.brought), "seconds": round(seconds, 3)})
 
-    async def _save(self, engine: Saving, names: Sequence[ChainHash], deadline: Nanos) -> None:
+    async def _save(self, engine: Saving, names: Sequence[BlockHash], deadline: Nanos) -> None:
         for start in range(0, len(names), SAVED_AT_ONCE):
             if (left := deadline - self._clock.now()) <= 0:
                 return
             saved = await engine.save(names[start : start + SAVED_AT_ONCE], Nanos(min(left, SAVE_WITHIN)))
             self.brought = structs.replace(self.brought, saved=self.brought.saved + saved)
 
-    async def _move(self, names: Sequence[ChainHash], deadline: Nanos) -> None:
+    async def _move(self, names: Sequence[BlockHash], deadline: Nanos) -> None:
         done, refused, failed_in_a_row, block_bytes = 0, 0, 0, self._client.namespace.block_bytes
         while done < len(names) and self._clock.now() < deadline and self._room > 0 and failed_in_a_row < MOST_FAILURES:
             asked = names[done : done + min(AT_ONCE, self._room)]
@@ -122,7 +122,7 @@ class StoreEvacuator:
                 tier=answer.tier,
             )
 
-    def _by_worth(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash]) -> list[ChainHash]:
+    def _by_worth(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash]) -> list[BlockHash]:
         namespace = self._client.namespace
         return by_worth(prompts, cached, block_tokens=namespace.block_tokens, algorithm=namespace.hash_algorithm)
 

@@ -10,7 +10,7 @@ from fleet.clock import Nanos
 from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.roles import KvPath
 from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.fingerprint import Fingerprint
 from workers.holds import Hold, Release
 from workers.worth import Prompt
@@ -135,7 +135,7 @@ class Engine(Protocol):
 class Saving(Protocol):
     """An engine that writes blocks of its own memory to the store when it is asked; others do so once, as they fill."""
 
-    async def save(self, names: Sequence[ChainHash], within: Nanos) -> int:
+    async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """Write those of these blocks that it holds and the store does not, within a time from now; returns how many.
 
         Never raises because of the store.
@@ -179,7 +179,7 @@ class HoldKeeper(Protocol):
 class Evacuator(Protocol):
     """Who brings warm blocks to where other workers read them."""
 
-    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[ChainHash], deadline: Nanos) -> None:
+    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         """Return when all that is worth it has been brought away, or cannot be; by the deadline at the latest.
 
         Args:

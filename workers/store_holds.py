@@ -16,10 +16,10 @@ from functools import partial
 from itertools import count
 
 from fleet.clock import SECOND
-from kvstore.block import ChainHash, chain
+from kvstore.block import BlockHash, chain
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
-from kvstore.messages import Held
+from kvstore.messages import SessionPinResult
 from workers.holds import Hold, Release
 from workers.store_thread import StoreThread, open_store_thread
 
@@ -71,7 +71,7 @@ class StoreHoldKeeper:
 
     async def _hold(self, asked: Hold, number: int) -> None:
         names = await self._store.call(lambda: self._chain(asked))
-        held: Held | None = None
+        held: SessionPinResult | None = None
         for pause in (0.0, *PAUSES):
             await asyncio.sleep(pause)
             if self._wanted.get(asked.session) != number:
@@ -90,10 +90,10 @@ class StoreHoldKeeper:
     async def _release(self, asked: Release) -> None:
         await self._store.call(lambda: self._store.client.release_hold(asked.session))
 
-    def _ask(self, asked: Hold, names: list[ChainHash]) -> Held | None:
+    def _ask(self, asked: Hold, names: list[BlockHash]) -> SessionPinResult | None:
         return self._store.client.hold(asked.session, names, seconds=asked.lasting / SECOND)
 
-    def _chain(self, asked: Hold) -> list[ChainHash]:
+    def _chain(self, asked: Hold) -> list[BlockHash]:
         namespace = self._store.client.namespace
         return chain(asked.tokens, namespace.block_tokens, salt=asked.salt, algorithm=namespace.hash_algorithm)
 

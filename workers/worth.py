@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from fleet.requests import TokenBytes
-from kvstore.block import ChainHash, HashAlgorithm, chain
+from kvstore.block import BlockHash, HashAlgorithm, chain
 
 MOST_BYTES = 8 << 20
 """Of tokens: 2 million, 65,000 blocks of 32, which are named in a tenth of a second."""
@@ -55,8 +55,8 @@ class _Use(Struct):
 
 
 def by_worth(
-    prompts: Iterable[Prompt], cached: Sequence[ChainHash], *, block_tokens: int, algorithm: HashAlgorithm
-) -> list[ChainHash]:
+    prompts: Iterable[Prompt], cached: Sequence[BlockHash], *, block_tokens: int, algorithm: HashAlgorithm
+) -> list[BlockHash]:
     """Names of blocks that may be warm, what is worth most first (rules 2 and 3).
 
     Args:
@@ -65,7 +65,7 @@ def by_worth(
         block_tokens: Tokens a block.
         algorithm: Of the names.
     """
-    uses: dict[ChainHash, _Use] = {}
+    uses: dict[BlockHash, _Use] = {}
     for number, prompt in enumerate(prompts):
         names = chain(prompt.tokens, block_tokens, salt=prompt.salt, algorithm=algorithm)
         for place, name in enumerate(names):

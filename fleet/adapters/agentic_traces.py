@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 
 from fleet.adapters.trace_rows import LONGEST_PROMPT, Count, Time, TraceError, TraceLine, decode_row
 from fleet.clock import SECOND, Nanos
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 BLOCK_TOKENS = 512
 
@@ -28,7 +28,7 @@ BLOCK_TOKENS = 512
 class TraceTurn(Struct, frozen=True):
     """One request of a session."""
 
-    request: Request  # its arrival: as recorded, from the session's first
+    request: TraceRequest  # its arrival: as recorded, from the session's first
     after: tuple[int, ...] = ()  # turns of the session whose answers it waits for; by their place in it
     gap: Nanos = Nanos(0)  # from the last of these answers, or from the session's begin
 
@@ -64,7 +64,7 @@ class _SessionRow(Struct, frozen=True):
 class _TimedRequest(Struct, frozen=True):
     """A request and whose it is."""
 
-    request: Request
+    request: TraceRequest
     end: Nanos  # of its answer
     agent: int  # 0: the one that has the others
     parent: int  # agent that started this one; its own for the first
@@ -80,7 +80,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
         yield TraceSession(tuple(_turns(recorded)))
 
 
-def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[Request]:
+def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
     """The requests of all sessions as they were recorded, so many sessions of which run at a time."""
     return _interleaved(_rows(path, lines), live)
 
@@ -153,7 +153,7 @@ class _SessionReader:
             if len(set(chain)) < len(chain):
                 raise ValueError(f"{place}.hash_delta: an id is there twice, so it cannot name a prefix")
             arrival = Nanos(round((start + row.t) * SECOND))
-            request = Request(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
+            request = TraceRequest(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
             yield _TimedRequest(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)
 
 
@@ -180,7 +180,7 @@ def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
         yield TraceTurn(each.request, tuple(waits), Nanos(max(0, arrival - ready)))
 
 
-def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[Request]:
+def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[TraceRequest]:
     upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []  # arrival, session, index, begin, requests
 
     def begin(now: int) -> None:
@@ -194,7 +194,7 @@ def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator
     while upcoming:
         now, number, index, began, session = heapq.heappop(upcoming)
         request = session[index].request
-        yield Request(Nanos(now), request.prompt_tokens, request.chain, request.output_tokens, number)
+        yield TraceRequest(Nanos(now), request.prompt_tokens, request.chain, request.output_tokens, number)
         if index + 1 < len(session):
             heapq.heappush(upcoming, (began + session[index + 1].request.arrival, number, index + 1, began, session))
         else:

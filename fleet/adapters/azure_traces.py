@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fleet.adapters.trace_rows import LONGEST_NUMBER, LONGEST_PROMPT, TraceError, TraceLine, UnsharedNames
 from fleet.clock import Nanos
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 TIME, PROMPT, ANSWER = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
 MICROSECOND = timedelta(microseconds=1)
@@ -22,7 +22,7 @@ def is_header(line: bytes) -> bool:
 
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
-) -> Iterator[Request]:
+) -> Iterator[TraceRequest]:
     """One for each row, arrivals counted from the first.
 
     Args:
@@ -54,7 +54,7 @@ def azure_requests(
         latest = arrival
         prompt_tokens = _tokens(path, number, PROMPT, fields[prompt], 1, LONGEST_PROMPT)
         answer_tokens = _tokens(path, number, ANSWER, fields[answer], 0, LONGEST_NUMBER)
-        yield Request(Nanos(arrival), prompt_tokens, chain(prompt_tokens), answer_tokens)
+        yield TraceRequest(Nanos(arrival), prompt_tokens, chain(prompt_tokens), answer_tokens)
 
 
 def _moment(path: Path, number: int, text: str) -> datetime:

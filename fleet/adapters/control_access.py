@@ -15,9 +15,9 @@ import grpc
 
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
 from fleet.errors import ConfigurationRefused
-from kvstore.access import OPEN, Access, load
+from kvstore.access import OPEN, LoadedCredentials, load
 from kvstore.addresses import unix_path
-from kvstore.call_proofs import ProofAsker
+from kvstore.call_proofs import ProofServerInterceptor
 from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials
 from kvstore.tls_diagnosis import diagnose_address
@@ -31,7 +31,7 @@ DIAGNOSIS_SECONDS = 0.5
 class ControlAccess:
     """Credentials of a control port, read from their files."""
 
-    def __init__(self, access: Access = OPEN) -> None:
+    def __init__(self, access: LoadedCredentials = OPEN) -> None:
         self._access = access
 
     @property
@@ -114,7 +114,7 @@ def is_unix_socket(address: str) -> bool:
     return bool(unix_path(address))
 
 
-class _ProofInterceptor(ProofAsker):
+class _ProofInterceptor(ProofServerInterceptor):
     """The proofs of a control port (rule 3)."""
 
     async def intercept_service(

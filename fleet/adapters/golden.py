@@ -27,7 +27,7 @@ from fleet.ids import ModelName, WorkerId
 from fleet.requests import ChatMessage
 from fleet.router.ports import TextCodec
 from fleet.work import TokenizerDigests, WorkerDescription
-from kvstore.block import TOKEN_BYTES, chain, salt_for, salt_of_adapter
+from kvstore.block import TOKEN_BYTES, adapter_salt, chain, tenant_salt
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +152,8 @@ def _template(codec: TextCodec) -> str:
 
 def _blocks(block_tokens: int) -> str:
     tokens = b"".join(number.to_bytes(TOKEN_BYTES, "little") for number in range(1, BLOCKS * block_tokens + 2))
-    tenant = salt_for(b"golden", "tenant")
-    salts = (b"", tenant, salt_of_adapter("adapter@1", tenant))
+    tenant = tenant_salt(b"golden", "tenant")
+    salts = (b"", tenant, adapter_salt("adapter@1", tenant))
     return _digest([name for salt in salts for name in chain(tokens, block_tokens, salt=salt)])
 
 

@@ -16,7 +16,7 @@ from fleet.adapters.control_address import control_socket, private_folder, priva
 from fleet.adapters.grpc_cluster import ClusterService, PeerRoutersApi, RouterApi, store_status_call
 from fleet.adapters.grpc_options import CHANNEL_OPTIONS
 from fleet.adapters.grpc_port import GrpcServerApi, open_port
-from kvstore.access import OPEN, Access
+from kvstore.access import OPEN, LoadedCredentials
 from kvstore.addresses import unix_path
 from kvstore.sockets import identity, remove
 from kvstore.v1 import blocks_pb2_grpc
@@ -34,7 +34,7 @@ async def open_control_port(
     grpc_address: str,
     services: Mapping[str, Callable[[GrpcServerApi], None]] | None = None,
     store: str = "",
-    store_access: Access = OPEN,
+    store_access: LoadedCredentials = OPEN,
     shared: bool = False,
     others: PeerRoutersApi | None = None,
 ) -> AsyncIterator[str]:

@@ -38,7 +38,7 @@ from fleet.router.server import RequestListener
 from fleet.v1 import selection_pb2 as pb
 from fleet.validation import check_hints
 from fleet.work import Handoff, Progress, Start
-from kvstore.block import salt_for
+from kvstore.block import tenant_salt
 
 SERVICE = "fleet.v1.Selection"
 
@@ -374,7 +374,7 @@ class SelectionService:
             raise invalid("placement", f"must be one of {', '.join(Placement)}")
         card = self._card(asked.model)
         room = max(1, card.max_model_len - tokens)
-        meant = resolve_model(card, salt_for(self._tenant_secret, asked.tenant))
+        meant = resolve_model(card, tenant_salt(self._tenant_secret, asked.tenant))
         return Arrived(
             request_id=RequestId(f"select-{secrets.token_hex(8)}"),
             model=meant.model,

@@ -16,13 +16,13 @@ from fleet.router.snapshot import RouterCounters, RouterSnapshot
 from fleet.router.tenants import TenantUsage
 from fleet.telemetry import RouterProcessMetrics
 from kvstore.messages import Stats
-from kvstore.metrics import NodeMetrics, Snapshot
+from kvstore.metrics import NodeMetrics, NodeSnapshot
 from operators import telemetry
 
 IDLE_ROUTER = RouterSnapshot(
     pools=(), stores=(), active=0, queued=0, index_blocks=0, index_overflowed=0, counters=RouterCounters()
 )
-IDLE_NODE = Snapshot(
+IDLE_NODE = NodeSnapshot(
     stats=Stats(
         blocks=0,
         bytes=0,

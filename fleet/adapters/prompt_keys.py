@@ -67,7 +67,7 @@ class SecretBlockKeys:
         Args:
             secret: What it follows from; all who have that have the same names. Empty: it is drawn at random.
         """
-        # No salt of a tenant (`kvstore.block.salt_for`), which others are told, comes of the same secret by SHA-512.
+        # No salt of a tenant (`kvstore.block.tenant_salt`), which others are told, comes of the same secret by SHA-512.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
         """In 64 bits, tells names by one secret from those by another; 0: nobody else has them."""

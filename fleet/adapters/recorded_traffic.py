@@ -17,7 +17,7 @@ from fleet.clock import Nanos
 from fleet.ids import RequestId
 from fleet.requests import TOKEN_BYTES
 from fleet.router.messages import Arrived, RequestCancelled, WorkerJoined
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 
 class _HeldRequest(Struct):
@@ -45,7 +45,7 @@ def recorded_block_tokens(path: Path) -> int | None:
     return None
 
 
-def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[Request]:
+def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
     """In the order of their arrival, counted from the recording's begin.
 
     Args:
@@ -110,6 +110,6 @@ def _apply_commands(live: dict[RequestId, _HeldRequest], entry: RecordedEvent) -
             held.complete = isinstance(command, RecordedCompletion)
 
 
-def _request(held: _HeldRequest) -> Request:
+def _request(held: _HeldRequest) -> TraceRequest:
     tokens = held.answered if held.complete else held.asked_tokens
-    return Request(held.arrival, held.prompt_tokens, held.chain, tokens, held.session)
+    return TraceRequest(held.arrival, held.prompt_tokens, held.chain, tokens, held.session)

@@ -4,7 +4,7 @@ import grpc
 
 from fleet.adapters.control_access import ControlAccess
 from fleet.v1 import control_pb2, control_pb2_grpc
-from kvstore.access import Access
+from kvstore.access import LoadedCredentials
 from kvstore.transports.authentication import Purpose
 from operators.registrations import Registration
 
@@ -16,7 +16,7 @@ class RouterRegistrations:
     """Implements `operators.ports.Routers`."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
-        access = ControlAccess(Access(secret=secret, purpose=Purpose.ROUTER_CONTROL))
+        access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))
         async with access.aio_channel(address) as channel:
             stub = control_pb2_grpc.ClusterStub(channel)
             try:

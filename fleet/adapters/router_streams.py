@@ -73,7 +73,7 @@ def routers_of(worker: WorkerServer) -> Accept:
 
 
 class _RouterStream:
-    """Implements `kvstore.frames.Receiver` towards the router and `workers.ports.Outlet` towards the worker."""
+    """Implements `kvstore.frames.FrameReceiver` towards the router and `workers.ports.Outlet` towards the worker."""
 
     def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
         connection.allow(HELLO_BYTES)

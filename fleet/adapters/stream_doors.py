@@ -20,8 +20,8 @@ from functools import partial
 from fleet.adapters.stream_proofs import MAX_HANDSHAKE_BYTES, ProofFailed, ProofVerifier, Prover
 from fleet.adapters.stream_tls import DiagnosedTls, StreamIdentity, tls_failure_cause
 from kvstore.addresses import unix_path
-from kvstore.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, Receiver, connect
-from kvstore.newcomers import Newcomers
+from kvstore.frames import FRAME_BYTES, SEND_BYTES, Accept, FrameConnection, FrameReceiver, connect
+from kvstore.newcomers import UnprovenConnections
 from kvstore.sockets import OUT_OF_FILES
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ RejectionPayload = Callable[[str], bytes]
 
 
 class StreamAuthenticator:
-    """Implements `kvstore.frames.Door`: the listener's end."""
+    """Implements `kvstore.frames.ConnectionGuard`: the listener's end."""
 
     def __init__(
         self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
@@ -57,7 +57,7 @@ class StreamAuthenticator:
         self._kind = kind
         self._refusal = refusal
         self._limit = limit
-        self._unproven: Newcomers[_UnprovenCaller] = Newcomers(MAX_UNPROVEN)
+        self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
         self._letting_in: dict[_UnprovenCaller, asyncio.Task[None]] = {}  # for a turn after the proof too
         self._told: dict[tuple[str, str], float] = {}  # when a refusal was logged, by host and cause
 
@@ -188,7 +188,7 @@ class _UnprovenCaller:
     def is_let_in(self) -> bool:
         return self.proven.is_set() and not self.cause
 
-    def made(self, connection: FrameConnection) -> Receiver:
+    def made(self, connection: FrameConnection) -> FrameReceiver:
         self._connection = connection
         if self._verifier is None:  # certificates have proven it
             self.proven.set()
@@ -288,7 +288,7 @@ class _UnprovenListener:
         self._limit = limit
         self._connection: FrameConnection | None = None
 
-    def made(self, connection: FrameConnection) -> Receiver:
+    def made(self, connection: FrameConnection) -> FrameReceiver:
         self._connection = connection
         if self._prover is None:
             self.proven.set()

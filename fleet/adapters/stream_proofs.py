@@ -9,7 +9,7 @@ Rules:
 """
 
 from fleet.adapters.stream_tls import StreamIdentity
-from kvstore.transports.authentication import NONCE_BYTES, PROOF_BYTES, Key, Side, nonce
+from kvstore.transports.authentication import NONCE_BYTES, PROOF_BYTES, AuthenticationKey, ProofSide, nonce
 
 MAGIC = b"FLTPROOF"
 """Begins a handshake. As a message of protobuf it would be malformed, so that nobody mistakes it for one."""
@@ -46,7 +46,7 @@ class ProofVerifier:
             kind: Of the stream.
         """
         assert identity.key is not None
-        self._key: Key = identity.key
+        self._key: AuthenticationKey = identity.key
         self._field = identity.field
         self._kind = kind
         self._mine = nonce()
@@ -67,10 +67,10 @@ class ProofVerifier:
             self._theirs = payload[len(MAGIC) :]
             return MAGIC + self._mine
         words = (self._kind, self._theirs, self._mine)
-        if len(payload) != PROOF_BYTES or not self._key.proves(payload, Side.CLIENT, *words):
+        if len(payload) != PROOF_BYTES or not self._key.proves(payload, ProofSide.CLIENT, *words):
             raise ProofFailed(f"it proves another secret than the one in {self._field}.secret_file", MAGIC + REFUSED)
         self.proven = True
-        return MAGIC + VERIFIED + self._key.proof(Side.NODE, *words)
+        return MAGIC + VERIFIED + self._key.proof(ProofSide.NODE, *words)
 
 
 class Prover:
@@ -79,7 +79,7 @@ class Prover:
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
         """Begin a handshake; `opening` is to be sent first. Arguments are those of `ProofVerifier`."""
         assert identity.key is not None
-        self._key: Key = identity.key
+        self._key: AuthenticationKey = identity.key
         self._field = identity.field
         self._kind = kind
         self._mine = nonce()
@@ -102,11 +102,11 @@ class Prover:
                     f"it proves no secret, and {self._field}.secret_file is set here: set the same at its end"
                 )
             self._words = (self._kind, self._mine, payload[len(MAGIC) :])
-            return self._key.proof(Side.CLIENT, *self._words)
+            return self._key.proof(ProofSide.CLIENT, *self._words)
         if payload == MAGIC + REFUSED:
             raise ProofFailed(f"it has another secret than the one in {self._field}.secret_file")
         given = payload.removeprefix(MAGIC + VERIFIED)
-        if len(given) != PROOF_BYTES or not self._key.proves(given, Side.NODE, *self._words):
+        if len(given) != PROOF_BYTES or not self._key.proves(given, ProofSide.NODE, *self._words):
             raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file: it is somebody else")
         self.proven = True
         return b""

@@ -23,7 +23,7 @@ from kvstore.credentials import Credentials
 from kvstore.errors import BadCredentials
 from kvstore.frames import HEAD
 from kvstore.tls_diagnosis import PLAIN, explain
-from kvstore.transports.authentication import Key, Purpose
+from kvstore.transports.authentication import AuthenticationKey, Purpose
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     tls: ssl.SSLContext | None = None
     """None: connections are not encrypted."""
 
-    key: Key | None = None
+    key: AuthenticationKey | None = None
     """Derived from the secret that both ends prove; None: neither proves one."""
 
     certified: bool = False
@@ -132,7 +132,7 @@ def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | No
     return StreamIdentity(
         field=field,
         tls=context,
-        key=Key(secret, Purpose.STREAMS) if secret else None,
+        key=AuthenticationKey(secret, Purpose.STREAMS) if secret else None,
         certified=bool(credentials.certificate and credentials.authority),
         insecure=credentials.insecure,
     )

@@ -37,7 +37,7 @@ from fleet.adapters.trace_rows import (
 )
 from fleet.clock import MILLISECOND, Nanos
 from kvstore.block import blocks_for
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 __all__ = [
     "LIVE_SESSIONS",
@@ -66,7 +66,7 @@ class TraceFile(Struct, frozen=True, kw_only=True):
 
     format: str  # "mooncake", "agentic", "azure", "records" or "recording"
     block_tokens: int
-    requests: Callable[[], Iterator[Request]]  # in the order of their arrival
+    requests: Callable[[], Iterator[TraceRequest]]  # in the order of their arrival
     sessions: Callable[[], Iterator[TraceSession]] | None  # None: the format knows none
     count: Callable[[], int] | None  # requests, without looking into rows; None: a row is more than one
 
@@ -76,7 +76,7 @@ class Trace(Struct, frozen=True, kw_only=True):
 
     format: str
     block_tokens: int
-    requests: list[Request]
+    requests: list[TraceRequest]
 
 
 class _MooncakeRow(Struct, frozen=True):
@@ -187,13 +187,13 @@ def _of_requests(
     block_tokens: int,
     *,
     rows: Callable[[], Iterator[TraceLine]],
-    read: Callable[[Iterator[TraceLine]], Iterator[Request]],
+    read: Callable[[Iterator[TraceLine]], Iterator[TraceRequest]],
     sort: bool,
     from_first: bool,
 ) -> TraceFile:
     """A format in which a row is a request."""
 
-    def requests() -> Iterator[Request]:
+    def requests() -> Iterator[TraceRequest]:
         each = read(rows())
         ordered = iter(sorted(each, key=_arrival)) if sort else each
         yield from _from_first(ordered) if from_first else ordered
@@ -220,17 +220,17 @@ def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile
     )
 
 
-def _arrival(request: Request) -> Nanos:
+def _arrival(request: TraceRequest) -> Nanos:
     return request.arrival
 
 
-def _from_first(requests: Iterator[Request]) -> Iterator[Request]:
+def _from_first(requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
     first = next(requests, None)
     if first is None:
         return
     for each in chained((first,), requests):
         arrival = Nanos(each.arrival - first.arrival)
-        yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
+        yield TraceRequest(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
 
 
 class _UnsharedNames:
@@ -246,7 +246,7 @@ class _UnsharedNames:
         return tuple(range(first, self._next))
 
 
-def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Iterator[Request]:
+def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Iterator[TraceRequest]:
     latest = 0.0
     for number, line in lines:
         row = decode_row(path, number, line, _MooncakeRow)
@@ -254,10 +254,10 @@ def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Itera
             raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
         latest = row.timestamp
         _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
-        yield Request(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
+        yield TraceRequest(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
 
 
-def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Iterator[Request]:
+def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Iterator[TraceRequest]:
     names = _UnsharedNames(block_tokens)
     for number, line in lines:
         row = decode_row(path, number, line, _Record)
@@ -270,7 +270,9 @@ def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Itera
             raise TraceError(
                 f"{path}:{number}: block_tokens: {row.block_tokens} is not {block_tokens}, as in the first row"
             )
-        yield Request(Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session)
+        yield TraceRequest(
+            Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session
+        )
 
 
 def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, block_tokens: int) -> None:

@@ -22,7 +22,7 @@ from fleet.errors import ConfigurationRefused
 if TYPE_CHECKING:
     from fleet.adapters.traces import Trace
     from kvstore.pauses import PauseReport
-    from kvstore.replay import Request
+    from kvstore.replay import TraceRequest
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
@@ -150,7 +150,7 @@ def _answer(
 
 def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespace) -> "PauseReport":
     from kvstore.clock import nanos  # noqa: PLC0415
-    from kvstore.pauses import Pace, PausePolicy, replay_pauses  # noqa: PLC0415
+    from kvstore.pauses import BlockCosts, PausePolicy, replay_pauses  # noqa: PLC0415
     from kvstore.replay import distinct_blocks  # noqa: PLC0415
 
     blocks = _blocks(arguments.capacity_blocks[0], distinct_blocks(trace.requests))
@@ -159,7 +159,7 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
     return replay_pauses(
         trace.requests if beside is None else _interleave(trace.requests, beside.requests),
         PausePolicy(arguments.pauses),
-        Pace(
+        BlockCosts(
             memory=nanos(block_bytes / MEMORY_PACE),
             below=nanos(block_bytes / BELOW_PACE),
             compute=nanos(trace.block_tokens / COMPUTE_PACE),
@@ -171,13 +171,13 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
     )
 
 
-def _interleave(requests: "Sequence[Request]", others: "Sequence[Request]") -> "list[Request]":
+def _interleave(requests: "Sequence[TraceRequest]", others: "Sequence[TraceRequest]") -> "list[TraceRequest]":
     """In order of arrival, as long as both go on; the others keep their prompts and lose their sessions."""
-    from kvstore.replay import Request  # noqa: PLC0415
+    from kvstore.replay import TraceRequest  # noqa: PLC0415
 
     end = min(each[-1].arrival if each else 0 for each in (requests, others))
     strangers = [
-        Request(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain), each.output_tokens)
+        TraceRequest(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain), each.output_tokens)
         for each in others
     ]
     both = [each for each in (*requests, *strangers) if each.arrival <= end]

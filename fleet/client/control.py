@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from fleet.client.errors import FleetError, Unauthenticated, Unavailable, error_of
-from kvstore.call_proofs import UNPROVEN, Unproven
+from kvstore.call_proofs import UNPROVEN, UnprovenAnswer
 from kvstore.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ControlPort:
 
 def control_error(error: grpc.RpcError) -> FleetError:
     """Return the error that a failed call to a control port stands for."""
-    if isinstance(error, Unproven):
+    if isinstance(error, UnprovenAnswer):
         return Unauthenticated(UNPROVEN)
     assert isinstance(error, (grpc.Call, grpc.aio.AioRpcError)), error
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:

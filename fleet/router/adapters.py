@@ -8,7 +8,7 @@ Rules:
 2. A request goes where its adapter is loaded, or is being loaded for a request before it; where none has it, or the batches of
    all who have are full, to a worker with a slot for it; where there is none, to any that can have it, which will then drop
    another. Among those the policy chooses.
-3. Blocks of an adapter have a salt of its own (`kvstore.block.salt_of_adapter`), so no cache ever mixes them.
+3. Blocks of an adapter have a salt of its own (`kvstore.block.adapter_salt`), so no cache ever mixes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from fleet.requests import ModelCard
 from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
 from fleet.router.members import PoolTopology
 from fleet.work import LoadReport, LoraAdapter, WorkerDescription
-from kvstore.block import salt_of_adapter
+from kvstore.block import adapter_salt
 
 
 class LoraWorker(Protocol):
@@ -76,7 +76,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
     if not card.parent:
         return ModelTarget(card.name, None, salt)
     adapter = LoraAdapter(card.name, card.revision)
-    return ModelTarget(card.parent, adapter, salt_of_adapter(adapter.identity, salt))
+    return ModelTarget(card.parent, adapter, adapter_salt(adapter.identity, salt))
 
 
 def listed(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:

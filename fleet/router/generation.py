@@ -52,7 +52,7 @@ from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from fleet.validation import validate, validate_length
 from fleet.work import Progress
-from kvstore.block import salt_for
+from kvstore.block import tenant_salt
 
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a thread
 RETRY_AFTER_MS = 1000
@@ -305,7 +305,7 @@ class Generation:
         return await self._threads.run(work, characters)
 
     def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
-        meant = resolve_model(card, salt_for(self._tenant_secret, request.tenant))
+        meant = resolve_model(card, tenant_salt(self._tenant_secret, request.tenant))
         return Arrived(
             request_id=request.id,
             model=meant.model,

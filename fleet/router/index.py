@@ -25,7 +25,7 @@ from operator import and_
 from typing import NamedTuple, NewType
 
 from fleet.ids import StoreId, WorkerId
-from kvstore.block import HASH_BYTES, ChainHash
+from kvstore.block import HASH_BYTES, BlockHash
 from kvstore.messages import POOL_TIER
 
 Holder = NewType("Holder", str)
@@ -50,7 +50,7 @@ def store_tier_holder(store_id: StoreId, fingerprint: str, tier: str = POOL_TIER
     return Holder(f"store/{store_id}/{fingerprint}/{tier}")
 
 
-def keys_of(hashes: Sequence[ChainHash]) -> tuple[int, ...]:
+def keys_of(hashes: Sequence[BlockHash]) -> tuple[int, ...]:
     """Keys of chain hashes, in order."""
     return struct.unpack("<" + f"Q{HASH_BYTES - KEY_BYTES}x" * len(hashes), b"".join(hashes))
 

@@ -17,7 +17,7 @@ from collections import OrderedDict
 
 from msgspec import Struct
 
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 REMEMBERED = 1 << 18
 OURS = 1 << 63  # from here on; names of traces are below
@@ -43,7 +43,7 @@ class AnswerBlockNames:
         self._ours: OrderedDict[int, int] = OrderedDict()  # by the trace's names
         self._next = OURS
 
-    def named(self, request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def named(self, request: TraceRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Names of a prompt's full blocks, and of those that its answer will fill."""
         size = self._block_tokens
         blocks = request.prompt_tokens // size
@@ -61,7 +61,7 @@ class AnswerBlockNames:
         self._forget()
         return chain, answer
 
-    def _learn(self, request: Request, theirs: tuple[int, ...]) -> None:
+    def _learn(self, request: TraceRequest, theirs: tuple[int, ...]) -> None:
         """What the trace's names for the blocks of the answer before mean."""
         for name in reversed(theirs):
             turn = self._turns.get(name)

@@ -25,13 +25,13 @@ from fleet.errors import Reason
 from fleet.sim.kernel import Kernel
 from fleet.sim.results import EndedRequest
 from fleet.sim.world import World
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
-T = TypeVar("T", Request, TraceSession)
+T = TypeVar("T", TraceRequest, TraceSession)
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
-Traffic = Iterator[Request] | Iterator[TraceSession]
+Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
 """What clients send: sessions for those that are sessions, requests for all others."""
 
 RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
@@ -107,9 +107,9 @@ def begin(
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():
-            return _OpenLoop(kernel, sender, _only(Request, traffic))
+            return _OpenLoop(kernel, sender, _only(TraceRequest, traffic))
         case ClosedClients():
-            return _ClosedLoop(kernel, sender, section, _only(Request, traffic))
+            return _ClosedLoop(kernel, sender, section, _only(TraceRequest, traffic))
         case SessionClients():
             return _Conversations(kernel, sender, section, _only(TraceSession, traffic))
 
@@ -134,7 +134,7 @@ class _Sender:
         """Whether all that was sent is over."""
         return not self._live and not self._world.live
 
-    def send(self, request: Request, over: Callable[[], None] | None = None) -> None:
+    def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:
         """A request arrives now; `over` is called when it is over for its client."""
         if over is None and not self._patient:
             self._world.send(request, self._ended)
@@ -142,11 +142,13 @@ class _Sender:
             self._live += 1
             self._try(request, over, 0)
 
-    def _try(self, request: Request, over: Callable[[], None] | None, retries: int) -> None:
+    def _try(self, request: TraceRequest, over: Callable[[], None] | None, retries: int) -> None:
         deadline = Nanos(request.arrival + self._deadline) if self._deadline else None
         self._world.send(request, partial(self._answered, request, over, retries), deadline)
 
-    def _answered(self, request: Request, over: Callable[[], None] | None, retries: int, ended: EndedRequest) -> None:
+    def _answered(
+        self, request: TraceRequest, over: Callable[[], None] | None, retries: int, ended: EndedRequest
+    ) -> None:
         if ended.refused in RETRYABLE and retries < self._patience.retries:
             wait = Nanos(round(self._patience.retry_seconds * 2**retries * SECOND))
             self._kernel.after(wait, partial(self._try, request, over, retries + 1))
@@ -160,7 +162,7 @@ class _Sender:
 class _OpenLoop:
     """One arrival is in the heap at a time."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[Request]):
+    def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
         self._kernel, self._sender, self._requests = kernel, sender, requests
         self._ended = False
         self._next()
@@ -176,7 +178,7 @@ class _OpenLoop:
         else:
             self._kernel.at(request.arrival, partial(self._send, request))
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: TraceRequest) -> None:
         self._sender.send(request)
         self._next()
 
@@ -184,7 +186,7 @@ class _OpenLoop:
 class _ClosedLoop:
     """Users, one request each."""
 
-    def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[Request]):
+    def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[TraceRequest]):
         first = list(islice(requests, section.users))  # who finds nothing to send need not come
         self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
@@ -280,5 +282,5 @@ class _Conversation:
             self._over()
 
 
-def _at(request: Request, now: Nanos) -> Request:
-    return Request(now, request.prompt_tokens, request.chain, request.output_tokens, request.session)
+def _at(request: TraceRequest, now: Nanos) -> TraceRequest:
+    return TraceRequest(now, request.prompt_tokens, request.chain, request.output_tokens, request.session)

@@ -29,7 +29,7 @@ from fleet.adapters.traces import (
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from kvstore.block import blocks_for
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 T = TypeVar("T")
 NEVER_ENDS = 1e9  # seconds: the longest that can be named
@@ -130,7 +130,7 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 Workload = RecordedWorkload | DrawnWorkload
 
 
-def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[Request]:
+def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceRequest]:
     """In the order of their arrival.
 
     Args:
@@ -220,7 +220,7 @@ def _refusing(rows: Iterator[T]) -> Iterator[T]:
         raise ConfigurationRefused(f"workload.file: {error}") from error
 
 
-def _cut(requests: Iterator[Request], workload: RecordedWorkload) -> Iterator[Request]:
+def _cut(requests: Iterator[TraceRequest], workload: RecordedWorkload) -> Iterator[TraceRequest]:
     begin = round(workload.from_seconds * SECOND)
     end = round(workload.to_seconds * SECOND) if workload.to_seconds < NEVER_ENDS else inf
     speed = workload.speed
@@ -229,7 +229,7 @@ def _cut(requests: Iterator[Request], workload: RecordedWorkload) -> Iterator[Re
             return
         if each.arrival >= begin:
             arrival = Nanos(round((each.arrival - begin) / speed))
-            yield Request(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
+            yield TraceRequest(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
 
 
 def _faster(sessions: Iterator[TraceSession], speed: float) -> Iterator[TraceSession]:
@@ -289,13 +289,13 @@ class _Prompts:
         return tuple(range(first, self._names))
 
 
-def _drawn(workload: DrawnWorkload, block_tokens: int, chance: Random) -> Iterator[Request]:
+def _drawn(workload: DrawnWorkload, block_tokens: int, chance: Random) -> Iterator[TraceRequest]:
     prompts = _Prompts(workload, block_tokens, chance)
     now = 0.0
     for _ in range(workload.requests):
         now += _gap(workload, workload.rate, now, chance)
         tokens, names = prompts.first()
-        yield Request(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
+        yield TraceRequest(Nanos(round(now * SECOND)), tokens, names, prompts.answer())
 
 
 def _conversations(workload: DrawnWorkload, block_tokens: int, chance: Random) -> Iterator[TraceSession]:
@@ -308,13 +308,13 @@ def _conversations(workload: DrawnWorkload, block_tokens: int, chance: Random) -
         left -= count
         tokens, names = prompts.first()
         answer = prompts.answer()
-        turns = [TraceTurn(Request(Nanos(0), tokens, names, answer, number))]
+        turns = [TraceTurn(TraceRequest(Nanos(0), tokens, names, answer, number))]
         for index in range(1, count):
             added = _length(workload.turn_tokens, workload.spread, chance)
             tokens, names = prompts.grown(tokens, names, answer + added)
             answer = prompts.answer()
             gap = chance.expovariate(1 / workload.think_seconds) if workload.think_seconds else 0.0
-            request = Request(Nanos(0), tokens, names, answer, number)
+            request = TraceRequest(Nanos(0), tokens, names, answer, number)
             turns.append(TraceTurn(request, (index - 1,), Nanos(round(gap * SECOND))))
         yield TraceSession(tuple(turns), Nanos(round(now * SECOND)))
 

@@ -51,7 +51,7 @@ from fleet.sim.prompts import BlankTokens, keys_of
 from fleet.sim.results import EndedRequest, TimelineSample
 from fleet.sim.store import StoreProfile
 from fleet.sim.worker import MODEL
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 ENDS = 256  # of requests, hashed together
 
@@ -59,7 +59,7 @@ ENDS = 256  # of requests, hashed together
 class _ClientView(Struct, kw_only=True, eq=False):
     """What the client of one request has seen, and what its prompt is; a `fleet.sim.worker.SimulatedPrompt`."""
 
-    request: Request
+    request: TraceRequest
     chain: Sequence[int]
     answer_keys: Sequence[int]
     ended: Callable[[EndedRequest], None]
@@ -135,7 +135,7 @@ class World:
     # What clients do.
 
     def send(
-        self, request: Request, ended: Callable[[EndedRequest], None] | None = None, deadline: Nanos | None = None
+        self, request: TraceRequest, ended: Callable[[EndedRequest], None] | None = None, deadline: Nanos | None = None
     ) -> RequestId:
         """A request arrives now.
 

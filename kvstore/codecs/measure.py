@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from kvstore.buffers import ByteArray
 from kvstore.clock import Nanos
-from kvstore.floats import Half
-from kvstore.layout import Namespace
+from kvstore.floats import HalfFormat
+from kvstore.layout import KvNamespace
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
 
@@ -27,7 +27,7 @@ class CodecFigures(Struct, frozen=True, kw_only=True):
     error_largest: float  # largest error, relative to the block's largest magnitude
 
 
-def a_kv_like_block(namespace: Namespace, seed: int = 0) -> ByteArray:
+def a_kv_like_block(namespace: KvNamespace, seed: int = 0) -> ByteArray:
     """A block of normally distributed values, with channels whose magnitudes differ by factors, as those of keys do.
 
     Of dtypes other than float16, bfloat16 and float32, the bytes are random.
@@ -39,11 +39,11 @@ def a_kv_like_block(namespace: Namespace, seed: int = 0) -> ByteArray:
     channels = np.exp(random.normal(0, 1, (*heads, 1, namespace.head_dim)))
     numbers = random.normal(0, 1, (*heads, namespace.block_tokens, namespace.head_dim)) * channels
     values = numbers.astype(np.float32)
-    patterns = values if namespace.dtype == "float32" else Half(namespace.dtype).patterns(values)
+    patterns = values if namespace.dtype == "float32" else HalfFormat(namespace.dtype).patterns(values)
     return patterns.reshape(-1).view(np.uint8)
 
 
-def measure(codec: Codec, namespace: Namespace, now: Callable[[], Nanos], rounds: int = 7) -> CodecFigures:
+def measure(codec: Codec, namespace: KvNamespace, now: Callable[[], Nanos], rounds: int = 7) -> CodecFigures:
     """Encode and decode one block in turns.
 
     Args:
@@ -76,9 +76,9 @@ def measure(codec: Codec, namespace: Namespace, now: Callable[[], Nanos], rounds
     )
 
 
-def _numbers(namespace: Namespace, block: ByteArray) -> NDArray[np.float64]:
+def _numbers(namespace: KvNamespace, block: ByteArray) -> NDArray[np.float64]:
     if namespace.dtype == "float32":
         return block.view(np.float32).astype(np.float64)
-    if namespace.dtype in tuple(Half):
-        return Half(namespace.dtype).numbers(block.view(np.uint16)).astype(np.float64)
+    if namespace.dtype in tuple(HalfFormat):
+        return HalfFormat(namespace.dtype).numbers(block.view(np.uint16)).astype(np.float64)
     return block.astype(np.float64)

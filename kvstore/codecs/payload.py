@@ -30,7 +30,7 @@ _CHECK = struct.Struct("<Q")
 HEADER_BYTES = _PREFIX.size + _CHECK.size
 
 
-class Form(IntEnum):
+class PayloadForm(IntEnum):
     VERBATIM = 0
     PACKED = 1
 
@@ -54,7 +54,7 @@ def pack(
     key: BlockKey,
     body: Sequence[memoryview | bytes],
     *,
-    form: Form,
+    form: PayloadForm,
     bound: ErrorBound,
     check: ByteArray | None = None,
 ) -> ByteArray:
@@ -75,7 +75,7 @@ def pack(
     return np.frombuffer(b"".join([prefix, _CHECK.pack(hasher.intdigest()), *body]), np.uint8)
 
 
-class Payload:
+class EncodedBlock:
     """An encoded block whose header has been read. `check` has to be called before its content is believed."""
 
     __slots__ = ("_check", "_seed", "body", "bound", "form")
@@ -90,9 +90,9 @@ class Payload:
             raise UndecodableBlock(f"{encoded.nbytes} bytes are fewer than a header's {HEADER_BYTES}")
         prefix = encoded[: _PREFIX.size].tobytes()
         version, form, reserved, *bound = _PREFIX.unpack(prefix)
-        if version != VERSION or reserved or form not in tuple(Form):
+        if version != VERSION or reserved or form not in tuple(PayloadForm):
             raise UndecodableBlock(f"version {version}, form {form} is not known here")
-        self.form = Form(form)
+        self.form = PayloadForm(form)
         self.bound = ErrorBound(*bound)
         self.body: ByteArray = encoded[HEADER_BYTES:]
         self._seed = _seed(codec_id, key, prefix)
@@ -114,7 +114,7 @@ def bound_of(encoded: ByteArray) -> ErrorBound:
     Raises:
         UndecodableBlock: It has no such header.
     """
-    return Payload(0, BlockKey(b"", b""), encoded).bound
+    return EncodedBlock(0, BlockKey(b"", b""), encoded).bound
 
 
 def _seed(codec_id: int, key: BlockKey, prefix: bytes) -> int:

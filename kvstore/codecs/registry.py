@@ -14,8 +14,8 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.codecs.scaled import Fp8Codec, Int8Codec
 from kvstore.codecs.split import SplitCodec
 from kvstore.errors import InvalidArgument, NamespaceUnknown, StoreNotStarted
-from kvstore.floats import Half
-from kvstore.layout import Namespace
+from kvstore.floats import HalfFormat
+from kvstore.layout import KvNamespace
 from kvstore.ports import Codec
 
 SECRET_DIGITS = 64
@@ -73,7 +73,7 @@ class Codecs:
         self._opened: OrderedDict[bytes, Codec] = OrderedDict()
         self._lock = threading.Lock()
 
-    def open(self, namespace: Namespace) -> Codec:
+    def open(self, namespace: KvNamespace) -> Codec:
         """Make a namespace known; again is fine.
 
         Raises:
@@ -106,7 +106,7 @@ class Codecs:
             return codec
 
 
-def _compression(compression: Compression) -> Callable[[Namespace], Codec]:
+def _compression(compression: Compression) -> Callable[[KvNamespace], Codec]:
     match compression:
         case Compression.NONE:
             return lambda _: PlainCodec()
@@ -139,12 +139,12 @@ def _sealing(secrets: tuple[str, ...]) -> Callable[[bytes, Codec], Codec]:
     return lambda digest, codec: SealedCodec(codec, keys_for(digest, keys))
 
 
-def _halves(namespace: Namespace, compression: Compression) -> Namespace:
+def _halves(namespace: KvNamespace, compression: Compression) -> KvNamespace:
     """The namespace, if its values can be scaled."""
-    if namespace.dtype not in tuple(Half):
+    if namespace.dtype not in tuple(HalfFormat):
         raise InvalidArgument(
             "namespace.dtype",
-            f"{namespace.dtype} cannot be kept as {compression}, which is for {' and '.join(Half)}; "
+            f"{namespace.dtype} cannot be kept as {compression}, which is for {' and '.join(HalfFormat)}; "
             "set compression to none, zstd or lz4 on this node",
         )
     return namespace

@@ -16,34 +16,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.buffers import ByteArray
-from kvstore.codecs.payload import EXACT, ErrorBound, Form, Payload, pack
+from kvstore.codecs.payload import EXACT, EncodedBlock, ErrorBound, PayloadForm, pack
 from kvstore.errors import UndecodableBlock
-from kvstore.floats import E4M3_LARGEST, Half, e4m3_decoder, e4m3_encoder
-from kvstore.layout import Namespace
+from kvstore.floats import E4M3_LARGEST, HalfFormat, e4m3_decoder, e4m3_encoder
+from kvstore.layout import KvNamespace
 from kvstore.messages import BlockKey
 from kvstore.native import kernels
-from kvstore.repack import Plan, plan_fill
-from kvstore.shards import BlockShape, Part
+from kvstore.repack import RepackPlan, plan_fill
+from kvstore.shards import BlockShape, BlockShard
 
 PACKED_LAYOUT = "LHND"
 
 
-class Values:
+class BlockValues:
     """A namespace's blocks as 16-bit patterns, [heads of all layers, tokens, elements]."""
 
-    def __init__(self, namespace: Namespace):
+    def __init__(self, namespace: KvNamespace):
         """Plan how blocks are brought into that order.
 
         Raises:
             LayoutMismatch: The namespace's layout is none.
             ValueError: Its values are not 16-bit floating-point numbers.
         """
-        self.half = Half(namespace.dtype)
+        self.half = HalfFormat(namespace.dtype)
         shape = BlockShape.of(namespace)
         self.shape = (shape.layers * shape.kv_heads, shape.block_tokens, shape.head_dim)
-        at_rest, ordered = Part(namespace.layout, shape.everything), Part(PACKED_LAYOUT, shape.everything)
-        self._order: Plan = plan_fill(shape, [at_rest], [ordered])
-        self._restore: Plan = plan_fill(shape, [ordered], [at_rest])
+        at_rest, ordered = BlockShard(namespace.layout, shape.everything), BlockShard(PACKED_LAYOUT, shape.everything)
+        self._order: RepackPlan = plan_fill(shape, [at_rest], [ordered])
+        self._restore: RepackPlan = plan_fill(shape, [ordered], [at_rest])
         self._is_ordered = self._order.run_count == 1
 
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
@@ -67,8 +67,8 @@ class Fp8Codec:
 
     codec_id = 3
 
-    def __init__(self, namespace: Namespace):
-        self._values = Values(namespace)
+    def __init__(self, namespace: KvNamespace):
+        self._values = BlockValues(namespace)
         self._groups = self._values.shape[0]
         # 2 ** exponent is less than the largest magnitude / 224, and codes below 2 ** -6 are 2 ** -9 apart.
         self._bound = ErrorBound(2.0**-4, 2.0**-10 / 224, self._values.half.half_least)
@@ -77,18 +77,18 @@ class Fp8Codec:
         values = self._values.of(block)
         largest = (values.reshape(self._groups, -1) & 0x7FFF).max(axis=1)
         if int(largest.max()) > self._values.half.largest:
-            return pack(self.codec_id, key, [block.data], form=Form.VERBATIM, bound=EXACT)
+            return pack(self.codec_id, key, [block.data], form=PayloadForm.VERBATIM, bound=EXACT)
         exponents = _exponents(self._values.half.numbers(largest))
         distinct, which = np.unique(exponents, return_inverse=True)
         tables = np.stack([e4m3_encoder(self._values.half, int(exponent)) for exponent in distinct])
         codes = np.empty((self._groups, values[0].size), np.uint8)
         kernels.narrow(values.reshape(codes.shape), tables, which.astype(np.uint16), codes)
-        return pack(self.codec_id, key, [exponents.data, codes.data], form=Form.PACKED, bound=self._bound)
+        return pack(self.codec_id, key, [exponents.data, codes.data], form=PayloadForm.PACKED, bound=self._bound)
 
     def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
-        payload = Payload(self.codec_id, key, encoded)
+        payload = EncodedBlock(self.codec_id, key, encoded)
         payload.check(payload.body)
-        if payload.form is Form.VERBATIM:
+        if payload.form is PayloadForm.VERBATIM:
             _copy_verbatim(payload, into)
             return
         heads, tokens, elements = self._values.shape
@@ -108,27 +108,27 @@ class Int8Codec:
 
     codec_id = 4
 
-    def __init__(self, namespace: Namespace):
-        self._values = Values(namespace)
+    def __init__(self, namespace: KvNamespace):
+        self._values = BlockValues(namespace)
         # Half a step, which is the largest magnitude / 127 rounded up to bfloat16 (1/128 more at most), and the
         # rounding of the result; what is lost where scale and result are near zero is `least`.
         half = self._values.half
-        self._bound = ErrorBound(half.half_step, 0.004, half.half_least + Half.BFLOAT16.half_least)
+        self._bound = ErrorBound(half.half_step, 0.004, half.half_least + HalfFormat.BFLOAT16.half_least)
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
         values = self._values.of(block)
         if not self._values.are_finite(values):
-            return pack(self.codec_id, key, [block.data], form=Form.VERBATIM, bound=EXACT)
+            return pack(self.codec_id, key, [block.data], form=PayloadForm.VERBATIM, bound=EXACT)
         heads, _, elements = values.shape
         scales = np.empty((heads, elements), np.uint16)
         codes = np.empty(values.shape, np.int8)
         kernels.quantise(values, self._values.half.fraction_bits, scales, codes)
-        return pack(self.codec_id, key, [scales.data, codes.data], form=Form.PACKED, bound=self._bound)
+        return pack(self.codec_id, key, [scales.data, codes.data], form=PayloadForm.PACKED, bound=self._bound)
 
     def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
-        payload = Payload(self.codec_id, key, encoded)
+        payload = EncodedBlock(self.codec_id, key, encoded)
         payload.check(payload.body)
-        if payload.form is Form.VERBATIM:
+        if payload.form is PayloadForm.VERBATIM:
             _copy_verbatim(payload, into)
             return
         heads, tokens, elements = self._values.shape
@@ -148,11 +148,11 @@ def _exponents(largest: NDArray[np.float32]) -> NDArray[np.int16]:
     return (exponents - 9 + beyond).astype("<i2")
 
 
-def _copy_verbatim(payload: Payload, into: ByteArray) -> None:
+def _copy_verbatim(payload: EncodedBlock, into: ByteArray) -> None:
     _expect(payload, into.nbytes)
     np.copyto(into, payload.body)
 
 
-def _expect(payload: Payload, length: int) -> None:
+def _expect(payload: EncodedBlock, length: int) -> None:
     if payload.body.nbytes != length:
         raise UndecodableBlock(f"a body of {payload.body.nbytes} bytes, not {length}")

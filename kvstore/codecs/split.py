@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from kvstore.buffers import ByteArray
-from kvstore.codecs.payload import EXACT, Form, Payload, pack
+from kvstore.codecs.payload import EXACT, EncodedBlock, PayloadForm, pack
 from kvstore.errors import UndecodableBlock
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import BlockKey
 from kvstore.native import kernels
 
@@ -42,7 +42,7 @@ class Compressor(Protocol):
 class SplitCodec:
     """See the module and `kvstore.ports.Codec`."""
 
-    def __init__(self, namespace: Namespace, compressor: Compressor):
+    def __init__(self, namespace: KvNamespace, compressor: Compressor):
         self.codec_id = compressor.codec_id
         self._compressor = compressor
         self._block_bytes = namespace.block_bytes
@@ -59,12 +59,12 @@ class SplitCodec:
             packed = self._compressor.compress(plane)
             planes.append(packed if len(packed) < plane.nbytes else plane.data)
         lengths = self._lengths.pack(*map(len, planes))
-        return pack(self.codec_id, key, [lengths, *planes], form=Form.PACKED, bound=EXACT, check=block)
+        return pack(self.codec_id, key, [lengths, *planes], form=PayloadForm.PACKED, bound=EXACT, check=block)
 
     def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
         assert into.nbytes == self._block_bytes, (into.nbytes, self._block_bytes)
-        payload = Payload(self.codec_id, key, encoded)
-        if payload.form is not Form.PACKED or payload.body.nbytes < self._lengths.size:
+        payload = EncodedBlock(self.codec_id, key, encoded)
+        if payload.form is not PayloadForm.PACKED or payload.body.nbytes < self._lengths.size:
             raise UndecodableBlock("no planes")
         lengths = self._lengths.unpack_from(payload.body.data)
         if payload.body.nbytes != self._lengths.size + sum(lengths):

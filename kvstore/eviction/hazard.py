@@ -25,7 +25,7 @@ from typing import Generic
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import SAME_USE, K
-from kvstore.eviction.reuse_times import USES, Cohort, ReuseTimes
+from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
 """Where classes by rhythm begin; what is shorter, or has no second use, is in the first."""
@@ -45,7 +45,7 @@ Candidate = tuple[float, Nanos, Row, bool]
 """Value and last use of the run at one end of a row, the row, and whether it is the end of the newest."""
 
 
-class _Run(Generic[K]):
+class _ChainRun(Generic[K]):
     """Blocks that follow each other in a chain, used at the same time and as often."""
 
     __slots__ = ("cohort", "following", "keys", "live", "rhythm", "row", "used_at", "uses")
@@ -57,8 +57,8 @@ class _Run(Generic[K]):
         self.row = row
         self.keys: list[K] = []  # head first; some may have left
         self.live = 0  # that have not
-        self.cohort: Cohort
-        self.following: _Run[K] | None = None  # that continued the chain when it was last used
+        self.cohort: ReuseCohort
+        self.following: _ChainRun[K] | None = None  # that continued the chain when it was last used
 
 
 class HazardEviction(Generic[K]):
@@ -75,16 +75,16 @@ class HazardEviction(Generic[K]):
         self._saving = saving
         self._remembered = remembered
         self._times = ReuseTimes(len(RHYTHMS) + 1)
-        self._held: dict[K, _Run[K]] = {}
-        self._gone: OrderedDict[K, _Run[K]] = OrderedDict()
-        self._rows: dict[Row, OrderedDict[_Run[K], None]] = {}
+        self._held: dict[K, _ChainRun[K]] = {}
+        self._gone: OrderedDict[K, _ChainRun[K]] = OrderedDict()
+        self._rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
         self._now = Nanos(0)  # which never goes back
         self._uses = 0  # of blocks
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
-        self._victim: _Run[K] | None = None
+        self._victim: _ChainRun[K] | None = None
         self._ranking: list[Candidate] = []  # a heap, with values that may be out of date
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
@@ -143,7 +143,7 @@ class HazardEviction(Generic[K]):
         saving = 1.0 if self._saving is None else self._saving(chain[0], self._size)
         last = former[-1]
         continuation = last.following if last is not None else None
-        run: _Run[K] | None = None
+        run: _ChainRun[K] | None = None
         start, end = 0, len(chain)
         while start < end:
             old = former[start]
@@ -176,7 +176,7 @@ class HazardEviction(Generic[K]):
         self._ranking = [self._candidate(row, newest=newest) for row in self._rows for newest in (False, True)]
         heapq.heapify(self._ranking)
 
-    def _former(self, chain: list[K]) -> list[_Run[K] | None]:
+    def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
         """The run that each block was in, also if it has gone since."""
         former = list(map(self._held.get, chain))
         if self._gone and None in former:
@@ -184,14 +184,14 @@ class HazardEviction(Generic[K]):
             return [gone.pop(key, None) if run is None else run for key, run in zip(chain, former, strict=True)]
         return former
 
-    def _rhythm(self, former: list[_Run[K] | None]) -> int:
+    def _rhythm(self, former: list[_ChainRun[K] | None]) -> int:
         known = next((run for run in reversed(former) if run is not None), None)
         if known is None:
             return 0
         age = self._now - known.used_at
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
-    def _uses_after(self, run: _Run[K], blocks: int) -> int:
+    def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
         """How often that many blocks of the run have been used by now; they leave it."""
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
@@ -199,9 +199,9 @@ class HazardEviction(Generic[K]):
         self._times.reused(run.cohort, blocks, self._now)
         return min(run.uses + 1, USES[-1])
 
-    def _begin(self, uses: int, rhythm: int, saving: float) -> _Run[K]:
+    def _begin(self, uses: int, rhythm: int, saving: float) -> _ChainRun[K]:
         row = (self._times.class_of(uses, rhythm), saving)
-        run: _Run[K] = _Run(self._now, uses, rhythm, row)
+        run: _ChainRun[K] = _ChainRun(self._now, uses, rhythm, row)
         runs = self._rows.get(row)
         if runs is None:
             runs = self._rows[row] = OrderedDict()
@@ -210,7 +210,7 @@ class HazardEviction(Generic[K]):
         heapq.heappush(self._ranking, (saving * self._times.value(row[0], 0), self._now, row, True))
         return run
 
-    def _move(self, keys: list[K], old: _Run[K] | None, run: _Run[K]) -> None:
+    def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
         """Blocks that follow each other leave their former run, where some are still held, for a new one."""
         held_before = len(self._held)
         self._held.update(dict.fromkeys(keys, run))
@@ -219,10 +219,10 @@ class HazardEviction(Generic[K]):
         if old is not None:
             self._leave(old, len(keys) - (len(self._held) - held_before))
 
-    def _times_used(self, run: _Run[K]) -> None:
+    def _times_used(self, run: _ChainRun[K]) -> None:
         run.cohort = self._times.used(run.row[0], len(run.keys), self._now)
 
-    def _leave(self, run: _Run[K], blocks: int) -> None:
+    def _leave(self, run: _ChainRun[K], blocks: int) -> None:
         """That many blocks of the run are not held any more, or in another run."""
         run.live -= blocks
         if run.live or not blocks:
@@ -236,7 +236,7 @@ class HazardEviction(Generic[K]):
 
     # Choices
 
-    def _least_valued(self) -> _Run[K] | None:
+    def _least_valued(self) -> _ChainRun[K] | None:
         """The run of the least value, or what continues it (rule 4)."""
         ranking = self._ranking
         while ranking:
@@ -258,11 +258,11 @@ class HazardEviction(Generic[K]):
         used_at = self._end(row, newest=newest).used_at
         return saving * self._times.value(of, self._now - used_at), used_at, row, newest
 
-    def _end(self, row: Row, *, newest: bool) -> _Run[K]:
+    def _end(self, row: Row, *, newest: bool) -> _ChainRun[K]:
         runs = self._rows[row]
         return next(reversed(runs)) if newest else next(iter(runs))
 
-    def _tail(self, run: _Run[K]) -> K:
+    def _tail(self, run: _ChainRun[K]) -> K:
         keys, held = run.keys, self._held
         while held.get(keys[-1]) is not run:
             keys.pop()

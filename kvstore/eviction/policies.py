@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 from kvstore.eviction.hazard import HazardEviction
 from kvstore.eviction.lru import LruEviction
-from kvstore.eviction.policy import Policy
+from kvstore.eviction.policy import EvictionPolicy
 from kvstore.eviction.s3fifo import S3FifoEviction
 from kvstore.eviction.slru import SlruEviction
 
 PolicyName = Literal["lru", "s3fifo", "slru", "hazard"]
 """Of those below, as settings name them."""
 
-POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {  # Any: keys of whatever kind the caller has
+POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of whatever kind the caller has
     "lru": LruEviction,
     "s3fifo": S3FifoEviction,
     "slru": SlruEviction,
@@ -20,7 +20,7 @@ POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {  # Any: keys of whatever k
 }
 
 
-def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> Policy[Any]:
+def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> EvictionPolicy[Any]:
     """A new policy of that name.
 
     Args:

@@ -12,7 +12,7 @@ publication, and another match by the worker that continues it."""
 K = TypeVar("K", bound=Hashable)
 
 
-class Policy(Protocol[K]):
+class EvictionPolicy(Protocol[K]):
     """See `Eviction`: admitted again means used again, chains come tail first, and what is chosen stays admitted."""
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None: ...

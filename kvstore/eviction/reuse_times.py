@@ -60,7 +60,7 @@ BELIEF = 1 - np.sqrt(
 Floats = NDArray[np.float64]
 
 
-class Cohort:
+class ReuseCohort:
     """Blocks of one class that were used at about the same time, and not since."""
 
     __slots__ = ("alive", "bucket", "of", "used_at")
@@ -81,7 +81,7 @@ class ReuseTimes:
         self.classes = (len(USES) + 1) * rhythms
         self._reused = [[0.0] * BUCKETS for _ in range(self.classes)]
         self._at_risk = [[0.0] * BUCKETS for _ in range(self.classes)]
-        self._ageing: list[list[deque[Cohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
+        self._ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
         self._blocks = self._squares = 0.0  # sums over runs: of their blocks, and of the squares of those
@@ -91,7 +91,7 @@ class ReuseTimes:
     def class_of(self, uses: int, rhythm: int) -> int:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
-    def used(self, of: int, blocks: int, now: Nanos) -> Cohort:
+    def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
         """A run of blocks of that class was used just now."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
@@ -100,12 +100,12 @@ class ReuseTimes:
         if ageing and now - ageing[-1].used_at < COHORT:
             cohort = ageing[-1]
         else:
-            cohort = Cohort(of, now)
+            cohort = ReuseCohort(of, now)
             ageing.append(cohort)
         cohort.alive += blocks
         return cohort
 
-    def reused(self, cohort: Cohort, blocks: int, now: Nanos) -> None:
+    def reused(self, cohort: ReuseCohort, blocks: int, now: Nanos) -> None:
         """Blocks of a cohort are used again."""
         bucket = bisect_right(EDGES, now - cohort.used_at) - 1
         at_risk = self._at_risk[cohort.of]

@@ -31,7 +31,7 @@ IN_USE = Nanos(30 * SECOND)
 MOST_IN_USE = 65_536  # blocks, that are remembered so
 
 
-class _Uses:
+class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
@@ -43,8 +43,8 @@ class S3FifoEviction(Generic[K]):
     """Cheap, and good where much is used once; on chat traffic the small queue ends before the second turn begins."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[K, _Uses] = OrderedDict()
-        self._main: OrderedDict[K, _Uses] = OrderedDict()
+        self._small: OrderedDict[K, _EntryUses] = OrderedDict()
+        self._main: OrderedDict[K, _EntryUses] = OrderedDict()
         self._ghost: OrderedDict[K, None] = OrderedDict()
         self._left: OrderedDict[K, Nanos] = OrderedDict()  # the main queue, and when
         self._now = Nanos(0)
@@ -58,11 +58,11 @@ class S3FifoEviction(Generic[K]):
             uses.last = now
         elif key in self._ghost:
             del self._ghost[key]
-            self._main[key] = _Uses(now)
+            self._main[key] = _EntryUses(now)
         elif (left := self._left.pop(key, None)) is not None and now - left <= IN_USE:
-            self._main[key] = _Uses(now)
+            self._main[key] = _EntryUses(now)
         else:
-            self._small[key] = _Uses(now)
+            self._small[key] = _EntryUses(now)
 
     def withdraw(self, key: K) -> None:
         if self._main.pop(key, None) is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.buffers import ByteArray
-from kvstore.floats import Half
+from kvstore.floats import HalfFormat
 
 COPY_AXES = 5
 COPY_COLUMNS = 5 + 3 * COPY_AXES
@@ -105,7 +105,7 @@ def quantise(
     bits = (largest.view(np.uint32) + 0xFFFF) >> 16
     bits[bits == 0] = ONE  # a column of zeros: any scale will do
     scales[:] = bits
-    numbers /= Half.BFLOAT16.numbers(scales)[:, np.newaxis]
+    numbers /= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     np.copyto(codes, np.rint(numbers, out=numbers), casting="unsafe")
 
 
@@ -116,12 +116,12 @@ def dequantise(
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     numbers = codes.astype(np.float32)
     with np.errstate(over="ignore"):  # the largest becomes infinite, and then the largest again
-        numbers *= Half.BFLOAT16.numbers(scales)[:, np.newaxis]
+        numbers *= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     values[:] = _half(fraction_bits).patterns(numbers)
 
 
-def _half(fraction_bits: int) -> Half:
-    for half in Half:
+def _half(fraction_bits: int) -> HalfFormat:
+    for half in HalfFormat:
         if half.fraction_bits == fraction_bits:
             return half
     raise ValueError(f"{fraction_bits} fraction bits are of no format that is known")

@@ -12,10 +12,10 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos
 from kvstore.codecs.checked import decoded, encoded
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
-from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched, TierStatus
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, FetchResult, TierStatus
 from kvstore.ports import Codec
-from kvstore.tiers.gate import Gate
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.gate import TierGate
+from kvstore.tiers.tally import TierStatistics
 
 
 class MemoryBackingTier:
@@ -27,14 +27,14 @@ class MemoryBackingTier:
         self._capacity_bytes = capacity_bytes
         self._codecs = codecs
         self._lock = threading.Lock()
-        self._kept: OrderedDict[BlockKey, _Kept] = OrderedDict()
+        self._kept: OrderedDict[BlockKey, _StoredContent] = OrderedDict()
         self._bytes = 0  # of what is kept
-        self._tally = Tally(name)
-        self._gate = Gate(self._tally, clock)
+        self._statistics = TierStatistics(name)
+        self._gate = TierGate(self._statistics, clock)
 
     @property
     def name(self) -> str:
-        return self._tally.name
+        return self._statistics.name
 
     @property
     def finds_in_memory(self) -> bool:
@@ -61,10 +61,10 @@ class MemoryBackingTier:
         self._gate.require_open()
         return [self._put(*each, deadline) for each in zip(keys, blocks, checksums, strict=True)]
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         self._gate.require_open()
         answers = [self._get(key, buffer, deadline) for key, buffer in zip(keys, into, strict=True)]
-        self._tally.fetched(answers, into)
+        self._statistics.fetched(answers, into)
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -73,7 +73,7 @@ class MemoryBackingTier:
                 self._drop(key)
 
     def gone(self) -> list[BlockKey]:
-        return self._tally.gone()
+        return self._statistics.gone()
 
     def held(self) -> list[BlockKey]:
         with self._lock:
@@ -82,7 +82,7 @@ class MemoryBackingTier:
     def status(self) -> TierStatus:
         with self._lock:
             blocks, occupied = len(self._kept), self._bytes
-        return replace(self._tally.status(), blocks=blocks, bytes=occupied, capacity_bytes=self._capacity_bytes)
+        return replace(self._statistics.status(), blocks=blocks, bytes=occupied, capacity_bytes=self._capacity_bytes)
 
     def close(self) -> None:
         self._gate.close()
@@ -100,29 +100,29 @@ class MemoryBackingTier:
             if key in self._kept:
                 return True
             if codec is None:
-                self._tally.count(refused=1)
+                self._statistics.count(refused=1)
                 return False
         found = encoded(codec, key, block, checksum)
         if found is None:
-            self._tally.count(corrupt=1)
+            self._statistics.count(corrupt=1)
             return False
         content = np.array(found[0])
-        kept = _Kept(codec_id=codec.codec_id, content=content, crc32c=found[1])
+        kept = _StoredContent(codec_id=codec.codec_id, content=content, crc32c=found[1])
         with self._lock:
             if content.nbytes > self._capacity_bytes:
-                self._tally.count(refused=1)
+                self._statistics.count(refused=1)
                 return False
             self._drop(key)
             while self._bytes + content.nbytes > self._capacity_bytes:
                 self._drop(next(iter(self._kept)))
-                self._tally.count(evicted=1)
+                self._statistics.count(evicted=1)
             self._kept[key] = kept
             self._bytes += content.nbytes
-            self._tally.count(bytes_written=content.nbytes)
-            self._tally.present([key])
+            self._statistics.count(bytes_written=content.nbytes)
+            self._statistics.present([key])
         return True
 
-    def _get(self, key: BlockKey, into: ByteArray, deadline: Nanos) -> Fetched:
+    def _get(self, key: BlockKey, into: ByteArray, deadline: Nanos) -> FetchResult:
         codec = self._codec(key)
         with self._lock:
             kept = None if self._gate.is_late(deadline) else self._kept.get(key)
@@ -131,7 +131,7 @@ class MemoryBackingTier:
             self._kept.move_to_end(key)
         answer = _decoded(codec, key, kept, into)
         with self._lock:
-            self._tally.count(corrupt=answer.outcome is BlockOutcome.CORRUPT)
+            self._statistics.count(corrupt=answer.outcome is BlockOutcome.CORRUPT)
             if answer.outcome is not BlockOutcome.MOVED and self._kept.get(key) is kept:
                 self._drop(key)
         return answer
@@ -145,21 +145,21 @@ class MemoryBackingTier:
     def _drop(self, key: BlockKey) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.content.nbytes
-            self._tally.missed([key])
+            self._statistics.missed([key])
 
 
-class _Kept(Struct, frozen=True, kw_only=True):
+class _StoredContent(Struct, frozen=True, kw_only=True):
     codec_id: int
     content: ByteArray
     crc32c: int  # of the content
 
 
-def _decoded(codec: Codec, key: BlockKey, kept: _Kept, into: ByteArray) -> Fetched:
+def _decoded(codec: Codec, key: BlockKey, kept: _StoredContent, into: ByteArray) -> FetchResult:
     if kept.codec_id != codec.codec_id:
         return GONE
     if crc32c([kept.content]) != kept.crc32c:
         return CORRUPT
     try:
-        return Fetched(BlockOutcome.MOVED, decoded(codec, key, kept.content, into))
+        return FetchResult(BlockOutcome.MOVED, decoded(codec, key, kept.content, into))
     except UndecodableBlock:
         return CORRUPT

@@ -2,14 +2,14 @@
 
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.tally import TierStatistics
 
 
-class Gate:
+class TierGate:
     """Of one tier. Thread-safe."""
 
-    def __init__(self, tally: Tally, clock: Clock):
-        self._tally = tally
+    def __init__(self, tally: TierStatistics, clock: Clock):
+        self._statistics = tally
         self._clock = clock
         self._closed = False
 
@@ -33,7 +33,7 @@ class Gate:
     def is_late(self, deadline: Nanos) -> bool:
         """Whether the deadline is over before anything was begun; that is counted as a failure."""
         late = self._clock.now() >= deadline
-        self._tally.count(failures=late)
+        self._statistics.count(failures=late)
         return late
 
     def close(self) -> None:

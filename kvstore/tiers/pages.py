@@ -62,7 +62,7 @@ class Pages(StrEnum):
     SMALL = "small"
 
 
-class Memory:
+class FileMapping:
     """One process's view of a whole file."""
 
     def __init__(self, file: int):
@@ -102,7 +102,7 @@ class Memory:
             raise OSError(number, os.strerror(number))
 
 
-def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tuple[int, Memory, Pages]:
+def take(size: int, huge_pages: HugePages, given_up: Event | None = None) -> tuple[int, FileMapping, Pages]:
     """A file of at least `size` bytes, all of them really there: its descriptor, this process's view of it, and what it lies in.
 
     Args:
@@ -159,11 +159,11 @@ def _lacking_huge_pages(size: int) -> str:
     return "" if free >= needed else f"{needed} pages are needed, and {free} are free"
 
 
-def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) -> tuple[int, Memory, Pages]:
+def _taken(size: int, flags: int, given_up: Event | None, *, ask: bool = False) -> tuple[int, FileMapping, Pages]:
     file = _anonymous_file(flags)
     try:
         os.ftruncate(file, size)
-        memory = Memory(file)
+        memory = FileMapping(file)
         if ask:
             memory.ask_for_huge_pages()
         try:

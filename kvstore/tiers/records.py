@@ -29,10 +29,10 @@ from kvstore.buffers import ByteArray, crc32c
 from kvstore.codecs.checked import decoded, encoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, UndecodableBlock
-from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
 from kvstore.tiers.second_reading import Read
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.tally import TierStatistics
 
 MAGIC = b"FKVR"
 FORMAT_VERSION = 1
@@ -47,7 +47,7 @@ SLACK_BYTES = 1 << 16
 log = logging.getLogger(__name__)
 
 
-class Incoming(Protocol):
+class RecordSource(Protocol):
     """A value on its way from the store."""
 
     @property
@@ -64,7 +64,7 @@ class Incoming(Protocol):
         ...
 
 
-class Framed(Struct, frozen=True):
+class FramedRecord(Struct, frozen=True):
     """What to write: the head, then the payload."""
 
     head: bytes
@@ -75,7 +75,7 @@ class Framed(Struct, frozen=True):
         return len(self.head) + self.payload.nbytes
 
 
-class Standing(Enum):
+class RemoteKeyState(Enum):
     """What lies under a block's key, as far as its head tells."""
 
     HELD = auto()  # the block
@@ -83,7 +83,7 @@ class Standing(Enum):
     NEWER = auto()  # rule 3: it stays
 
 
-class Head(Struct, frozen=True, kw_only=True):
+class RemoteRecordHead(Struct, frozen=True, kw_only=True):
     codec_id: int
     block_bytes: int
     payload_bytes: int
@@ -101,7 +101,7 @@ def pack(key: BlockKey, codec_id: int, block_bytes: int, payload: ByteArray, che
     return fields + struct.pack(">I", google_crc32c.value(fields))
 
 
-def parse(head: bytes, key: BlockKey) -> Head:
+def parse(head: bytes, key: BlockKey) -> RemoteRecordHead:
     """The head of the value that lies under a block's key.
 
     Raises:
@@ -118,10 +118,10 @@ def parse(head: bytes, key: BlockKey) -> Head:
     _, _, codec_id, digest, name, block_bytes, payload_bytes, checksum = FIELDS.unpack(fields)
     if digest != key.digest or name != key.name:
         raise UndecodableBlock("another block's value")
-    return Head(codec_id=codec_id, block_bytes=block_bytes, payload_bytes=payload_bytes, crc32c=checksum)
+    return RemoteRecordHead(codec_id=codec_id, block_bytes=block_bytes, payload_bytes=payload_bytes, crc32c=checksum)
 
 
-def _fitting(key: BlockKey, first: bytes, length: int) -> Head:
+def _fitting(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
     """The head of a value of that length.
 
     Raises:
@@ -134,10 +134,10 @@ def _fitting(key: BlockKey, first: bytes, length: int) -> Head:
     return head
 
 
-class Records:
+class RecordFramer:
     """Frames blocks and takes them out of their frames, for one tier. Thread-safe."""
 
-    def __init__(self, codecs: Callable[[bytes], Codec], tally: Tally):
+    def __init__(self, codecs: Callable[[bytes], Codec], tally: TierStatistics):
         """Binds a tier to the codecs of its namespaces.
 
         Args:
@@ -145,7 +145,7 @@ class Records:
             tally: Of the tier; corrupt values are counted here.
         """
         self._codecs = codecs
-        self._tally = tally
+        self._statistics = tally
         self._lock = threading.Lock()
         self._newer_seen = False
 
@@ -153,7 +153,7 @@ class Records:
         """Whether the namespace is open here."""
         return self._codec(key) is not None
 
-    def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> Framed | None:
+    def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> FramedRecord | None:
         """What to write for a block; None when its namespace is not open here, or it is not what its checksum says."""
         codec = self._codec(key)
         if codec is None:
@@ -163,9 +163,9 @@ class Records:
             self.corrupt(key, "its bytes do not have the checksum that it was published with")
             return None
         payload, payload_checksum = found
-        return Framed(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
+        return FramedRecord(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
 
-    def standing(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> Standing:
+    def standing(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
         """What the first bytes of a value say of it.
 
         Args:
@@ -178,13 +178,13 @@ class Records:
             found = parse(head, key)
         except NewerFormat as error:
             self._newer(key, error)
-            return Standing.NEWER
+            return RemoteKeyState.NEWER
         except UndecodableBlock:
-            return Standing.FREE
+            return RemoteKeyState.FREE
         ours = codec is not None and found.codec_id == codec.codec_id and block_bytes in (None, found.block_bytes)
-        return Standing.HELD if ours else Standing.FREE
+        return RemoteKeyState.HELD if ours else RemoteKeyState.FREE
 
-    def take(self, key: BlockKey, value: Incoming, into: ByteArray) -> Fetched:
+    def take(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
         """Get the block out of a value. May leave bytes of the value untaken, unless the answer is MOVED.
 
         Raises:
@@ -231,10 +231,12 @@ class Records:
 
     def corrupt(self, key: BlockKey, reason: str) -> None:
         """What lies under a block's key is nothing of ours."""
-        self._tally.count(corrupt=1)
-        log.warning("block is corrupt", extra={"tier": self._tally.name, "block": key.name.hex(), "reason": reason})
+        self._statistics.count(corrupt=1)
+        log.warning(
+            "block is corrupt", extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": reason}
+        )
 
-    def _taken(self, key: BlockKey, value: Incoming, into: ByteArray) -> Fetched:
+    def _taken(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
         codec = self._codec(key)
         if codec is None:
             return GONE
@@ -248,13 +250,13 @@ class Records:
             return self._received(value, head, into)
         payload = np.empty(head.payload_bytes, np.uint8)
         self._received(value, head, payload)
-        return Fetched(BlockOutcome.MOVED, decoded(codec, key, payload, into))
+        return FetchResult(BlockOutcome.MOVED, decoded(codec, key, payload, into))
 
-    def _received(self, value: Incoming, head: Head, into: ByteArray) -> Fetched:
+    def _received(self, value: RecordSource, head: RemoteRecordHead, into: ByteArray) -> FetchResult:
         value.fill(into.data)
         if crc32c([into]) != head.crc32c:
             raise UndecodableBlock("a damaged payload")
-        return Fetched(BlockOutcome.MOVED, head.crc32c)
+        return FetchResult(BlockOutcome.MOVED, head.crc32c)
 
     def _codec(self, key: BlockKey) -> Codec | None:
         try:
@@ -268,5 +270,5 @@ class Records:
         if first:
             log.warning(
                 "blocks of a newer format are misses here; update this node",
-                extra={"tier": self._tally.name, "block": key.name.hex(), "reason": str(error)},
+                extra={"tier": self._statistics.name, "block": key.name.hex(), "reason": str(error)},
             )

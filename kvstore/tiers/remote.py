@@ -1,4 +1,4 @@
-"""A tier whose blocks lie in servers elsewhere: all that Redis, object stores and peers have in common. Each of them is a `Shelf`.
+"""A tier whose blocks lie in servers elsewhere: all that Redis, object stores and peers have in common. Each of them is a `TierBackend`.
 
 Rules:
 
@@ -22,11 +22,11 @@ from msgspec.structs import replace
 from kvstore.buffers import ByteArray
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import TierFailed
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched, TierStatus
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult, TierStatus
 from kvstore.tiers.fence import Fence
-from kvstore.tiers.gate import Gate
-from kvstore.tiers.second_reading import Verdict
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.gate import TierGate
+from kvstore.tiers.second_reading import ReadingVerdict
+from kvstore.tiers.tally import TierStatistics
 
 REMOVE_WITHIN = Nanos(1 * SECOND)
 
@@ -41,21 +41,21 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class Given(Struct, frozen=True):
+class BlockWrite(Struct, frozen=True):
     """A block to keep."""
 
     block: ByteArray
     crc32c: int  # with which it was published
 
 
-class Wanted(Struct, frozen=True):
+class BlockRead(Struct, frozen=True):
     """A block to fetch."""
 
     key: BlockKey
     into: ByteArray
 
 
-class Health(Struct, frozen=True):
+class BackendHealth(Struct, frozen=True):
     """The counts of a shelf that judges blocks itself."""
 
     corrupt: int = 0
@@ -63,7 +63,7 @@ class Health(Struct, frozen=True):
     fenced: int = 0  # servers that are left alone now
 
 
-class Shelf(Protocol):
+class TierBackend(Protocol):
     """What one kind of server does with blocks: no more than what is particular to it.
 
     Calls come from several threads, never without work, and keep to their deadline. Each may raise `TierFailed` at any time; what it
@@ -87,15 +87,15 @@ class Shelf(Protocol):
         """See `kvstore.ports.BackingTier`; each key is there once."""
         ...
 
-    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         """Keep blocks, and say of each whether it is there now."""
         ...
 
-    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
         """Fetch blocks, and answer for each; the content of a buffer is void wherever the answer is not MOVED."""
         ...
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         """Read a block again that was found bad, by connections that are opened for it."""
         ...
 
@@ -103,7 +103,7 @@ class Shelf(Protocol):
         """Remove blocks that are bad where they lie."""
         ...
 
-    def health(self) -> "Health":
+    def health(self) -> "BackendHealth":
         """Return what the shelf has seen of its servers, as far as it judges blocks itself."""
         ...
 
@@ -112,7 +112,7 @@ class Shelf(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Shelf)
+S = TypeVar("S", bound=TierBackend)
 
 
 class RemoteTier(Generic[S]):
@@ -120,7 +120,7 @@ class RemoteTier(Generic[S]):
 
     finds_in_memory = False
 
-    def __init__(self, shelf: S, tally: Tally, clock: Clock):
+    def __init__(self, shelf: S, tally: TierStatistics, clock: Clock):
         """A tier with that shelf.
 
         Args:
@@ -129,15 +129,15 @@ class RemoteTier(Generic[S]):
             clock: Of the deadlines.
         """
         self.shelf = shelf
-        self._tally = tally
+        self._statistics = tally
         self._clock = clock
-        self._gate = Gate(tally, clock)
+        self._gate = TierGate(tally, clock)
         self._guard = threading.Lock()
         self._fence = Fence()
 
     @property
     def name(self) -> str:
-        return self._tally.name
+        return self._statistics.name
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         self._require_open()
@@ -167,29 +167,31 @@ class RemoteTier(Generic[S]):
         self._require_open()
         there: dict[BlockKey, bool] = {}
         work = {
-            key: Given(block, checksum)
+            key: BlockWrite(block, checksum)
             for key, block, checksum in zip(keys, blocks, checksums, strict=True)
             if self.shelf.takes(key, block.nbytes)
         }
-        self._tally.count(refused=len(set(keys)) - len(work))
+        self._statistics.count(refused=len(set(keys)) - len(work))
         if work and not self._gate.is_late(deadline):
             self._as_far_as_it_goes(lambda: self.shelf.put(work, there, deadline), there)
-        self._tally.present(key for key, is_there in there.items() if is_there)
+        self._statistics.present(key for key, is_there in there.items() if is_there)
         return [there.get(key, False) for key in keys]
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         self._require_open()
-        answers: dict[int, Fetched] = {}
+        answers: dict[int, FetchResult] = {}
         work = {
-            index: Wanted(key, buffer)
+            index: BlockRead(key, buffer)
             for index, (key, buffer) in enumerate(zip(keys, into, strict=True))
             if self.shelf.takes(key, buffer.nbytes)
         }
         if work and not self._gate.is_late(deadline):
             self._as_far_as_it_goes(lambda: self.shelf.get(work, answers, deadline), answers)
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
-        self._tally.fetched(fetched, into)
-        self._tally.missed(keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED)
+        self._statistics.fetched(fetched, into)
+        self._statistics.missed(
+            keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED
+        )
         corrupt = {
             key: buffer.nbytes
             for key, answer, buffer in zip(keys, fetched, into, strict=True)
@@ -202,21 +204,21 @@ class RemoteTier(Generic[S]):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         if not keys or self._gate.is_closed:
             return
-        self._tally.missed(keys)
+        self._statistics.missed(keys)
         try:
             self._counted(lambda: self.shelf.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
         except TierFailed:
             return  # counted; what is bad is found bad again
 
     def gone(self) -> list[BlockKey]:
-        return self._tally.gone()
+        return self._statistics.gone()
 
     def held(self) -> list[BlockKey]:
         """Nobody here knows."""
         return []
 
     def status(self) -> TierStatus:
-        status = self._tally.status()
+        status = self._statistics.status()
         health = self.shelf.health()
         return replace(
             status,
@@ -242,7 +244,7 @@ class RemoteTier(Generic[S]):
         if opens:
             log.info("tier is tried again after damaged answers", extra={"tier": self.name})
         if is_fenced:
-            self._tally.count(failures=1)
+            self._statistics.count(failures=1)
             raise TierFailed(f"the {self.name} tier is fenced: its answers were damaged on their way")
 
     def _examine(self, corrupt: Mapping[BlockKey, int], deadline: Nanos) -> int:
@@ -253,12 +255,12 @@ class RemoteTier(Generic[S]):
             try:
                 verdict = self.shelf.examine(key, corrupt[key], until)
             except TierFailed as error:  # too little time is left, or the server is away: no sign of damage
-                verdict = Verdict.UNREAD
+                verdict = ReadingVerdict.UNREAD
                 log.warning(
                     "corrupt block could not be read again, and stays until a call that can",
                     extra={"tier": self.name, "block": key.name.hex(), "reason": str(error)},
                 )
-            if verdict is Verdict.CORRUPT:
+            if verdict is ReadingVerdict.CORRUPT:
                 lie_bad.append(key)
             elif verdict.is_damage_on_the_way:
                 damaged += 1
@@ -266,7 +268,7 @@ class RemoteTier(Generic[S]):
                     "block was damaged on its way, and stays",
                     extra={"tier": self.name, "block": key.name.hex(), "second_reading": verdict.name.lower()},
                 )
-        self._tally.count(damaged=damaged)
+        self._statistics.count(damaged=damaged)
         self.discard(lie_bad)
         return damaged
 
@@ -288,5 +290,5 @@ class RemoteTier(Generic[S]):
         try:
             return act()
         except TierFailed:
-            self._tally.count(failures=1)
+            self._statistics.count(failures=1)
             raise

@@ -34,7 +34,7 @@ class Reading(Protocol):
         ...
 
 
-class Verdict(Enum):
+class ReadingVerdict(Enum):
     """The outcome of two readings."""
 
     SOUND = auto()  # the block is there, and as it was written
@@ -45,7 +45,7 @@ class Verdict(Enum):
 
     @property
     def is_damage_on_the_way(self) -> bool:
-        return self in (Verdict.SOUND, Verdict.UNSURE)
+        return self in (ReadingVerdict.SOUND, ReadingVerdict.UNSURE)
 
 
 Proof = Callable[[int, Read], bytes | None]
@@ -55,37 +55,37 @@ Open = Callable[[], AbstractContextManager[Reading | None]]
 """Opens a connection for one reading; None where there is no value."""
 
 
-class Unlike(OSError):
+class ReadingsDiffer(OSError):
     """A server's answer is not of what was asked for."""
 
 
-def judge(open_reading: Open, proof: Proof) -> Verdict:
+def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
     """Read a value twice, and return the verdict.
 
     Args:
         open_reading: Opens a connection for each.
-        proof: See `kvstore.tiers.records.Records.proof`.
+        proof: See `kvstore.tiers.records.RecordFramer.proof`.
 
     Raises:
         OSError: A reading could not be made; other errors of `open_reading` and the readings say the same.
     """
     with open_reading() as reading:
         if reading is None:
-            return Verdict.GONE
+            return ReadingVerdict.GONE
         try:
             first = proof(reading.length, reading.read)
-        except (Unlike, ValueError):
-            return Verdict.UNSURE
+        except (ReadingsDiffer, ValueError):
+            return ReadingVerdict.UNSURE
         if first is None:
-            return Verdict.SOUND
+            return ReadingVerdict.SOUND
     with open_reading() as again:
         if again is None:
-            return Verdict.GONE
+            return ReadingVerdict.GONE
         try:
             second = proof(again.length, _backwards(again.read))
-        except (Unlike, ValueError):
-            return Verdict.UNSURE
-    return Verdict.CORRUPT if first == second else Verdict.UNSURE
+        except (ReadingsDiffer, ValueError):
+            return ReadingVerdict.UNSURE
+    return ReadingVerdict.CORRUPT if first == second else ReadingVerdict.UNSURE
 
 
 def _backwards(read: Read) -> Read:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from kvstore.codecs.registry import CodecSettings
 
 
-class Keep(StrEnum):
+class KeepPolicy(StrEnum):
     """Which blocks of the pool go down to a tier."""
 
     ALL = "all"  # each, as soon as it is written
@@ -19,7 +19,7 @@ class Keep(StrEnum):
 class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """Of one tier; its `kind` says which. Tiers are asked in the order in which they stand in the settings."""
 
-    keep: Keep = Keep.REUSED
+    keep: KeepPolicy = KeepPolicy.REUSED
     """Which blocks go down. A one-time scan writes nothing with ``reused``; ``all`` also serves what was seen only once,
     after a restart or, through a tier that nodes share, elsewhere."""
 

@@ -25,7 +25,7 @@ from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers import pages
-from kvstore.tiers.pages import HugePages, Memory
+from kvstore.tiers.pages import FileMapping, HugePages
 
 STAMP_BYTES = 8
 
@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 class Mapping:
     """One process's view of a pool: the blocks, then the stamps."""
 
-    def __init__(self, memory: int | Memory, capacity_bytes: int):
+    def __init__(self, memory: int | FileMapping, capacity_bytes: int):
         """Lays out the memory of a pool, or of the file descriptor behind it, which may be closed afterwards.
 
         Raises:
             OSError: It cannot be mapped.
             ValueError: It is smaller than a pool of that capacity.
         """
-        self._memory = Memory(memory) if isinstance(memory, int) else memory
+        self._memory = FileMapping(memory) if isinstance(memory, int) else memory
         whole, size = self._memory.bytes, file_bytes(capacity_bytes)
         if whole.nbytes < size:
             raise ValueError(f"a pool of {capacity_bytes} bytes needs a file of {size}")

@@ -4,13 +4,13 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvstore.buffers import ByteArray
-from kvstore.messages import BlockKey, BlockOutcome, Fetched, TierStatus
+from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
 """Names that wait to be asked for; older ones are forgotten, which costs a router a wrong guess."""
 
 
-class Tally:
+class TierStatistics:
     """Of one tier. Thread-safe."""
 
     def __init__(self, name: str):
@@ -25,7 +25,7 @@ class Tally:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number
 
-    def fetched(self, answers: Sequence[Fetched], into: Sequence[ByteArray]) -> None:
+    def fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
         """Count what `BackingTier.get` answers."""
         hits = [
             buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is BlockOutcome.MOVED

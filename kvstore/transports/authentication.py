@@ -41,24 +41,24 @@ class Purpose(StrEnum):
     STREAMS = "fleet.v1 streams of frames"
 
 
-class Side(StrEnum):
+class ProofSide(StrEnum):
     CLIENT = "client"
     NODE = "node"
 
 
-class Key:
+class AuthenticationKey:
     """A secret, made ready for one purpose."""
 
     def __init__(self, secret: bytes, purpose: Purpose):
         assert len(secret) >= SECRET_BYTES, f"a secret has {SECRET_BYTES} bytes or more, not {len(secret)}"
         self._key = hmac.digest(secret, purpose.encode(), hashlib.sha256)
 
-    def proof(self, side: Side, *words: bytes) -> bytes:
+    def proof(self, side: ProofSide, *words: bytes) -> bytes:
         """32 bytes that only who has the secret can make. Words are told apart by their lengths, which go in too."""
         said = b"".join(len(word).to_bytes(4, "big") + word for word in (side.encode(), *words))
         return hmac.digest(self._key, said, hashlib.sha256)
 
-    def proves(self, proof: bytes, side: Side, *words: bytes) -> bool:
+    def proves(self, proof: bytes, side: ProofSide, *words: bytes) -> bool:
         return hmac.compare_digest(proof, self.proof(side, *words))
 
 
@@ -76,7 +76,9 @@ class CallProof(Struct, frozen=True, kw_only=True):
     proof: bytes
 
     @classmethod
-    def of(cls, key: Key, method: str, request: bytes, *, unix_seconds: int, caller: bytes, number: int) -> Self:
+    def of(
+        cls, key: AuthenticationKey, method: str, request: bytes, *, unix_seconds: int, caller: bytes, number: int
+    ) -> Self:
         """Prove a call.
 
         Args:
@@ -88,7 +90,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
             number: Another one for each call of that caller, at most 2**64 - 1.
         """
         words = _words(method, request, unix_seconds, caller, number)
-        return cls(unix_seconds=unix_seconds, caller=caller, number=number, proof=key.proof(Side.CLIENT, *words))
+        return cls(unix_seconds=unix_seconds, caller=caller, number=number, proof=key.proof(ProofSide.CLIENT, *words))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -110,22 +112,22 @@ class CallProof(Struct, frozen=True, kw_only=True):
         words = (CALL_PROOF_VERSION, self.unix_seconds, self.caller.hex(), self.number, self.proof.hex())
         return ".".join(map(str, words))
 
-    def refusal(self, key: Key, method: str, request: bytes, now_unix_seconds: int) -> str:
+    def refusal(self, key: AuthenticationKey, method: str, request: bytes, now_unix_seconds: int) -> str:
         """Return why the call is not served, or an empty string."""
         words = _words(method, request, self.unix_seconds, self.caller, self.number)
-        if not key.proves(self.proof, Side.CLIENT, *words):
+        if not key.proves(self.proof, ProofSide.CLIENT, *words):
             return "the proof is not of this port's secret, or was made for another call: set the caller's secret to that of this port"
         if abs(ahead := self.unix_seconds - now_unix_seconds) > SKEW_SECONDS:
             return f"the caller's clock is {ahead} s ahead of this port's: set the clocks, {SKEW_SECONDS} s may be between them"
         return ""
 
-    def answer(self, key: Key, method: str, request: bytes) -> bytes:
+    def answer(self, key: AuthenticationKey, method: str, request: bytes) -> bytes:
         """Return the node's own proof, over the same words."""
-        return key.proof(Side.NODE, *_words(method, request, self.unix_seconds, self.caller, self.number))
+        return key.proof(ProofSide.NODE, *_words(method, request, self.unix_seconds, self.caller, self.number))
 
-    def is_answered_by(self, key: Key, method: str, request: bytes, proof: bytes) -> bool:
+    def is_answered_by(self, key: AuthenticationKey, method: str, request: bytes, proof: bytes) -> bool:
         words = _words(method, request, self.unix_seconds, self.caller, self.number)
-        return key.proves(proof, Side.NODE, *words)
+        return key.proves(proof, ProofSide.NODE, *words)
 
 
 class OutdatedProof(ValueError):

@@ -30,13 +30,13 @@ WINDOW = 64
 """Blocks of a request: enough to hide a round trip behind them, few enough for one gathering write."""
 
 
-class Operation(IntEnum):
+class DataPlaneOperation(IntEnum):
     OPEN = 1
     GET = 2
     PUT = 3
 
 
-class Status(IntEnum):
+class DataPlaneStatus(IntEnum):
     DONE = 0
     GONE = 1  # the slot is another block's by now, or of another namespace
     CORRUPT = 2  # the bytes of a PUT do not match their checksum

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvstore.buffers import Block, MutableBlock, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.machine import BlockMachine
-from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
+from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.ports import MemoryTier
 from kvstore.transports.summing import summed_before
 
@@ -30,7 +30,7 @@ class InProcessTransport:
     def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:  # noqa: ARG002 - nothing here waits
         return [self._put(slot, block) for slot, block in zip(slots, blocks, strict=True)]
 
-    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:

@@ -26,14 +26,14 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvstore.breaker import Breaker
+from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, pieces, size_of
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
+from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.native import checksums
-from kvstore.transports.nixl_agent import Agent, AgentFailed, Way, joined, spans
+from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDirection, joined, spans
 from kvstore.transports.summing import summed_before
 
 CHUNK_BYTES = 8 << 20
@@ -76,7 +76,7 @@ class NixlTransport:
         clock: Clock,
         deadline: Nanos,
         renew: Callable[[Nanos], NixlOffer | None],
-        make_agent: Callable[[str], Agent] = Agent,
+        make_agent: Callable[[str], NixlAgent] = NixlAgent,
     ):
         """Opens an agent and connects it.
 
@@ -95,13 +95,13 @@ class NixlTransport:
         self._clock = clock
         self._renew = renew
         self._make_agent = make_agent
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._turn = threading.Lock()
         self._closed = False
         self._opening = False
         try:
-            self._link: _Link | None = _Link(offer, make_agent, clock, deadline)
-        except AgentFailed as error:
+            self._link: _NixlConnection | None = _NixlConnection(offer, make_agent, clock, deadline)
+        except NixlAgentFailed as error:
             raise StoreUnreachable(f"no way by NIXL: {error}") from error
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
@@ -110,7 +110,7 @@ class NixlTransport:
     def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         return self._exchange(_put, slots, [self._pieces(block) for block in blocks], deadline)
 
-    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
@@ -124,7 +124,8 @@ class NixlTransport:
     ) -> list[BlockOutcome]:
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         batches = [
-            _Work(slots[start : start + BATCH], blocks[start : start + BATCH]) for start in range(0, len(slots), BATCH)
+            _NixlTransfer(slots[start : start + BATCH], blocks[start : start + BATCH])
+            for start in range(0, len(slots), BATCH)
         ]
         left = seconds(deadline - self._clock.now())
         if batches and left > 0 and self._turn.acquire(timeout=left):
@@ -134,7 +135,7 @@ class NixlTransport:
                 self._turn.release()
         return [outcome for batch in batches for outcome in batch.outcomes]
 
-    def _run(self, act: "_Act", batches: list["_Work"], deadline: Nanos) -> None:
+    def _run(self, act: "_Act", batches: list["_NixlTransfer"], deadline: Nanos) -> None:
         started = self._clock.now()
         link = self._current(started)
         if link is None:
@@ -145,14 +146,14 @@ class NixlTransport:
             for batch in batches:
                 act(link, batch, until)
             in_order = True
-        except AgentFailed:
+        except NixlAgentFailed:
             self._breaker.failed(started, self._clock.now())
         finally:
             del link  # or it would outlive its agent's end
             if not in_order:
                 self._drop()
 
-    def _current(self, now: Nanos) -> "_Link | None":
+    def _current(self, now: Nanos) -> "_NixlConnection | None":
         """The link; None while there is none, which this call may begin to mend."""
         if self._link is None and not self._closed and not self._opening and self._breaker.allows(now):
             self._opening = True
@@ -163,8 +164,8 @@ class NixlTransport:
         deadline = Nanos(started + REOPENING)
         try:
             offer = self._renew(deadline)
-            link = None if offer is None else _Link(offer, self._make_agent, self._clock, deadline)
-        except (AgentFailed, StoreError, ValueError):  # the last of a control plane that was closed meanwhile
+            link = None if offer is None else _NixlConnection(offer, self._make_agent, self._clock, deadline)
+        except (NixlAgentFailed, StoreError, ValueError):  # the last of a control plane that was closed meanwhile
             link = None
         with self._turn:
             self._opening = False
@@ -187,7 +188,7 @@ class NixlTransport:
         return parts
 
 
-class _Work:
+class _NixlTransfer:
     """Blocks on their way, and what has come of them."""
 
     def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
@@ -208,8 +209,8 @@ class _Work:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def chosen(self, indices: list[int]) -> "_Work":
-        return _Work([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
+    def chosen(self, indices: list[int]) -> "_NixlTransfer":
+        return _NixlTransfer([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
 
     def sum_up(self, chunk: range, begun: threading.Event | None = None) -> None:
         """Find out which checksums of a chunk are right; `begun` is set when nothing of Python's is needed for a while."""
@@ -226,13 +227,13 @@ class _Work:
             yield range(start, min(start + step, len(self)))
 
 
-_Act = Callable[["_Link", _Work, Nanos], None]
+_Act = Callable[["_NixlConnection", _NixlTransfer, Nanos], None]
 
 
-class _Link:
-    """An agent and its peer. All methods raise `AgentFailed`; then only `close` is left."""
+class _NixlConnection:
+    """An agent and its peer. All methods raise `NixlAgentFailed`; then only `close` is left."""
 
-    def __init__(self, offer: NixlOffer, make_agent: Callable[[str], Agent], clock: Clock, deadline: Nanos):
+    def __init__(self, offer: NixlOffer, make_agent: Callable[[str], NixlAgent], clock: Clock, deadline: Nanos):
         self._offer = offer
         self._clock = clock
         self._agent = make_agent(f"kvstore-client-{uuid.uuid4().hex}")
@@ -247,13 +248,13 @@ class _Link:
             self._agent.close()
             raise
 
-    def register(self, work: _Work) -> int:
+    def register(self, work: _NixlTransfer) -> int:
         return self._agent.register(joined(work.local))
 
     def deregister(self, registered: int) -> None:
         self._agent.deregister(registered)
 
-    def start(self, way: Way, work: _Work, chunk: range) -> int:
+    def start(self, way: TransferDirection, work: _NixlTransfer, chunk: range) -> int:
         parts = slice(work.starts[chunk.start], work.starts[chunk.stop])
         remote = work.remote[parts].copy()
         remote[:, 0] += np.uint64(self._offer.blocks)
@@ -264,7 +265,7 @@ class _Link:
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)
         remote[:, 0] = np.uint64(self._offer.stamps) + pages * np.uint64(STAMP_BYTES)
-        self.wait(self._agent.start(Way.READ, self._into[: len(slots)], remote, self._peer), until)
+        self.wait(self._agent.start(TransferDirection.READ, self._into[: len(slots)], remote, self._peer), until)
         generations = np.array([slot.generation for slot in slots], dtype=np.uint64)
         return [bool(each) for each in self._stamps[: len(slots)] == generations]
 
@@ -277,7 +278,7 @@ class _Link:
                 continue
             now = self._clock.now()
             if now >= until:
-                raise AgentFailed("the deadline has passed")
+                raise NixlAgentFailed("the deadline has passed")
             if nudge_at is None:
                 nudge_at = Nanos(now + NUDGE_AFTER)
             elif now >= nudge_at:
@@ -289,10 +290,10 @@ class _Link:
         self._agent.close()
 
 
-def _get(link: _Link, work: _Work, until: Nanos) -> None:
+def _get(link: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = link.register(work)
     with ThreadPoolExecutor(1, "kvstore-checksums") as helper:  # on one host this thread is the one that copies
-        for arrived in _moved(link, Way.READ, work, until):
+        for arrived in _moved(link, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()
                 helper.submit(work.sum_up, arrived, begun)
@@ -305,13 +306,13 @@ def _get(link: _Link, work: _Work, until: Nanos) -> None:
     link.deregister(registered)
 
 
-def _put(link: _Link, work: _Work, until: Nanos) -> None:
+def _put(link: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     held = [index for index, is_held in enumerate(link.holds(work.slots, until)) if is_held]
     if not held:
         return
     writing = work if len(held) == len(work) else work.chosen(held)
     registered = link.register(writing)
-    for _ in _moved(link, Way.WRITE, writing, until):
+    for _ in _moved(link, TransferDirection.WRITE, writing, until):
         pass
     for index, is_held in zip(held, link.holds(writing.slots, until), strict=True):
         if is_held:
@@ -319,7 +320,7 @@ def _put(link: _Link, work: _Work, until: Nanos) -> None:
     link.deregister(registered)
 
 
-def _moved(link: _Link, way: Way, work: _Work, until: Nanos) -> Iterator[range]:
+def _moved(link: _NixlConnection, way: TransferDirection, work: _NixlTransfer, until: Nanos) -> Iterator[range]:
     """Chunk after chunk, as they arrive, the next one being on its way already."""
     before: tuple[int, range] | None = None
     for chunk in work.chunks():

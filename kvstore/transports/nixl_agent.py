@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 BACKEND = "UCX"
 
 
-class AgentFailed(Exception):
+class NixlAgentFailed(Exception):
     """The agent, the way to its peer, or the peer: nothing more can be had from it. Close it."""
 
 
-class Memory(StrEnum):
+class NixlMemoryKind(StrEnum):
     """Where registered bytes lie."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"
 
 
-class Way(StrEnum):
+class TransferDirection(StrEnum):
     """Of a transfer, seen from who starts it."""
 
     READ = "READ"
@@ -59,8 +59,8 @@ def joined(table: Spans) -> Spans:
     return found
 
 
-class Agent:
-    """One end of NIXL. Not for several threads at a time. All methods raise `AgentFailed`."""
+class NixlAgent:
+    """One end of NIXL. Not for several threads at a time. All methods raise `NixlAgentFailed`."""
 
     def __init__(self, name: str):
         """Takes half a second: UCX looks at all the devices of the machine."""
@@ -68,7 +68,7 @@ class Agent:
             api = importlib.import_module("nixl._api")
             bindings = importlib.import_module("nixl._bindings")
         except ImportError as error:
-            raise AgentFailed(f"nixl cannot be imported: {error}; `fleet doctor` says more") from error
+            raise NixlAgentFailed(f"nixl cannot be imported: {error}; `fleet doctor` says more") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._failures = tuple(
             kind for _, kind in inspect.getmembers(bindings, inspect.isclass) if issubclass(kind, Exception)
@@ -77,7 +77,7 @@ class Agent:
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])  # it would spin
             self._agent = api.nixl_agent(name, config)
         if BACKEND not in self._agent.backends:
-            raise AgentFailed("nixl has no UCX plugin here; `fleet doctor` says more")
+            raise NixlAgentFailed("nixl has no UCX plugin here; `fleet doctor` says more")
         self._transfers: dict[int, Any] = {}
         self._registered: dict[int, Any] = {}
         self._numbers = itertools.count()
@@ -88,7 +88,7 @@ class Agent:
         with self._translated():
             return bytes(self._agent.get_agent_metadata())
 
-    def register(self, table: Spans, memory: Memory = Memory.DRAM) -> int:
+    def register(self, table: Spans, memory: NixlMemoryKind = NixlMemoryKind.DRAM) -> int:
         """Make memory usable in transfers, until `deregister` of the number that is returned."""
         number = next(self._numbers)
         with self._translated():
@@ -106,7 +106,14 @@ class Agent:
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
-    def start(self, way: Way, local: Spans, remote: Spans, peer: str, memory: Memory = Memory.DRAM) -> int:
+    def start(
+        self,
+        way: TransferDirection,
+        local: Spans,
+        remote: Spans,
+        peer: str,
+        memory: NixlMemoryKind = NixlMemoryKind.DRAM,
+    ) -> int:
         """Begin a transfer between as many spans on both sides, pairwise of one length; the peer's are in its DRAM.
 
         Where both processes are on one host, the bytes may be there when it returns. Returns the transfer's number.
@@ -116,11 +123,11 @@ class Agent:
             self._transfers[number] = self._agent.initialize_xfer(
                 way,
                 self._agent.get_xfer_descs(local, memory),
-                self._agent.get_xfer_descs(remote, Memory.DRAM),
+                self._agent.get_xfer_descs(remote, NixlMemoryKind.DRAM),
                 peer,
             )
             if self._agent.transfer(self._transfers[number]) == "ERR":
-                raise AgentFailed("a transfer failed at its start")
+                raise NixlAgentFailed("a transfer failed at its start")
         return number
 
     def is_done(self, transfer: int) -> bool:
@@ -130,7 +137,7 @@ class Agent:
             if state == "PROC":
                 return False
             if state != "DONE":
-                raise AgentFailed("a transfer failed")
+                raise NixlAgentFailed("a transfer failed")
             self._agent.release_xfer_handle(self._transfers.pop(transfer))
         return True
 
@@ -166,4 +173,4 @@ class _Translated:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, self._failures):
-            raise AgentFailed(str(error) or type(error).__name__) from error
+            raise NixlAgentFailed(str(error) or type(error).__name__) from error

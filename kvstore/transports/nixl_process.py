@@ -16,7 +16,7 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.shared_memory import Mapping
 from kvstore.transports.nixl import NixlOffer
-from kvstore.transports.nixl_agent import Agent, spans
+from kvstore.transports.nixl_agent import NixlAgent, spans
 
 IDLE_SECONDS = 0.01
 """Between two looks while nobody needs this process's help to move bytes: 1 % of a core. A client that connects waits that
@@ -33,7 +33,7 @@ def serve(pool: int, capacity_bytes: int) -> None:
     answer = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # what NIXL and UCX print is no answer
     mapping = Mapping(pool, capacity_bytes)
-    agent = Agent(f"kvstore-node-{uuid.uuid4().hex}")
+    agent = NixlAgent(f"kvstore-node-{uuid.uuid4().hex}")
     both = [(int(each.__array_interface__["data"][0]), each.nbytes) for each in (mapping.bytes, mapping.stamps)]
     agent.register(spans(both))
     with os.fdopen(answer, "wb") as out:

@@ -19,9 +19,9 @@ from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces, pieces
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable, reason
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, SLOT, AnySlots, BlockOutcome, Fetched, Slot, Slots
+from kvstore.messages import GONE, SLOT, AnySlots, BlockOutcome, FetchResult, Slot, Slots
 from kvstore.native import checksums
-from kvstore.shares import Share
+from kvstore.shares import RankShard
 from kvstore.sockets import OUT_OF_FILES, connect
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
 from kvstore.transports.summing import told
@@ -77,8 +77,8 @@ class SharedMemoryTransport:
             for slot, each in put
         ]
 
-    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
-        def move(packed: bytes, parts: list[ByteArray]) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
+        def move(packed: bytes, parts: list[ByteArray]) -> list[FetchResult]:
             memory = self._mapping
             codes, sums = checksums.put_blocks(
                 memory.bytes, memory.stamps, PAGE_BYTES, packed, self._block_bytes, parts
@@ -87,14 +87,16 @@ class SharedMemoryTransport:
 
         return self._move(slots, blocks, deadline, move, GONE)
 
-    def get_share(
-        self, slots: AnySlots, share: Share, into: Sequence[MutableBlock], deadline: Nanos
+    def get_shard(
+        self, slots: AnySlots, share: RankShard, into: Sequence[MutableBlock], deadline: Nanos
     ) -> list[BlockOutcome]:
         """As `get`, of what one rank holds of each block; all of the block is verified."""
         assert len(slots) == len(into), (len(slots), len(into))
         return [self._get_share(slot, share, pieces(each), deadline) for slot, each in zip(slots, into, strict=True)]
 
-    def put_share(self, slots: AnySlots, share: Share, blocks: Sequence[Block], deadline: Nanos) -> list[int | None]:
+    def put_shard(
+        self, slots: AnySlots, share: RankShard, blocks: Sequence[Block], deadline: Nanos
+    ) -> list[int | None]:
         """Write what one rank holds of blocks into reserved slots: what it adds to their checksums.
 
         None for a block that was not written: its place is another's by now, or it is too late.
@@ -105,7 +107,7 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Nothing to do: the mapping goes with its last user, which may be a thread that still copies."""
 
-    def _get_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
+    def _get_share(self, slot: Slot, share: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
         if place is None:
             return BlockOutcome.GONE
@@ -114,7 +116,7 @@ class SharedMemoryTransport:
             return BlockOutcome.MOVED
         return BlockOutcome.CORRUPT if self._mapping.holds(slot) else BlockOutcome.GONE
 
-    def _put_share(self, slot: Slot, share: Share, parts: list[ByteArray], deadline: Nanos) -> int | None:
+    def _put_share(self, slot: Slot, share: RankShard, parts: list[ByteArray], deadline: Nanos) -> int | None:
         place = self._place(slot, deadline)
         if place is None:
             return None

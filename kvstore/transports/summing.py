@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
-from kvstore.messages import GONE, AnySlots, BlockOutcome, Fetched, Slot
+from kvstore.messages import GONE, AnySlots, BlockOutcome, FetchResult, Slot
 
 MOVED = BlockOutcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
 
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
-def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
     """`Transport.put_summing`, out of `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
@@ -20,8 +20,8 @@ def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: 
     return [told(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
 
 
-def told(outcome: BlockOutcome, checksum: int) -> Fetched:
+def told(outcome: BlockOutcome, checksum: int) -> FetchResult:
     """What came of one block, with its checksum if it was moved."""
     if outcome is MOVED:
-        return Fetched(outcome, checksum)
-    return GONE if outcome is GONE.outcome else Fetched(outcome)
+        return FetchResult(outcome, checksum)
+    return GONE if outcome is GONE.outcome else FetchResult(outcome)

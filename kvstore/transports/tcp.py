@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from kvstore.addresses import host_port
-from kvstore.breaker import Breaker
+from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import AnySlots, BlockOutcome, Fetched, Slot
-from kvstore.runs import Run
-from kvstore.transports.authentication import Key, Side, nonce
+from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
+from kvstore.runs import BufferRun
+from kvstore.transports.authentication import AuthenticationKey, ProofSide, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
     ENTRY,
@@ -28,8 +28,8 @@ from kvstore.transports.frames import (
     REQUEST,
     VERDICT,
     WINDOW,
-    Operation,
-    Status,
+    DataPlaneOperation,
+    DataPlaneStatus,
 )
 from kvstore.transports.summing import summed_before
 
@@ -40,7 +40,11 @@ CHUNK_BYTES = 4 << 20  # received at a time, and summed up while they are still 
 
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_RCVTIMEO wants them
 
-OUTCOMES = {Status.DONE: BlockOutcome.MOVED, Status.GONE: BlockOutcome.GONE, Status.CORRUPT: BlockOutcome.CORRUPT}
+OUTCOMES = {
+    DataPlaneStatus.DONE: BlockOutcome.MOVED,
+    DataPlaneStatus.GONE: BlockOutcome.GONE,
+    DataPlaneStatus.CORRUPT: BlockOutcome.CORRUPT,
+}
 
 Each = TypeVar("Each")
 
@@ -49,7 +53,13 @@ class TcpTransport:
     """See `kvstore.ports.Transport`. Connections that break are replaced by the next calls, as far as a breaker lets them."""
 
     def __init__(
-        self, address: str, digest: bytes, block_bytes: int, clock: Clock, deadline: Nanos, key: Key | None = None
+        self,
+        address: str,
+        digest: bytes,
+        block_bytes: int,
+        clock: Clock,
+        deadline: Nanos,
+        key: AuthenticationKey | None = None,
     ):
         """Connects and binds to the namespace.
 
@@ -70,7 +80,7 @@ class TcpTransport:
         self._block_bytes = block_bytes
         self._clock = clock
         self._key = key
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._room = threading.Semaphore(CONNECTIONS)
         self._guard = threading.Lock()  # of what follows
         self._closed = False
@@ -78,12 +88,12 @@ class TcpTransport:
         self._idle = [self._open(deadline)]
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
-        return self._exchange(Operation.GET, slots, [self._pieces(block) for block in into], deadline)
+        return self._exchange(DataPlaneOperation.GET, slots, [self._pieces(block) for block in into], deadline)
 
     def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
-        return self._exchange(Operation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
+        return self._exchange(DataPlaneOperation.PUT, slots, [self._pieces(block) for block in blocks], deadline)
 
-    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[Fetched]:
+    def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
         return summed_before(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
@@ -97,15 +107,15 @@ class TcpTransport:
                 self._idle.pop().close()
 
     def _exchange(
-        self, operation: Operation, slots: AnySlots, blocks: Sequence[list[ByteArray]], deadline: Nanos
+        self, operation: DataPlaneOperation, slots: AnySlots, blocks: Sequence[list[ByteArray]], deadline: Nanos
     ) -> list[BlockOutcome]:
-        work = [_Moving(slot, parts) for slot, parts in zip(slots, blocks, strict=True)]
+        work = [_BlockTransfer(slot, parts) for slot, parts in zip(slots, blocks, strict=True)]
         left = seconds(deadline - self._clock.now())
         if left > 0 and self._room.acquire(timeout=left):
             try:
                 with self._connection(deadline) as connection:
                     if connection is not None:
-                        _pipeline(operation, work, _Wire(connection, self._clock, deadline))
+                        _pipeline(operation, work, _DataPlaneSocket(connection, self._clock, deadline))
             finally:
                 self._room.release()
         return [each.outcome for each in work]
@@ -163,35 +173,35 @@ class TcpTransport:
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
                 connection.settimeout(None)  # the system keeps the time from now on
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._introduce(_Wire(connection, self._clock, deadline))
+                self._introduce(_DataPlaneSocket(connection, self._clock, deadline))
                 undo.pop_all()
                 return connection
         except (OSError, ValueError) as error:
             raise StoreUnreachable(f"no data plane at {self._host}:{self._port}: {error}") from error
 
-    def _introduce(self, wire: "_Wire") -> None:
+    def _introduce(self, wire: "_DataPlaneSocket") -> None:
         mine = nonce()
-        wire.send([OPENING.pack(MAGIC, Operation.OPEN, self._digest, mine)])
+        wire.send([OPENING.pack(MAGIC, DataPlaneOperation.OPEN, self._digest, mine)])
         magic, status, theirs = CHALLENGE.unpack(wire.read(CHALLENGE.size))
         if magic != MAGIC:
             raise ValueError("that is not a store node")
-        if status == Status.AUTHENTICATE:
+        if status == DataPlaneStatus.AUTHENTICATE:
             if self._key is None:
                 raise StoreUnreachable(
                     f"{self._host}:{self._port} asks for a proof: set this client's secret to the node's"
                 )
             words = (self._digest, mine, theirs)
-            wire.send([self._key.proof(Side.CLIENT, *words)])
+            wire.send([self._key.proof(ProofSide.CLIENT, *words)])
             magic, status, proof = VERDICT.unpack(wire.read(VERDICT.size))
-            if magic != MAGIC or status == Status.REFUSED:
+            if magic != MAGIC or status == DataPlaneStatus.REFUSED:
                 raise StoreUnreachable(f"{self._host}:{self._port} has another secret than this client")
-            if not self._key.proves(proof, Side.NODE, *words):
+            if not self._key.proves(proof, ProofSide.NODE, *words):
                 raise StoreUnreachable(f"{self._host}:{self._port} is not the node: it does not prove the secret")
         elif self._key is not None:
             raise StoreUnreachable(f"{self._host}:{self._port} proves nothing: set the node's secret to this client's")
-        if status == Status.UNKNOWN:
+        if status == DataPlaneStatus.UNKNOWN:
             raise NamespaceUnknown(self._digest)
-        if status != Status.DONE:
+        if status != DataPlaneStatus.DONE:
             raise ValueError(f"an answer of status {status}")
 
     def _pieces(self, block: Block) -> list[ByteArray]:
@@ -200,7 +210,7 @@ class TcpTransport:
         return parts
 
 
-class _Moving:
+class _BlockTransfer:
     """A block on its way, and what has come of it."""
 
     def __init__(self, slot: Slot, parts: list[ByteArray]):
@@ -209,7 +219,7 @@ class _Moving:
         self.outcome = BlockOutcome.GONE
 
 
-class _Wire:
+class _DataPlaneSocket:
     """A connection, for as long as a deadline allows. Raises OSError when it breaks, ValueError when it talks nonsense."""
 
     def __init__(self, connection: socket.socket, clock: Clock, deadline: Nanos):
@@ -218,13 +228,13 @@ class _Wire:
         self._deadline = deadline
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        run = Run(memoryview(buffer) for buffer in buffers)
+        run = BufferRun(memoryview(buffer) for buffer in buffers)
         while run.left:
             self._limit(socket.SO_SNDTIMEO)
             run.advance(self._connection.sendmsg(run.front(run.left)))
 
     def receive(self, buffers: Sequence[memoryview]) -> None:
-        run = Run(buffers)
+        run = BufferRun(buffers)
         while run.left:
             self._limit(socket.SO_RCVTIMEO)
             count = self._connection.recvmsg_into(run.front(run.left), 0, socket.MSG_WAITALL)[0]
@@ -246,9 +256,9 @@ class _Wire:
         )
 
 
-def _pipeline(operation: Operation, work: list[_Moving], wire: _Wire) -> None:
+def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
     """Notes the outcome of each block that was dealt with before the connection broke, if it did."""
-    waiting: list[_Moving] = []
+    waiting: list[_BlockTransfer] = []
     for window in _cut(work, WINDOW):
         _ask(operation, window, wire)
         if waiting:  # one request ahead of the replies
@@ -257,22 +267,22 @@ def _pipeline(operation: Operation, work: list[_Moving], wire: _Wire) -> None:
     _answer(operation, waiting, wire)
 
 
-def _ask(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
+def _ask(operation: DataPlaneOperation, window: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
     heads = [ENTRY.pack(each.slot.offset, each.slot.generation, each.slot.crc32c) for each in window]
-    bodies = [part.data for each in window for part in each.parts] if operation is Operation.PUT else []
+    bodies = [part.data for each in window for part in each.parts] if operation is DataPlaneOperation.PUT else []
     wire.send([b"".join([REQUEST.pack(MAGIC, operation, len(window)), *heads]), *bodies])
 
 
-def _answer(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
+def _answer(operation: DataPlaneOperation, window: list[_BlockTransfer], wire: _DataPlaneSocket) -> None:
     reply = wire.read(REPLY.size + len(window))
     if REPLY.unpack_from(reply) != (MAGIC, len(window)):
         raise ValueError("that is not the reply to the request")
     statuses = [_status(each) for each in reply[REPLY.size :]]
-    if operation is Operation.PUT:
+    if operation is DataPlaneOperation.PUT:
         for each, status in zip(window, statuses, strict=True):
             each.outcome = OUTCOMES[status]
         return
-    coming = [each for each, status in zip(window, statuses, strict=True) if status is Status.DONE]
+    coming = [each for each, status in zip(window, statuses, strict=True) if status is DataPlaneStatus.DONE]
     for chunk in _cut(coming, max(1, CHUNK_BYTES // size_of(window[0].parts))):
         wire.receive([part.data for each in chunk for part in each.parts])
         for each in chunk:
@@ -280,12 +290,12 @@ def _answer(operation: Operation, window: list[_Moving], wire: _Wire) -> None:
                 each.outcome = BlockOutcome.MOVED
     after = [_status(each) for each in wire.read(len(window))]
     for each, *held in zip(window, statuses, after, strict=True):
-        if each.outcome is not BlockOutcome.MOVED and held == [Status.DONE, Status.DONE]:
+        if each.outcome is not BlockOutcome.MOVED and held == [DataPlaneStatus.DONE, DataPlaneStatus.DONE]:
             each.outcome = BlockOutcome.CORRUPT  # although the place was still that block's
 
 
-def _status(value: int) -> Status:
-    status = Status(value)
+def _status(value: int) -> DataPlaneStatus:
+    status = DataPlaneStatus(value)
     if status not in OUTCOMES:
         raise ValueError(f"status {status.name} in a reply")
     return status

@@ -25,11 +25,11 @@ from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.machine import BlockMachine
 from kvstore.messages import Slot
-from kvstore.newcomers import Newcomers
+from kvstore.newcomers import UnprovenConnections
 from kvstore.ports import MemoryTier
-from kvstore.runs import Run
+from kvstore.runs import BufferRun
 from kvstore.sockets import OUT_OF_FILES
-from kvstore.transports.authentication import PROOF_BYTES, Key, Side, nonce
+from kvstore.transports.authentication import PROOF_BYTES, AuthenticationKey, ProofSide, nonce
 from kvstore.transports.frames import (
     CHALLENGE,
     ENTRY,
@@ -39,8 +39,8 @@ from kvstore.transports.frames import (
     REQUEST,
     VERDICT,
     WINDOW,
-    Operation,
-    Status,
+    DataPlaneOperation,
+    DataPlaneStatus,
 )
 
 STALLED = Nanos(10 * SECOND)
@@ -58,7 +58,7 @@ SCRATCH_BYTES = 1 << 18
 LOW_WATER_BYTES = 1 << 18  # of a body, received at a time if that much is still to come
 
 
-class Ready(Enum):
+class SocketReadiness(Enum):
     """What a connection waits for."""
 
     TO_READ = auto()
@@ -66,13 +66,13 @@ class Ready(Enum):
 
 
 Result = TypeVar("Result")
-Steps = Generator[Ready, None, Result]
+Steps = Generator[SocketReadiness, None, Result]
 
 
-class DataPlane:
+class DataPlaneServer:
     """Serves blocks to other hosts."""
 
-    def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock, key: Key | None = None):
+    def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock, key: AuthenticationKey | None = None):
         """Serves from `listen` on.
 
         Args:
@@ -85,10 +85,10 @@ class DataPlane:
         self.tier = tier
         self.clock = clock
         self.key = key
-        self.connections: set[Connection] = set()
+        self.connections: set[DataPlaneConnection] = set()
         self.refused = 0  # clients that could not prove the key
         self.crowded_out = 0  # newcomers that gave way to the next before they had proven anything
-        self._newcomers: Newcomers[Connection] = Newcomers(NEWCOMERS)
+        self._newcomers: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(NEWCOMERS)
         self._listener: socket.socket | None = None
         self._accepts = False
 
@@ -145,7 +145,7 @@ class DataPlane:
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(self, accepted, asyncio.get_running_loop())
+        connection = DataPlaneConnection(self, accepted, asyncio.get_running_loop())
         self.connections.add(connection)
         crowded_out = self._newcomers.add(connection, address[0])
         if crowded_out is not None:
@@ -153,28 +153,28 @@ class DataPlane:
             crowded_out.cut()
         connection.proceed()
 
-    def admit(self, connection: "Connection") -> bool:
+    def admit(self, connection: "DataPlaneConnection") -> bool:
         """Take a newcomer among the proven connections; False where there are as many as may be."""
         if len(self.connections) - len(self._newcomers) >= CONNECTIONS:
             return False
         self._newcomers.discard(connection)
         return True
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: "DataPlaneConnection") -> None:
         """Count a connection no more, since it is over."""
         self.connections.discard(connection)
         self._newcomers.discard(connection)
 
 
-class Connection:
+class DataPlaneConnection:
     """One client."""
 
-    def __init__(self, plane: DataPlane, accepted: socket.socket, loop: asyncio.AbstractEventLoop):
+    def __init__(self, plane: DataPlaneServer, accepted: socket.socket, loop: asyncio.AbstractEventLoop):
         self._plane = plane
         self._socket = accepted
         self._loop = loop
         self._conversation = self._serve()
-        self._waits_for: Ready | None = None
+        self._waits_for: SocketReadiness | None = None
         self._turn = 0  # bytes moved since the others had theirs
         self._scratch: bytearray | None = None
         self._low_water = 1
@@ -201,14 +201,14 @@ class Connection:
         self._conversation.close()
         self._socket.close()
 
-    def _wait_for(self, ready: Ready | None) -> None:
-        if self._waits_for is Ready.TO_READ:
+    def _wait_for(self, ready: SocketReadiness | None) -> None:
+        if self._waits_for is SocketReadiness.TO_READ:
             self._loop.remove_reader(self._socket)
-        elif self._waits_for is Ready.TO_WRITE:
+        elif self._waits_for is SocketReadiness.TO_WRITE:
             self._loop.remove_writer(self._socket)
-        if ready is Ready.TO_READ:
+        if ready is SocketReadiness.TO_READ:
             self._loop.add_reader(self._socket, self.proceed)
-        elif ready is Ready.TO_WRITE:
+        elif ready is SocketReadiness.TO_WRITE:
             self._loop.add_writer(self._socket, self.proceed)
         self._waits_for = ready
 
@@ -216,7 +216,7 @@ class Connection:
 
     def _serve(self) -> Steps[None]:
         _, operation, digest, theirs = OPENING.unpack((yield from self._frame(OPENING.size)))
-        if operation != Operation.OPEN:
+        if operation != DataPlaneOperation.OPEN:
             raise ValueError("that is not a client")
         if not (yield from self._open(digest, theirs)):
             return
@@ -228,9 +228,9 @@ class Connection:
                 raise ValueError("that is not a request")
             entries = yield from self._read(ENTRY.size * count)
             slots = [Slot(*entry) for entry in ENTRY.iter_unpack(entries)]
-            if operation == Operation.GET:
+            if operation == DataPlaneOperation.GET:
                 yield from self._get(digest, slots)
-            elif operation == Operation.PUT:
+            elif operation == DataPlaneOperation.PUT:
                 yield from self._put(digest, slots, block_bytes)
             else:
                 raise ValueError(f"no operation {operation}")
@@ -240,45 +240,49 @@ class Connection:
         key, mine = self._plane.key, nonce()
         if key is None:
             status = self._namespace_status(digest)
-            if status is Status.DONE and not self._plane.admit(self):
+            if status is DataPlaneStatus.DONE and not self._plane.admit(self):
                 return False
             yield from self._write(CHALLENGE.pack(MAGIC, status, mine))
-            return status is Status.DONE
-        yield from self._write(CHALLENGE.pack(MAGIC, Status.AUTHENTICATE, mine))
+            return status is DataPlaneStatus.DONE
+        yield from self._write(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, mine))
         words = (digest, theirs, mine)
         proof = yield from self._read(PROOF_BYTES)
-        if not key.proves(proof, Side.CLIENT, *words):
+        if not key.proves(proof, ProofSide.CLIENT, *words):
             self._plane.refused += 1
-            yield from self._write(VERDICT.pack(MAGIC, Status.REFUSED, bytes(PROOF_BYTES)))
+            yield from self._write(VERDICT.pack(MAGIC, DataPlaneStatus.REFUSED, bytes(PROOF_BYTES)))
             return False
         if not self._plane.admit(self):
             return False
         status = self._namespace_status(digest)
-        yield from self._write(VERDICT.pack(MAGIC, status, key.proof(Side.NODE, *words)))
-        return status is Status.DONE
+        yield from self._write(VERDICT.pack(MAGIC, status, key.proof(ProofSide.NODE, *words)))
+        return status is DataPlaneStatus.DONE
 
-    def _namespace_status(self, digest: bytes) -> Status:
+    def _namespace_status(self, digest: bytes) -> DataPlaneStatus:
         try:
             self._plane.machine.namespace(digest)
         except NamespaceUnknown:
-            return Status.UNKNOWN
-        return Status.DONE
+            return DataPlaneStatus.UNKNOWN
+        return DataPlaneStatus.DONE
 
     def _get(self, digest: bytes, slots: list[Slot]) -> Steps[None]:
         addresses = [self._plane.machine.readable(digest, slot) for slot in slots]
-        statuses = bytes(Status.GONE if address is None else Status.DONE for address in addresses)
+        statuses = bytes(DataPlaneStatus.GONE if address is None else DataPlaneStatus.DONE for address in addresses)
         bodies = [self._plane.tier.view(address).data for address in addresses if address is not None]
-        yield from self._send(Run([memoryview(REPLY.pack(MAGIC, len(slots)) + statuses), *bodies]))
+        yield from self._send(BufferRun([memoryview(REPLY.pack(MAGIC, len(slots)) + statuses), *bodies]))
         after = (self._plane.machine.readable(digest, slot) for slot in slots)
-        yield from self._write(bytes(Status.GONE if address is None else Status.DONE for address in after))
+        yield from self._write(
+            bytes(DataPlaneStatus.GONE if address is None else DataPlaneStatus.DONE for address in after)
+        )
 
     def _put(self, digest: bytes, slots: list[Slot], block_bytes: int) -> Steps[None]:
-        coming = deque(_Coming(slot) for slot in slots)
+        coming = deque(_IncomingBlock(slot) for slot in slots)
         statuses = bytearray()
         left = len(coming) * block_bytes
         while coming:
             self._wake_at(min(left, LOW_WATER_BYTES))
-            count = yield from self._attempt(Ready.TO_READ, lambda: self._receive(digest, coming, block_bytes))
+            count = yield from self._attempt(
+                SocketReadiness.TO_READ, lambda: self._receive(digest, coming, block_bytes)
+            )
             left -= count
             while count:
                 first = coming[0]
@@ -290,7 +294,7 @@ class Connection:
         self._wake_at(1)
         yield from self._write(REPLY.pack(MAGIC, len(slots)) + statuses)
 
-    def _receive(self, digest: bytes, coming: "deque[_Coming]", block_bytes: int) -> int:
+    def _receive(self, digest: bytes, coming: "deque[_IncomingBlock]", block_bytes: int) -> int:
         """Straight into the pool, as long as the reservations last; what has no place to go is read and forgotten."""
         views: list[memoryview] = []
         room = TURN_BYTES
@@ -313,12 +317,12 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
 
-    def _judge(self, digest: bytes, block: "_Coming") -> Status:
+    def _judge(self, digest: bytes, block: "_IncomingBlock") -> DataPlaneStatus:
         address = self._plane.machine.writable(digest, block.slot) if block.whole else None
         if address is None:
-            return Status.GONE
+            return DataPlaneStatus.GONE
         right = crc32c([self._plane.tier.view(address)]) == block.slot.crc32c
-        return Status.DONE if right else Status.CORRUPT
+        return DataPlaneStatus.DONE if right else DataPlaneStatus.CORRUPT
 
     # Its steps
 
@@ -333,19 +337,27 @@ class Connection:
 
     def _read(self, size: int) -> Steps[bytes]:
         into = bytearray(size)
-        run = Run([memoryview(into)])
+        run = BufferRun([memoryview(into)])
         while run.left:
-            run.advance((yield from self._attempt(Ready.TO_READ, lambda: self._socket.recv_into(run.front(size)[0]))))
+            run.advance(
+                (yield from self._attempt(SocketReadiness.TO_READ, lambda: self._socket.recv_into(run.front(size)[0])))
+            )
         return bytes(into)
 
     def _write(self, data: bytes) -> Steps[None]:
-        yield from self._send(Run([memoryview(data)]))
+        yield from self._send(BufferRun([memoryview(data)]))
 
-    def _send(self, run: Run) -> Steps[None]:
+    def _send(self, run: BufferRun) -> Steps[None]:
         while run.left:
-            run.advance((yield from self._attempt(Ready.TO_WRITE, lambda: self._socket.sendmsg(run.front(TURN_BYTES)))))
+            run.advance(
+                (
+                    yield from self._attempt(
+                        SocketReadiness.TO_WRITE, lambda: self._socket.sendmsg(run.front(TURN_BYTES))
+                    )
+                )
+            )
 
-    def _attempt(self, ready: Ready, act: Callable[[], int]) -> Steps[int]:
+    def _attempt(self, ready: SocketReadiness, act: Callable[[], int]) -> Steps[int]:
         """How many bytes `act` has moved, which is called when the socket is ready, and again until it moves some."""
         if self._turn >= TURN_BYTES:
             yield ready
@@ -362,7 +374,7 @@ class Connection:
             return count
 
 
-class _Coming:
+class _IncomingBlock:
     """A block of a PUT, as far as it has arrived."""
 
     def __init__(self, slot: Slot):

@@ -11,7 +11,7 @@ from kvstore.clock import Nanos
 from kvstore.codecs.measure import CodecFigures, measure
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import StoreNotStarted
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from loadtests.absent import SystemUnavailable
 from loadtests.kvstore.contest import BenchmarkLine, LineDirection
 from loadtests.kvstore.memory_lines import speed
@@ -19,7 +19,7 @@ from loadtests.kvstore.peers.roster import GIGABYTE, ComparedSystems
 from loadtests.kvstore.plan import BenchmarkPlan
 
 LAYERS, HEADS, TOKENS, ELEMENTS = 32, 8, 16, 256  # 16 tokens of an 8B model with 8 KV heads: 2 MiB
-NAMESPACE = Namespace(
+NAMESPACE = KvNamespace(
     model="bench-codecs",
     revision="r1",
     dtype="bfloat16",

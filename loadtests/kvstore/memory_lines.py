@@ -18,10 +18,10 @@ from typing import cast
 
 import numpy as np
 
-from kvstore.block import ChainHash, chain
+from kvstore.block import BlockHash, chain
 from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import Address, BlockKey
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from loadtests.kvstore.contest import BenchmarkLine, Contestant, LineDirection
@@ -50,9 +50,9 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
         yield found
 
 
-def named(block_bytes: int, model: str = "bench") -> Namespace:
+def named(block_bytes: int, model: str = "bench") -> KvNamespace:
     """A namespace of blocks of that size."""
-    return Namespace(
+    return KvNamespace(
         model=f"{model}-{block_bytes}",
         revision="r1",
         dtype="bfloat16",
@@ -64,7 +64,7 @@ def named(block_bytes: int, model: str = "bench") -> Namespace:
     )
 
 
-def chains(blocks: int) -> Iterator[list[ChainHash]]:
+def chains(blocks: int) -> Iterator[list[BlockHash]]:
     """New chains of that many blocks, for ever."""
     for number in itertools.count():
         tokens = np.arange(blocks * BLOCK_TOKENS, dtype=np.uint32)
@@ -141,7 +141,7 @@ class _MemoryContestants:
         self._blocks = blocks
         self._total = block_bytes * blocks
         self._chains = chains(blocks)
-        self._opened: tuple[ByteArray, ByteArray, StoreClient, list[ChainHash]] | None = None
+        self._opened: tuple[ByteArray, ByteArray, StoreClient, list[BlockHash]] | None = None
 
     def memcpy(self, *, fresh: bool) -> Contestant:
         def run() -> float:
@@ -202,7 +202,7 @@ class _MemoryContestants:
 
         return run
 
-    def _open(self) -> tuple[ByteArray, ByteArray, StoreClient, list[ChainHash]]:
+    def _open(self) -> tuple[ByteArray, ByteArray, StoreClient, list[BlockHash]]:
         if self._opened is None:
             source = content(self._block_bytes, self._blocks)
             client = StoreClient.connect(

@@ -40,7 +40,7 @@ from fleet.roles import KvPath, Phase, Role
 from fleet.work import Progress, Start
 from kvstore.block import chain
 from kvstore.client import StoreClient
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import Stats
 from loadtests import host
 from loadtests.kvstore.nodes import StoreNode, running, short_folder
@@ -328,10 +328,10 @@ async def _engines(model_dir: Path, stores: Sequence[str]) -> AsyncIterator[list
         reading.cancel()
 
 
-def _namespace(model_dir: Path) -> Namespace:
+def _namespace(model_dir: Path) -> KvNamespace:
     """Of the tiny model's blocks, as the engines open it."""
     layers, heads, head_dim = (int(CONFIG[key]) for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))  # type: ignore[call-overload]
-    return Namespace(
+    return KvNamespace(
         model="tiny",
         revision=weights_revision(model_dir),
         dtype="float32",

@@ -136,7 +136,7 @@ def _kill_and_start(plan: BenchmarkPlan, blocks: int) -> float:
 
 
 def _first_hit(client: StoreClient, names: list[bytes], room: np.ndarray) -> bool:
-    match = client.match_patiently(names[:1], lease_seconds=5, patience_seconds=5)
+    match = client.match_and_wait(names[:1], lease_seconds=5, max_wait_seconds=5)
     arrived = client.read(match, range(len(match)), [room][: len(match)])
     client.release(match.lease_id)
     return arrived == [True]

@@ -26,7 +26,7 @@ from fleet.adapters.traces import read_trace
 from kvstore.clock import SECOND
 from kvstore.eviction.policies import policy
 from kvstore.eviction.reuse_times import EDGES, SUREST, prospects
-from kvstore.replay import Request, optimal, replay
+from kvstore.replay import TraceRequest, optimal, replay
 
 FEATURES = (
     "uses",  # of the run's blocks
@@ -66,7 +66,7 @@ class ReuseRun:
         self.next_uses: dict[float, int] = {}  # seconds until then -> blocks
 
 
-def runs_of(requests: Sequence[Request]) -> list[list[ReuseRun]]:
+def runs_of(requests: Sequence[TraceRequest]) -> list[list[ReuseRun]]:
     """For each request, those of its chain."""
     last: dict[int, tuple[int, ReuseRun]] = {}  # block -> the last request that used it, and in which run
     uses: dict[int, int] = {}
@@ -149,7 +149,7 @@ def foretold(taught: Sequence[ReuseRun], until: float, asked: Sequence[ReuseRun]
 
 
 def hits(
-    requests: Sequence[Request], rows: Sequence[Sequence[ReuseRun]], values: Floats, capacity: int, block: int
+    requests: Sequence[TraceRequest], rows: Sequence[Sequence[ReuseRun]], values: Floats, capacity: int, block: int
 ) -> list[int]:
     """Tokens found, by request."""
     ages = np.array(EDGES) / SECOND

@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 
 from fleet.adapters.traces import TraceSession, TraceTurn
 from fleet.clock import SECOND, Nanos
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 BLOCK_TOKENS = 64  # of made-up prompts
 MIX = 0x9E3779B97F4A7C15  # odd: consecutive numbers become keys that look like hashes, and stay different
@@ -30,7 +30,7 @@ class RouterTraffic(Struct, frozen=True, kw_only=True):
         """From the first arrival to the last."""
         return (_begin(self.sessions[-1]) - _begin(self.sessions[0])) / SECOND
 
-    def in_order(self) -> Iterator[Request]:
+    def in_order(self) -> Iterator[TraceRequest]:
         """All requests, session by session."""
         return (turn.request for session in self.sessions for turn in session.turns)
 
@@ -56,13 +56,13 @@ def _begin(session: TraceSession) -> Nanos:
     return session.begins
 
 
-def recorded(name: str, requests: Sequence[Request], block_tokens: int) -> RouterTraffic:
+def recorded(name: str, requests: Sequence[TraceRequest], block_tokens: int) -> RouterTraffic:
     """A trace: every request comes when it came, whatever became of the one before."""
     sessions = []
     for each in requests:
         full = each.prompt_tokens // block_tokens
         chain = tuple([_key(block) for block in each.chain[:full]])
-        request = Request(Nanos(0), max(1, each.prompt_tokens), chain, max(1, each.output_tokens), each.session)
+        request = TraceRequest(Nanos(0), max(1, each.prompt_tokens), chain, max(1, each.output_tokens), each.session)
         sessions.append(TraceSession((TraceTurn(request),), each.arrival))
     return RouterTraffic(name=name, block_tokens=block_tokens, sessions=sessions)
 
@@ -137,14 +137,14 @@ def _made(name: str, seed: int, sessions: int, ask: Callable[[random.Random], li
     return RouterTraffic(name=name, block_tokens=BLOCK_TOKENS, sessions=made)
 
 
-def _of_session(request: Request, number: int) -> Request:
-    return Request(request.arrival, request.prompt_tokens, request.chain, request.output_tokens, number)
+def _of_session(request: TraceRequest, number: int) -> TraceRequest:
+    return TraceRequest(request.arrival, request.prompt_tokens, request.chain, request.output_tokens, number)
 
 
 def _turn(chain: tuple[int, ...], chance: random.Random, *, pause: float = 0.0) -> TraceTurn:
     tokens = len(chain) * BLOCK_TOKENS + chance.randrange(1, BLOCK_TOKENS)
     answer = min(1024, 1 + int(chance.expovariate(1 / 160)))
-    return TraceTurn(Request(Nanos(0), tokens, chain, answer), gap=Nanos(round(pause * SECOND)))
+    return TraceTurn(TraceRequest(Nanos(0), tokens, chain, answer), gap=Nanos(round(pause * SECOND)))
 
 
 def _new(keys: Iterator[int], blocks: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from msgspec import Struct
 from fleet.clock import SECOND
 from fleet.sim.run import RunPlan
 from fleet.sim.work import StepTimes
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 
 
 class UpperBound(Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class UpperBound(Struct, frozen=True, kw_only=True):
         return good / self.requests
 
 
-def bound_of(requests: Sequence[Request], plan: RunPlan) -> UpperBound:
+def bound_of(requests: Sequence[TraceRequest], plan: RunPlan) -> UpperBound:
     """The bound of a plan whose workers are alike; that some are for prompts only, it does not know."""
     pool = plan.pools[0]
     costs = _Costs(pool.times, pool.limits.step_tokens)

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from fleet.clock import Nanos
 from fleet.sim.results import EndedRequest
 from fleet.sim.run import RunPlan
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from loadtests.studies import recorded_lengths
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread
@@ -92,7 +92,9 @@ def shares(rate: float, requests: int, seed: int) -> Shares:
     whole: list[EndedRequest] = []
     simulated(planned, drawn, whole.append)
     prompts: list[EndedRequest] = []  # alone: answers of one token end where the prompt is computed
-    simulated(planned, [Request(each.arrival, each.prompt_tokens, each.chain, 1) for each in drawn], prompts.append)
+    simulated(
+        planned, [TraceRequest(each.arrival, each.prompt_tokens, each.chain, 1) for each in drawn], prompts.append
+    )
     return Shares(
         client=sum(each.ttft_ms < TTFT_MS for each in whole) / len(whole),
         prefill=sum(each.ttft_ms < TTFT_MS for each in prompts) / len(prompts),

@@ -7,7 +7,7 @@ from functools import cache
 from random import Random
 
 from fleet.clock import SECOND, Nanos
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from loadtests.studies.runs import FOLDER
 
 
@@ -18,7 +18,7 @@ def pairs() -> tuple[tuple[int, int], ...]:
         return tuple((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file))
 
 
-def independent(requests: int, rate: float, seed: int) -> list[Request]:
+def independent(requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """Lengths of prompts and answers drawn apart from each other, as Splitwise's simulator does."""
     chance = Random(seed)
     recorded = pairs()
@@ -26,17 +26,17 @@ def independent(requests: int, rate: float, seed: int) -> list[Request]:
     return poisson(lengths, rate, chance)
 
 
-def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[Request]:
+def no_longer_than(most: int, requests: int, rate: float, seed: int) -> list[TraceRequest]:
     """Pairs that have fewer than so many tokens together."""
     chance = Random(seed)
     fitting = [pair for pair in pairs() if sum(pair) < most]
     return poisson([chance.choice(fitting) for _ in range(requests)], rate, chance)
 
 
-def poisson(lengths: Sequence[tuple[int, int]], rate: float, chance: Random) -> list[Request]:
+def poisson(lengths: Sequence[tuple[int, int]], rate: float, chance: Random) -> list[TraceRequest]:
     """Requests that have no prefix in common."""
     now, requests = 0.0, []
     for prompt, answer in lengths:
         now += chance.expovariate(rate)
-        requests.append(Request(Nanos(round(now * SECOND)), prompt, (), max(1, answer)))
+        requests.append(TraceRequest(Nanos(round(now * SECOND)), prompt, (), max(1, answer)))
     return requests

@@ -21,7 +21,7 @@ from fleet.sim.results import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate
 from fleet.sim.scenario import Scenario, read_scenario
 from fleet.sim.workloads import requests_of
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent
@@ -89,7 +89,7 @@ def run(case: StudyCase) -> StudyRun:
 
 
 def simulated(
-    plan: RunPlan, requests: Iterable[Request], told: Callable[[EndedRequest], None] | None = None
+    plan: RunPlan, requests: Iterable[TraceRequest], told: Callable[[EndedRequest], None] | None = None
 ) -> RunOutcome:
     """Requests that come when they come, on a plan."""
     return simulate(plan, iter(requests), told=told).outcome
@@ -126,7 +126,7 @@ def planned_of(scenario: Scenario) -> RunPlan:
     return plan(scenario, FOLDER)
 
 
-def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most: int = 0) -> list[Request]:
+def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most: int = 0) -> list[TraceRequest]:
     """Those of a scenario's workload, or a part of them, whose arrivals then begin anew."""
     drawn = requests_of(scenario.workload, FOLDER, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
     requests = list(drawn)
@@ -143,18 +143,18 @@ def requests_in(scenario: Scenario, part: WorkloadPart = WorkloadPart.ALL, most:
     return [_at(each, Nanos(each.arrival - first)) for each in requests] if first else requests
 
 
-def faster(requests: Iterable[Request], speed: float) -> Iterator[Request]:
+def faster(requests: Iterable[TraceRequest], speed: float) -> Iterator[TraceRequest]:
     """The same requests, so many times as fast."""
     for each in requests:
         yield each if speed == 1 else _at(each, Nanos(round(each.arrival / speed)))
 
 
-def _at(request: Request, arrival: Nanos) -> Request:
-    return Request(arrival, request.prompt_tokens, request.chain, request.output_tokens, request.session)
+def _at(request: TraceRequest, arrival: Nanos) -> TraceRequest:
+    return TraceRequest(arrival, request.prompt_tokens, request.chain, request.output_tokens, request.session)
 
 
 @lru_cache(maxsize=4)
-def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[list[Request], UpperBound]:
+def _offered(name: str, changes: bytes, part: WorkloadPart, most: int) -> tuple[list[TraceRequest], UpperBound]:
     """What is asked for, which does not depend on who routes it, and the bound for it."""
     scenario = read(name, msgspec.json.decode(changes))
     requests = requests_in(scenario, part, most)

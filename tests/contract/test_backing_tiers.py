@@ -11,7 +11,7 @@ from kvstore.clock import Nanos
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import BlockKey, BlockOutcome, Fetched
+from kvstore.messages import BlockKey, BlockOutcome, FetchResult
 from tests.contract.backing_tiers import CASES, Case, plain
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep, soon
 
@@ -61,7 +61,7 @@ def get(tier, keys, *, length: int = BLOCK_BYTES, deadline=None):
     return tier.get(keys, into, deadline or soon()), into
 
 
-def outcomes(answers: list[Fetched]) -> list[BlockOutcome]:
+def outcomes(answers: list[FetchResult]) -> list[BlockOutcome]:
     return [answer.outcome for answer in answers]
 
 
@@ -73,7 +73,7 @@ def test_what_was_put_is_got_with_its_checksum(tier):
 
     for seed, (answer, block) in enumerate(zip(answers, into, strict=True)):
         assert np.array_equal(block, a_block(seed))
-        assert answer == Fetched(BlockOutcome.MOVED, google_crc32c.value(bytes(block)))
+        assert answer == FetchResult(BlockOutcome.MOVED, google_crc32c.value(bytes(block)))
 
 
 @pytest.mark.parametrize("codec", [plain, lambda _: Reversed()], ids=["plain", "encoded"])

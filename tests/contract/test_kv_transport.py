@@ -18,7 +18,7 @@ import pytest
 from kvstore.buffers import crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
-from kvstore.messages import GONE, BlockOutcome, Claim, Fetched, Slot
+from kvstore.messages import GONE, BlockOutcome, Claim, FetchResult, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.sockets import listen
 from kvstore.tiers.shared_memory import SharedMemoryTier
@@ -28,7 +28,7 @@ from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
-from kvstore.transports.tcp_server import DataPlane
+from kvstore.transports.tcp_server import DataPlaneServer
 from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_short_folder, empty, soon
 from tests.stopwatch import at_most
 
@@ -107,7 +107,7 @@ class Node:
             handout = MemoryHandout(self.listener, self.tier, lambda digest: digest == self.digest)
             self.handout = asyncio.get_running_loop().create_task(handout.run())
         if self.kind == "tcp":
-            self.plane = DataPlane(self.store.machine, self.tier, CLOCK)
+            self.plane = DataPlaneServer(self.store.machine, self.tier, CLOCK)
             self.address = await self.plane.listen("127.0.0.1", 0)
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
@@ -253,7 +253,7 @@ def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
     answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, soon())
 
     sums = [crc32c(pieces(block)) for block in blocks]
-    assert answers == [Fetched(BlockOutcome.MOVED, sums[0]), GONE, Fetched(BlockOutcome.MOVED, sums[2])]
+    assert answers == [FetchResult(BlockOutcome.MOVED, sums[0]), GONE, FetchResult(BlockOutcome.MOVED, sums[2])]
     slots = summed(slots, blocks)
     node.publish(reservation_id, slots)
     assert transport.get([slots[0], slots[2]], empty(2), soon()) == [BlockOutcome.MOVED] * 2

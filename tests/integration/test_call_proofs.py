@@ -8,17 +8,23 @@ import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
-from kvstore.call_proofs import PROOF_KEY, ProofAsker, ProvenAioCalls, ProvenCalls, ProvenStreams
+from kvstore.call_proofs import (
+    PROOF_KEY,
+    ProofAioUnaryInterceptor,
+    ProofServerInterceptor,
+    ProofStreamInterceptor,
+    ProofUnaryInterceptor,
+)
 from kvstore.call_replays import WINDOW
 from kvstore.monotonic import unix_seconds
-from kvstore.transports.authentication import SKEW_SECONDS, CallProof, Key, Purpose
+from kvstore.transports.authentication import SKEW_SECONDS, AuthenticationKey, CallProof, Purpose
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.waiting import SECONDS
 
 pytestmark = pytest.mark.integration
 
-KEY = Key(b"the secret of this deployment", Purpose.CONTROL)
+KEY = AuthenticationKey(b"the secret of this deployment", Purpose.CONTROL)
 STATS, MATCH, WATCH = (f"/kvstore.v1.BlockStore/{name}" for name in ("Stats", "Match", "Watch"))
 CALLER = bytes(range(16))
 BODY = pb.MatchRequest(hashes=b"the blocks asked about").SerializeToString()
@@ -49,7 +55,7 @@ async def _echo(request, context):
 
 @asynccontextmanager
 async def a_server() -> AsyncIterator[tuple[Counting, str]]:
-    server = grpc.aio.server(interceptors=[ProofAsker(KEY)])
+    server = grpc.aio.server(interceptors=[ProofServerInterceptor(KEY)])
     servicer = Counting()
     pb_grpc.add_BlockStoreServicer_to_server(servicer, server)
     echo = grpc.unary_unary_rpc_method_handler(_echo, Struct.FromString, Struct.SerializeToString)
@@ -149,7 +155,7 @@ async def test_request_that_is_not_proven_is_not_parsed():
 
 
 async def test_clients_prove_the_bytes_they_send():
-    calls = [ProvenStreams(KEY), ProvenAioCalls(KEY)]
+    calls = [ProofStreamInterceptor(KEY), ProofAioUnaryInterceptor(KEY)]
     async with a_server() as (server, address), grpc.aio.insecure_channel(address, interceptors=calls) as channel:
         stub = pb_grpc.BlockStoreStub(channel)
         answers = stub.Watch(pb.WatchRequest(), timeout=SECONDS)
@@ -160,7 +166,7 @@ async def test_clients_prove_the_bytes_they_send():
 
 async def test_clients_prove_messages_with_maps():
     """The entries of a map have no order, and the bytes that are proven must be those that are sent."""
-    calls = [ProvenAioCalls(KEY)]
+    calls = [ProofAioUnaryInterceptor(KEY)]
     async with a_server() as (_, address), grpc.aio.insecure_channel(address, interceptors=calls) as channel:
         echo = channel.unary_unary("/test.Maps/Echo", Struct.SerializeToString, Struct.FromString)
         for entries in range(0, 2000, 100):
@@ -172,7 +178,7 @@ async def test_clients_prove_messages_with_maps():
 async def test_answer_is_proven_to_synchronous_clients():
     def ask() -> str:
         with grpc.insecure_channel(address) as channel:
-            stub = pb_grpc.BlockStoreStub(grpc.intercept_channel(channel, ProvenCalls(KEY)))
+            stub = pb_grpc.BlockStoreStub(grpc.intercept_channel(channel, ProofUnaryInterceptor(KEY)))
             return stub.Stats(pb.StatsRequest(), timeout=SECONDS).store_id
 
     async with a_server() as (_, address):

@@ -13,7 +13,7 @@ from kvstore.evacuation import Evacuations
 from kvstore.hierarchy import BATCH_BYTES, Hierarchy
 from kvstore.lower_tiers import TierRule
 from kvstore.messages import BlockKey
-from kvstore.movement import Confirm, Keep
+from kvstore.movement import Confirm, Demote
 from tests.kv_builders import BLOCK_BYTES, HandClock, Store, a_chain
 
 pytestmark = pytest.mark.integration
@@ -33,7 +33,7 @@ class Node:
         self.clock = HandClock()
         rule = TierRule(name="redis", admission=None, finds_in_memory=not forgets)
         self.hierarchy = Hierarchy(self.store.machine, [rule], batch_bytes)
-        self.asked: list[Keep | Confirm] = []
+        self.asked: list[Demote | Confirm] = []
         self.held: set[bytes] = set()  # by the tier, in truth
         self.budget = budget
         self.failures = 0  # that the tier counts by itself
@@ -69,9 +69,9 @@ class Node:
 
     def had(self, *names) -> None:
         """The tier was given these, and has lost them by itself since, but for what is in `held`."""
-        self.hierarchy.hand_down(0, [BlockKey(self.store.digest, name) for name in names], self.clock.now())
+        self.hierarchy.demote_now(0, [BlockKey(self.store.digest, name) for name in names], self.clock.now())
         (copy,) = self.hierarchy.commands()
-        self.hierarchy.kept(copy.copy_id, [True] * len(names), self.clock.now())
+        self.hierarchy.kept(copy.demotion_id, [True] * len(names), self.clock.now())
 
     def answer(self, refused=()) -> None:
         """The tier keeps all that it is asked to keep but these, and says the truth."""
@@ -82,10 +82,10 @@ class Node:
         match self.asked.pop(0):
             case Confirm(confirm_id=confirm_id, keys=keys):
                 self.hierarchy.confirmed(confirm_id, [key.name in self.held for key in keys])
-            case Keep(copy_id=copy_id, addresses=addresses):
+            case Demote(demotion_id=demotion_id, addresses=addresses):
                 kept = [address.key.name not in refused for address in addresses]
                 self.held |= {a.key.name for a, is_kept in zip(addresses, kept, strict=True) if is_kept}
-                self.hierarchy.kept(copy_id, kept, self.clock.now())
+                self.hierarchy.kept(demotion_id, kept, self.clock.now())
         self.asked += self.hierarchy.commands()
 
     def fail(self) -> None:
@@ -122,8 +122,8 @@ async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_
     async with node.evacuating() as one:
         await have_begun(one)
         first = node.asked.pop()
-        node.hierarchy.hand_down(0, [address.key for address in first.addresses], node.clock.now())
-        node.hierarchy.kept(first.copy_id, [True] * BLOCKS, node.clock.now())
+        node.hierarchy.demote_now(0, [address.key for address in first.addresses], node.clock.now())
+        node.hierarchy.kept(first.demotion_id, [True] * BLOCKS, node.clock.now())
         node.clock.move(DEADLINE)
 
     assert (one.result().done, one.result().moved, one.result().refused) == (BLOCKS, BLOCKS, 0)
@@ -192,7 +192,7 @@ async def test_what_a_tier_cannot_say_it_is_given_again():
         await node.is_asked()
         node.fail()
         await node.is_asked()
-        assert [type(movement) for movement in node.asked] == [Keep]
+        assert [type(movement) for movement in node.asked] == [Demote]
         node.answer()
 
     assert (one.result().moved, one.result().failed, one.result().done) == (BLOCKS, 1, BLOCKS)

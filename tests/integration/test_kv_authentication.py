@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from kvstore.access import Access, load
+from kvstore.access import LoadedCredentials, load
 from kvstore.addresses import is_local
 from kvstore.buffers import crc32c, pieces
 from kvstore.call_proofs import PROOF_KEY
@@ -22,10 +22,10 @@ from kvstore.errors import BadCredentials, NamespaceUnknown, StoreNotStarted, St
 from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.monotonic import MonotonicClock, unix_seconds
 from kvstore.tiers.memory import PrivateMemoryTier
-from kvstore.transports.authentication import NONCE_BYTES, PROOF_BYTES, SKEW_SECONDS, Key, Purpose
-from kvstore.transports.frames import CHALLENGE, MAGIC, OPENING, VERDICT, Operation, Status
+from kvstore.transports.authentication import NONCE_BYTES, PROOF_BYTES, SKEW_SECONDS, AuthenticationKey, Purpose
+from kvstore.transports.frames import CHALLENGE, MAGIC, OPENING, VERDICT, DataPlaneOperation, DataPlaneStatus
 from kvstore.transports.tcp import TcpTransport
-from kvstore.transports.tcp_server import DataPlane
+from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.certificates import Authority
@@ -38,15 +38,15 @@ SECRET = b"the secret of this deployment"
 OTHER = b"the secret of another deployment"
 
 
-def key(secret: bytes) -> Key | None:
-    return Key(secret, Purpose.DATA) if secret else None
+def key(secret: bytes) -> AuthenticationKey | None:
+    return AuthenticationKey(secret, Purpose.DATA) if secret else None
 
 
 # The data plane
 
 
 @asynccontextmanager
-async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlane, str, bytes, Slot]]:
+async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
     """The plane, its address, a namespace and the slot of a block."""
     store = Store()
     tier = PrivateMemoryTier(8 * BLOCK_BYTES)
@@ -59,7 +59,7 @@ async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlane, str, byt
     tier.view(store.machine.writable(store.digest, slot))[:] = a_block(1)
     checksum = crc32c(pieces(a_block(1)))
     store.machine.publish(reservation.reservation_id, {0: checksum}, owner="w", now=Nanos(0))
-    plane = DataPlane(store.machine, tier, CLOCK, key(secret))
+    plane = DataPlaneServer(store.machine, tier, CLOCK, key(secret))
     address = await plane.listen("127.0.0.1", 0)
     yield plane, address, store.digest, Slot(slot.offset, slot.generation, checksum)
     plane.close()
@@ -112,7 +112,7 @@ async def test_a_proof_that_was_overheard_opens_no_other_connection():
         await reader.readexactly(CHALLENGE.size)
         writer.write(proof)
 
-        assert VERDICT.unpack(await reader.readexactly(VERDICT.size))[1] == Status.REFUSED
+        assert VERDICT.unpack(await reader.readexactly(VERDICT.size))[1] == DataPlaneStatus.REFUSED
         assert await reader.read() == b""
         writer.close()
 
@@ -120,13 +120,13 @@ async def test_a_proof_that_was_overheard_opens_no_other_connection():
 async def test_requests_instead_of_a_proof_are_not_served():
     async with a_data_plane(SECRET) as (plane, address, digest, _):
         reader, writer = await asyncio.open_connection(*address.split(":"))
-        writer.write(OPENING.pack(MAGIC, Operation.OPEN, digest, bytes(NONCE_BYTES)) + bytes(200))
+        writer.write(OPENING.pack(MAGIC, DataPlaneOperation.OPEN, digest, bytes(NONCE_BYTES)) + bytes(200))
 
         answer = await reader.read(CHALLENGE.size + VERDICT.size)
         while len(answer) < CHALLENGE.size + VERDICT.size:
             answer += await reader.read(1000)
 
-        assert VERDICT.unpack(answer[CHALLENGE.size :])[1] == Status.REFUSED
+        assert VERDICT.unpack(answer[CHALLENGE.size :])[1] == DataPlaneStatus.REFUSED
         assert plane.refused == 1
         writer.close()
 
@@ -138,9 +138,9 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
         connection, _ = server.accept()
         with connection:
             connection.recv(OPENING.size, socket.MSG_WAITALL)
-            connection.sendall(CHALLENGE.pack(MAGIC, Status.AUTHENTICATE, bytes(NONCE_BYTES)))
+            connection.sendall(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, bytes(NONCE_BYTES)))
             proof = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
-            connection.sendall(VERDICT.pack(MAGIC, Status.DONE, proof))  # the client's own, handed back
+            connection.sendall(VERDICT.pack(MAGIC, DataPlaneStatus.DONE, proof))  # the client's own, handed back
             after.append(connection.recv(1))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -167,7 +167,7 @@ class Echo(pb_grpc.BlockStoreServicer):
 
 
 @asynccontextmanager
-async def a_control_plane(access: Access, *more: str) -> AsyncIterator[str]:
+async def a_control_plane(access: LoadedCredentials, *more: str) -> AsyncIterator[str]:
     server = grpc.aio.server(interceptors=access.interceptors())
     pb_grpc.add_BlockStoreServicer_to_server(Echo(), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
@@ -180,7 +180,7 @@ async def a_control_plane(access: Access, *more: str) -> AsyncIterator[str]:
     await server.stop(None)
 
 
-def ask(address: str, access: Access, now=unix_seconds, metadata=()) -> str:
+def ask(address: str, access: LoadedCredentials, now=unix_seconds, metadata=()) -> str:
     with access.channel(address, (), now) as channel:
         response = pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5, metadata=metadata)
         return response.store_id
@@ -190,14 +190,14 @@ async def first(stream):
     return await anext(aiter(stream))
 
 
-async def refusal(address: str, access: Access, **how) -> grpc.RpcError:
+async def refusal(address: str, access: LoadedCredentials, **how) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
         await asyncio.to_thread(ask, address, access, **how)
     return caught.value
 
 
 async def test_who_has_the_secret_may_call_synchronously_or_not():
-    access = Access(secret=SECRET)
+    access = LoadedCredentials(secret=SECRET)
     async with a_control_plane(access) as address:
         assert await asyncio.to_thread(ask, address, access) == "asked"
         async with access.aio_channel(address, ()) as channel:
@@ -207,10 +207,11 @@ async def test_who_has_the_secret_may_call_synchronously_or_not():
 
 
 @pytest.mark.parametrize(
-    ("access", "says"), [(Access(secret=OTHER), "is not of this port's secret"), (Access(), "asks for a proof")]
+    ("access", "says"),
+    [(LoadedCredentials(secret=OTHER), "is not of this port's secret"), (LoadedCredentials(), "asks for a proof")],
 )
 async def test_who_has_not_the_secret_is_refused_every_call(access, says):
-    async with a_control_plane(Access(secret=SECRET)) as address:
+    async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
         error = await refusal(address, access)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert says in error.details()
@@ -224,34 +225,34 @@ async def test_who_has_not_the_secret_is_refused_every_call(access, says):
 
 @pytest.mark.parametrize("text", ["garbage", "1.2.3", "-1.00.00"])
 async def test_a_malformed_proof_is_no_proof(text):
-    async with a_control_plane(Access(secret=SECRET)) as address:
-        error = await refusal(address, Access(), metadata=((PROOF_KEY, text),))
+    async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
+        error = await refusal(address, LoadedCredentials(), metadata=((PROOF_KEY, text),))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_an_old_proof_is_refused_and_says_that_it_is_about_clocks():
-    async with a_control_plane(Access(secret=SECRET)) as address:
-        error = await refusal(address, Access(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10)
+    async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
+        error = await refusal(address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert "set the clocks" in error.details()
 
 
 async def test_an_answer_that_is_not_proven_is_not_believed():
-    async with a_control_plane(Access()) as address:
-        error = await refusal(address, Access(secret=SECRET))
+    async with a_control_plane(LoadedCredentials()) as address:
+        error = await refusal(address, LoadedCredentials(secret=SECRET))
         assert "not proven" in error.details()
-        async with Access(secret=SECRET).aio_channel(address, ()) as channel:
+        async with LoadedCredentials(secret=SECRET).aio_channel(address, ()) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="not proven"):
                 await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)
 
 
 async def test_health_can_be_asked_and_unix_sockets_are_open_without_a_proof():
     with a_short_folder() as folder:
-        async with a_control_plane(Access(secret=SECRET), f"unix:{folder}/c") as address:
+        async with a_control_plane(LoadedCredentials(secret=SECRET), f"unix:{folder}/c") as address:
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
-            assert await asyncio.to_thread(ask, f"unix:{folder}/c", Access()) == "asked"
+            assert await asyncio.to_thread(ask, f"unix:{folder}/c", LoadedCredentials()) == "asked"
 
 
 async def test_certificates_of_the_same_authority_are_enough(tmp_path):
@@ -272,8 +273,8 @@ async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path)
     client = load(Credentials(authority=authority.file, **authority.issue("client")))
     async with a_control_plane(node) as address:
         for access in (
-            Access(),  # no TLS
-            Access(authority=node.authority),  # no certificate
+            LoadedCredentials(),  # no TLS
+            LoadedCredentials(authority=node.authority),  # no certificate
             load(Credentials(authority=authority.file, **stranger.issue("other"))),
             load(Credentials(authority=stranger.file, **authority.issue("trusts-another"))),
         ):
@@ -287,9 +288,9 @@ async def test_a_node_with_a_certificate_only_still_asks_for_the_secret(tmp_path
     (tmp_path / "secret").write_bytes(SECRET)
     node = load(Credentials(secret_file=str(tmp_path / "secret"), **authority.issue("node")))
     async with a_control_plane(node) as address:
-        client = Access(secret=SECRET, authority=(tmp_path / "authority.pem").read_bytes())
+        client = LoadedCredentials(secret=SECRET, authority=(tmp_path / "authority.pem").read_bytes())
         assert await asyncio.to_thread(ask, address, client) == "asked"
-        error = await refusal(address, Access(authority=client.authority))
+        error = await refusal(address, LoadedCredentials(authority=client.authority))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -308,28 +309,28 @@ async def test_a_node_with_a_certificate_only_still_asks_for_the_secret(tmp_path
 )
 def test_an_open_address_needs_protection(listen, data_listen, field):
     with pytest.raises(StoreNotStarted) as caught:
-        Access().require(listen, data_listen)
+        LoadedCredentials().require(listen, data_listen)
     assert str(caught.value).startswith(f"{field}: ")
     assert "secret_file" in str(caught.value)
 
-    Access(secret=SECRET).require(listen, data_listen)
-    Access(insecure=True).require(listen, data_listen)
+    LoadedCredentials(secret=SECRET).require(listen, data_listen)
+    LoadedCredentials(insecure=True).require(listen, data_listen)
 
 
 def test_certificates_protect_the_control_plane_but_not_the_data_plane():
-    certified = Access(certificate=b"c", key=b"k", authority=b"a")
+    certified = LoadedCredentials(certificate=b"c", key=b"k", authority=b"a")
 
     certified.require(("0.0.0.0:7000",), "127.0.0.1:7001")
     with pytest.raises(StoreNotStarted, match="data_listen"):
         certified.require(("0.0.0.0:7000",), "0.0.0.0:7001")
     with pytest.raises(StoreNotStarted, match=r"listen\[0\]"):
-        Access(certificate=b"c", key=b"k").require(("0.0.0.0:7000",), "")
+        LoadedCredentials(certificate=b"c", key=b"k").require(("0.0.0.0:7000",), "")
 
 
 @pytest.mark.parametrize("address", ["unix:/run/c", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1"])
 def test_addresses_of_this_machine_need_no_credentials(address):
     assert is_local(address)
-    Access().require((address,), "")
+    LoadedCredentials().require((address,), "")
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b" " * 40])

@@ -17,8 +17,8 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from kvstore import call_server, sockets, wire
-from kvstore.call_server import STALLED, TURN_REQUESTS, CallServer
-from kvstore.calls import FRAME_BYTES, OPENING, TAKEN, Calls, Method, Refused
+from kvstore.call_server import STALLED, TURN_REQUESTS, FramedCallServer
+from kvstore.calls import FRAME_BYTES, OPENING, TAKEN, CallRefused, Method, NodeCalls
 from kvstore.clock import Nanos
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import open_node
@@ -62,8 +62,8 @@ def node() -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def calls(node: NodeProcess) -> Iterator[Calls]:
-    calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+def calls(node: NodeProcess) -> Iterator[NodeCalls]:
+    calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
     yield calls
     calls.close()
 
@@ -196,10 +196,10 @@ def test_a_chain_of_the_greatest_length_goes_through(node, calls):
 def test_an_answer_that_comes_too_late_is_nobody_elses():
     with a_node() as node, a_store_client(node.address, NAMESPACE) as client:
         client.write(a_chain(3), a_block)
-        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
         calls.match(a_request(node), 5)
         node.freeze()
-        with pytest.raises(Refused) as late:
+        with pytest.raises(CallRefused) as late:
             calls.match(a_request(node, 3), 0.1)
         node.thaw()
 
@@ -210,7 +210,7 @@ def test_an_answer_that_comes_too_late_is_nobody_elses():
 
 def test_a_connection_that_the_node_has_ended_is_replaced_before_anything_is_sent():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
-        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
         calls.match(a_request(node), 5)
         node.kill()
         node.start()
@@ -269,7 +269,7 @@ def test_where_there_is_no_socket_calls_go_by_grpc(node):
 
 def test_closing_ends_the_calls_in_progress():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
-        calls = Calls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
+        calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
         calls.match(a_request(node), 5)
         node.freeze()
         ended: list[grpc.StatusCode] = []
@@ -288,7 +288,7 @@ def test_closing_ends_the_calls_in_progress():
             thread.join(60)
 
         assert ended[0] in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-        with pytest.raises(Refused):
+        with pytest.raises(CallRefused):
             calls.match(a_request(node), 1)
 
 
@@ -300,9 +300,9 @@ def an_echo(message: bytes) -> pb.MatchResponse:
 
 
 @contextlib.asynccontextmanager
-async def a_server() -> AsyncIterator[tuple[CallServer, socket.socket]]:
+async def a_server() -> AsyncIterator[tuple[FramedCallServer, socket.socket]]:
     """One that answers with what it was asked, and a connection to it."""
-    server = CallServer({Method.MATCH: an_echo})
+    server = FramedCallServer({Method.MATCH: an_echo})
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
@@ -373,7 +373,7 @@ async def test_who_asks_much_at_once_has_a_few_answers_at_a_time_and_others_thei
     def asking(number: int) -> bytes:
         return framed(Method.MATCH, pb.MatchResponse(loading=number).SerializeToString())
 
-    server = CallServer({Method.MATCH: note})
+    server = FramedCallServer({Method.MATCH: note})
     (greedy, theirs), (modest, others) = socket.socketpair(), socket.socketpair()
     with greedy, modest:
         for each, end in ((greedy, theirs), (modest, others)):
@@ -418,7 +418,7 @@ async def test_a_bug_ends_the_connection_also_in_a_later_turn(caplog):
     loop = asyncio.get_running_loop()
     told: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: told.append(context))
-    server = CallServer({Method.MATCH: fail})
+    server = FramedCallServer({Method.MATCH: fail})
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)
@@ -446,7 +446,7 @@ async def test_a_bug_in_an_answer_ends_the_connection():
     def fail(message: bytes) -> pb.MatchResponse:
         raise DecodeError("that is none")
 
-    server = CallServer({Method.MATCH: fail})
+    server = FramedCallServer({Method.MATCH: fail})
     ours, theirs = socket.socketpair()
     with ours:
         ours.setblocking(False)

@@ -18,8 +18,8 @@ from kvstore import block, wire
 from kvstore.client import StoreClient
 from kvstore.clock import MILLISECOND, SECOND
 from kvstore.errors import InvalidArgument, LayoutMismatch, StoreUnreachable
-from kvstore.layout import Namespace
-from kvstore.messages import DataPath, Held, Match
+from kvstore.layout import KvNamespace
+from kvstore.messages import DataPath, Match, SessionPinResult
 from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -214,11 +214,11 @@ def read_elsewhere(address: str, path: DataPath, pickled: bytes, answer: Connect
 
 def test_two_tenants_never_read_each_others_blocks(client):
     tokens = os.urandom(4 * 32 * 3)
-    mine = block.chain(tokens, 32, salt=block.salt_for(b"secret", "one"))
+    mine = block.chain(tokens, 32, salt=block.tenant_salt(b"secret", "one"))
     client.write(mine, [a_block(seed) for seed in range(3)])
 
     assert len(fetch(client, mine)) == 3
-    assert fetch(client, block.chain(tokens, 32, salt=block.salt_for(b"secret", "two"))) == []
+    assert fetch(client, block.chain(tokens, 32, salt=block.tenant_salt(b"secret", "two"))) == []
     assert fetch(client, block.chain(tokens, 32)) == []
 
 
@@ -369,7 +369,7 @@ def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node)
     assert equal(fetch(client, chain), [a_block(seed) for seed in range(3)])
 
 
-def flip_a_byte(node, namespace: Namespace, offset: int) -> None:
+def flip_a_byte(node, namespace: KvNamespace, offset: int) -> None:
     with a_store_client(node.address, namespace, prefer=("shm",)) as vandal:
         transport = vandal._link.session.transport
         assert isinstance(transport, SharedMemoryTransport)
@@ -634,7 +634,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
     chain = a_chain(3, "session")
     client.write(chain, a_block)
 
-    assert client.hold("session", chain, seconds=60) == Held(blocks=3)
+    assert client.hold("session", chain, seconds=60) == SessionPinResult(blocks=3)
     client.write(a_chain(CAPACITY_BLOCKS, "flood"), a_block)
     assert fetch(client, chain)[2] is not None
     assert client.stats().held_bytes == 3 * BLOCK_BYTES
@@ -643,7 +643,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
     client.release_hold("session")  # again does nothing
     client.write(a_chain(CAPACITY_BLOCKS, "another"), a_block)
     assert len(client.match(chain, lease_seconds=0)) == 0
-    assert client.hold("session", [], seconds=1) == Held(blocks=0)
+    assert client.hold("session", [], seconds=1) == SessionPinResult(blocks=0)
 
 
 def test_holds_have_a_share_of_the_pool_and_a_deadline():
@@ -654,7 +654,7 @@ def test_holds_have_a_share_of_the_pool_and_a_deadline():
         chain = a_chain(6)
         client.write(chain, a_block)
 
-        assert client.hold("session", chain, seconds=3600) == Held(blocks=4, refused=2)
+        assert client.hold("session", chain, seconds=3600) == SessionPinResult(blocks=4, refused=2)
 
         eventually(lambda: client.stats().held_bytes == 0)
 

@@ -21,7 +21,7 @@ from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.memory import PrivateMemoryTier
 from kvstore.transports import tcp_server
-from kvstore.transports.authentication import NONCE_BYTES, Key, Purpose
+from kvstore.transports.authentication import NONCE_BYTES, AuthenticationKey, Purpose
 from kvstore.transports.frames import (
     CHALLENGE,
     ENTRY,
@@ -30,11 +30,11 @@ from kvstore.transports.frames import (
     REPLY,
     REQUEST,
     WINDOW,
-    Operation,
-    Status,
+    DataPlaneOperation,
+    DataPlaneStatus,
 )
 from kvstore.transports.tcp import TcpTransport
-from kvstore.transports.tcp_server import STALLED, DataPlane
+from kvstore.transports.tcp_server import STALLED, DataPlaneServer
 from tests.kv_builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, soon
 from tests.stopwatch import at_most
 from tests.waiting import eventually
@@ -53,7 +53,9 @@ class Plane:
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
         self.tier = PrivateMemoryTier(8 * block_bytes)
-        self.plane = DataPlane(self.machine, self.tier, CLOCK, Key(secret, Purpose.DATA) if secret else None)
+        self.plane = DataPlaneServer(
+            self.machine, self.tier, CLOCK, AuthenticationKey(secret, Purpose.DATA) if secret else None
+        )
         self.writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
@@ -80,7 +82,7 @@ class Plane:
         """Connected and bound to the namespace."""
         reader, writer = await self.connect()
         writer.write(an_opening(self.namespace.digest))
-        assert await challenge(reader) is Status.DONE
+        assert await challenge(reader) is DataPlaneStatus.DONE
         return reader, writer
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -104,24 +106,24 @@ async def plane():
     await plane.close()
 
 
-async def challenge(reader: asyncio.StreamReader) -> Status:
+async def challenge(reader: asyncio.StreamReader) -> DataPlaneStatus:
     async with asyncio.timeout(60):
         magic, status, _ = CHALLENGE.unpack(await reader.readexactly(CHALLENGE.size))
     assert magic == MAGIC
-    return Status(status)
+    return DataPlaneStatus(status)
 
 
-async def reply(reader: asyncio.StreamReader) -> list[Status]:
+async def reply(reader: asyncio.StreamReader) -> list[DataPlaneStatus]:
     async with asyncio.timeout(60):
         magic, count = REPLY.unpack(await reader.readexactly(REPLY.size))
         assert magic == MAGIC
-        return [Status(status) for status in await reader.readexactly(count)]
+        return [DataPlaneStatus(status) for status in await reader.readexactly(count)]
 
 
-async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, Status]:
+async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, DataPlaneStatus]:
     """The rest of the reply to a GET of one block that is there."""
     async with asyncio.timeout(60):
-        return await reader.readexactly(length), Status((await reader.readexactly(1))[0])
+        return await reader.readexactly(length), DataPlaneStatus((await reader.readexactly(1))[0])
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
@@ -133,10 +135,10 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 
 
 def an_opening(digest: bytes, magic: bytes = MAGIC) -> bytes:
-    return OPENING.pack(magic, Operation.OPEN, digest, b"n" * NONCE_BYTES)
+    return OPENING.pack(magic, DataPlaneOperation.OPEN, digest, b"n" * NONCE_BYTES)
 
 
-def a_request(slot: Slot, operation: int = Operation.GET, magic: bytes = MAGIC, count: int = 1) -> bytes:
+def a_request(slot: Slot, operation: int = DataPlaneOperation.GET, magic: bytes = MAGIC, count: int = 1) -> bytes:
     return REQUEST.pack(magic, operation, count) + ENTRY.pack(slot.offset, slot.generation, slot.crc32c)
 
 
@@ -162,7 +164,7 @@ async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage)
     [
         a_request(Slot(0, 1), count=0),
         a_request(Slot(0, 1), count=WINDOW + 1),
-        a_request(Slot(0, 1), Operation.PUT, count=0xFFFFFFFF),
+        a_request(Slot(0, 1), DataPlaneOperation.PUT, count=0xFFFFFFFF),
         a_request(Slot(0, 1), magic=b"FKVM"),
         a_request(Slot(0, 1), operation=9),
         an_opening(b"d" * 16),  # a second one
@@ -177,7 +179,7 @@ async def test_garbage_after_the_opening_ends_the_connection_and_no_other(plane,
 
     assert await is_closed(reader)
     other_writer.write(a_request(slot))
-    assert await reply(other_reader) == [Status.DONE]
+    assert await reply(other_reader) == [DataPlaneStatus.DONE]
 
 
 async def test_a_slot_of_another_namespace_is_gone(plane):
@@ -186,18 +188,20 @@ async def test_a_slot_of_another_namespace_is_gone(plane):
     plane.machine.open(other, Nanos(0))
     reader, writer = await plane.connect()
     writer.write(an_opening(other.digest))
-    assert await challenge(reader) is Status.DONE
+    assert await challenge(reader) is DataPlaneStatus.DONE
 
     writer.write(a_request(slot))
 
-    assert await reply(reader) == [Status.GONE]
+    assert await reply(reader) == [DataPlaneStatus.GONE]
 
 
 async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plane):
     _, slot = plane.reserve(a_chain(1, "late")[0])
     reader, writer = await plane.dial()
     late = bytes(a_block(1))
-    writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), Operation.PUT) + late[:100])
+    writer.write(
+        a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), DataPlaneOperation.PUT) + late[:100]
+    )
     place = plane.tier.view(plane.machine.writable(plane.namespace.digest, slot))
     async with asyncio.timeout(60):
         while bytes(place[:100]) != late[:100]:
@@ -209,9 +213,9 @@ async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plan
 
     writer.write(late[100:] + a_request(present))
 
-    assert await reply(reader) == [Status.GONE]
-    assert await reply(reader) == [Status.DONE]
-    assert await block(reader) == (bytes(a_block(2)), Status.DONE)
+    assert await reply(reader) == [DataPlaneStatus.GONE]
+    assert await reply(reader) == [DataPlaneStatus.DONE]
+    assert await block(reader) == (bytes(a_block(2)), DataPlaneStatus.DONE)
 
 
 async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good():
@@ -235,10 +239,10 @@ async def test_bytes_damaged_on_the_way_in_are_not_accepted(plane):
     damaged = bytearray(a_block(1))
     damaged[17] ^= 1
 
-    writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), Operation.PUT))
+    writer.write(a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), DataPlaneOperation.PUT))
     writer.write(damaged)
 
-    assert await reply(reader) == [Status.CORRUPT]
+    assert await reply(reader) == [DataPlaneStatus.CORRUPT]
 
 
 async def test_bytes_damaged_on_the_way_out_are_noticed_by_the_client(plane):
@@ -263,7 +267,7 @@ async def test_a_client_that_stops_in_the_middle_is_cut(plane):
 
     assert await is_closed(reader)
     idle_writer.write(a_request(Slot(0, 1)))
-    assert await reply(idle_reader) == [Status.GONE]
+    assert await reply(idle_reader) == [DataPlaneStatus.GONE]
 
 
 async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
@@ -276,17 +280,17 @@ async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
     before = psutil.Process().memory_info().rss
 
     writer.write(
-        (REQUEST.pack(MAGIC, Operation.GET, WINDOW) + ENTRY.pack(slot.offset, slot.generation, 0) * WINDOW) * 4
+        (REQUEST.pack(MAGIC, DataPlaneOperation.GET, WINDOW) + ENTRY.pack(slot.offset, slot.generation, 0) * WINDOW) * 4
     )
     for _ in range(8):
         other_writer.write(a_request(slot))
-        assert await reply(other_reader) == [Status.DONE]
+        assert await reply(other_reader) == [DataPlaneStatus.DONE]
         await block(other_reader, 1 << 20)
 
     assert psutil.Process().memory_info().rss - before < 32 << 20
     writer.transport.resume_reading()
     for _ in range(4):
-        assert await reply(reader) == [Status.DONE] * WINDOW
+        assert await reply(reader) == [DataPlaneStatus.DONE] * WINDOW
         assert await reader.readexactly(WINDOW << 20) == bytes(a_block(1, 1 << 20)) * WINDOW
         assert await reader.readexactly(WINDOW) == bytes(WINDOW)
     await plane.close()
@@ -301,7 +305,7 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
 
     assert await is_closed(reader)
     kept[0][1].write(a_request(Slot(0, 1)))
-    assert await reply(kept[0][0]) == [Status.GONE]
+    assert await reply(kept[0][0]) == [DataPlaneStatus.GONE]
 
 
 def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
@@ -334,10 +338,10 @@ def test_closing_ends_calls_of_other_threads():
     "nonsense",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        REPLY.pack(MAGIC, 2) + bytes([Status.DONE, Status.DONE]),  # to a request of one
+        REPLY.pack(MAGIC, 2) + bytes([DataPlaneStatus.DONE, DataPlaneStatus.DONE]),  # to a request of one
         REPLY.pack(MAGIC, 1) + bytes([77]),
-        REPLY.pack(MAGIC, 1) + bytes([Status.REFUSED]),
-        REPLY.pack(MAGIC, 1) + bytes([Status.DONE]) + bytes(10),  # and not a byte more
+        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.REFUSED]),
+        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and not a byte more
     ],
 )
 def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
@@ -357,7 +361,7 @@ def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
         connection, _ = server.accept()
         with connection:
             connection.recv(OPENING.size, socket.MSG_WAITALL)
-            connection.sendall(CHALLENGE.pack(MAGIC, Status.DONE, bytes(NONCE_BYTES)))
+            connection.sendall(CHALLENGE.pack(MAGIC, DataPlaneStatus.DONE, bytes(NONCE_BYTES)))
             if and_says:
                 connection.recv(REQUEST.size + ENTRY.size, socket.MSG_WAITALL)
                 connection.sendall(and_says)
@@ -460,7 +464,7 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
     await asyncio.to_thread(link.close)
 
 
-def read(plane: Plane, port: int, slot: Slot, key: Key | None = None) -> list[BlockOutcome]:
+def read(plane: Plane, port: int, slot: Slot, key: AuthenticationKey | None = None) -> list[BlockOutcome]:
     transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(30), key)
     try:
         return transport.get([slot], [bytearray(plane.block_bytes)], soon(30))

@@ -14,14 +14,14 @@ from kvstore import breaker, loads, mover
 from kvstore.clock import MILLISECOND, SECOND, Nanos
 from kvstore.errors import TierFailed
 from kvstore.hierarchy import Hierarchy
-from kvstore.lanes import Lanes
-from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import BlockOutcome, Fetched, TierStatus
+from kvstore.lanes import WorkerThreads
+from kvstore.lower_tiers import AdmitEverything, TierRule
+from kvstore.messages import BlockOutcome, FetchResult, TierStatus
 from kvstore.monotonic import MonotonicClock
-from kvstore.mover import LANES, Mover
+from kvstore.mover import THREADS_PER_TIER, TransferExecutor
 from tests.kv_builders import Store, a_chain
 
-PATIENCE = Nanos(30 * MILLISECOND)
+MAX_WAIT = Nanos(30 * MILLISECOND)
 
 
 class Disk:
@@ -43,7 +43,7 @@ class Disk:
         assert self.gate.wait(30)
         if self.fails:
             raise TierFailed("it cannot be read")
-        return [Fetched(BlockOutcome.MOVED, 7) for _ in keys]
+        return [FetchResult(BlockOutcome.MOVED, 7) for _ in keys]
 
     def put(self, keys, blocks, deadline, checksums):
         raise TierFailed("it is full")
@@ -70,12 +70,12 @@ class Node:
         self.disk = Disk()
         self.store = Store(blocks=64)
         self.clock = MonotonicClock()
-        rule = TierRule(name=self.disk.name, admission=Everything(), finds_in_memory=True)
+        rule = TierRule(name=self.disk.name, admission=AdmitEverything(), finds_in_memory=True)
         self.hierarchy = Hierarchy(self.store.machine, [rule])
-        self.mover = Mover(self.hierarchy, [self.disk], Pool(), self.clock, tasks, self._settle)
+        self.mover = TransferExecutor(self.hierarchy, [self.disk], Pool(), self.clock, tasks, self._settle)
 
-    def want(self, chain, patience=PATIENCE):
-        self.hierarchy.want(self.store.digest, chain, 0, patience, self.clock.now())
+    def prefetch(self, chain, max_wait=MAX_WAIT):
+        self.hierarchy.prefetch(self.store.digest, chain, 0, max_wait, self.clock.now())
         self.mover.settle()
 
     def _settle(self):
@@ -99,18 +99,18 @@ async def a_node_on_a_disk() -> AsyncIterator[Node]:
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch):
-    monkeypatch.setattr(loads, "FETCH_AT_LEAST", PATIENCE)
+    monkeypatch.setattr(loads, "FETCH_AT_LEAST", MAX_WAIT)
     monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
 
 
 async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_at():
     async with a_node_on_a_disk() as node:
         for of in "abcdefgh":
-            node.want(a_chain(4, of))
+            node.prefetch(a_chain(4, of))
         assert node.reservations == 8
-        while node.reservations > LANES:
+        while node.reservations > THREADS_PER_TIER:
             await asyncio.sleep(0.001)
-        for _ in range(LANES):
+        for _ in range(THREADS_PER_TIER):
             assert node.disk.reading.acquire(timeout=60)
         node.disk.gate.set()
         while node.reservations:
@@ -125,7 +125,7 @@ async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with a_node_on_a_disk() as node:
         node.disk.fails = True
-        node.want(a_chain(4, "a"), Nanos(10 * SECOND))
+        node.prefetch(a_chain(4, "a"), Nanos(10 * SECOND))
         await asyncio.to_thread(node.disk.reading.acquire)
     while any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()):
         await asyncio.sleep(0.001)
@@ -136,7 +136,7 @@ async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
 
 
 async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monkeypatch):
-    lanes, loop, told = Lanes("lane", 1), asyncio.get_running_loop(), threading.Event()
+    lanes, loop, told = WorkerThreads("lane", 1), asyncio.get_running_loop(), threading.Event()
 
     def closed(*_):
         told.set()
@@ -160,9 +160,9 @@ async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog)
         node.disk.gate.set()
         for of in "abc":
             node.store.hold(a_chain(2, of))
-            node.hierarchy.noted(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
+            node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
             node.mover.settle()
-            node.want(a_chain(2, of * 2))
+            node.prefetch(a_chain(2, of * 2))
             while not node.hierarchy.is_idle:
                 await asyncio.sleep(0.001)
 
@@ -176,12 +176,12 @@ async def test_a_disk_that_cannot_be_read_fails_once_in_the_log_although_its_ind
         node.disk.gate.set()
         node.disk.fails = True
         while node.hierarchy.counters(0).failures < 3:
-            node.want(a_chain(2))
+            node.prefetch(a_chain(2))
             await asyncio.sleep(0.001)
         assert [record.message for record in caplog.records] == ["tier fails"]
         node.disk.fails = False
         while not node.hierarchy.counters(0).loaded:
-            node.want(a_chain(2))
+            node.prefetch(a_chain(2))
             await asyncio.sleep(0.001)
 
     assert [record.message for record in caplog.records] == ["tier fails", "tier works again"]

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.integration
 BLOCKS = 64
 
 
-def write(client: StoreClient, chain, patience_seconds: float) -> None:
+def write(client: StoreClient, chain, max_wait_seconds: float) -> None:
     """As an engine does it: look, compute, write."""
-    client.release(client.match(chain, lease_seconds=1, patience_seconds=patience_seconds).lease_id)
+    client.release(client.match(chain, lease_seconds=1, max_wait_seconds=max_wait_seconds).lease_id)
     eventually(lambda: client.write(chain, [a_block(1) for _ in chain]))
 
 
@@ -25,14 +25,14 @@ def test_blocks_that_take_long_to_compute_outlive_those_that_do_not(dear):
         a_store_client(node.address, a_namespace(model="small")) as small,
         a_store_client(node.address, a_namespace(model="large")) as large,
     ):
-        patience = {small: 0.02, large: 0.02, {"small": small, "large": large}[dear]: 20.0}
-        dear_client = max(patience, key=patience.__getitem__)
-        cheap_client = min(patience, key=patience.__getitem__)
+        max_wait = {small: 0.02, large: 0.02, {"small": small, "large": large}[dear]: 20.0}
+        dear_client = max(max_wait, key=max_wait.__getitem__)
+        cheap_client = min(max_wait, key=max_wait.__getitem__)
         first, second, third = (a_chain(BLOCKS // 2, of) for of in "abc")
 
-        write(dear_client, first, patience[dear_client])  # the oldest
-        write(cheap_client, second, patience[cheap_client])
-        write(cheap_client, third, patience[cheap_client])
+        write(dear_client, first, max_wait[dear_client])  # the oldest
+        write(cheap_client, second, max_wait[cheap_client])
+        write(cheap_client, third, max_wait[cheap_client])
 
         assert len(eventually(lambda: dear_client.match(first, lease_seconds=0))) == BLOCKS // 2
         assert len(cheap_client.match(second, lease_seconds=0)) == 0

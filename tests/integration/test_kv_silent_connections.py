@@ -15,7 +15,7 @@ from kvstore.credentials import Credentials
 from kvstore.messages import DataPath
 from kvstore.monotonic import MonotonicClock
 from kvstore.server import open_node
-from kvstore.transports.authentication import Key, Purpose
+from kvstore.transports.authentication import AuthenticationKey, Purpose
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import NEWCOMERS
 from tests.kv_builders import (
@@ -82,7 +82,7 @@ def test_silent_connections_refuse_no_client_with_the_secret(secret):
     ):
 
         def connect(_: int) -> TcpTransport:
-            key = Key(SECRET.encode(), Purpose.DATA)
+            key = AuthenticationKey(SECRET.encode(), Purpose.DATA)
             return TcpTransport(
                 node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), soon(SECONDS), key
             )

@@ -17,10 +17,10 @@ from kvstore.client import StoreClient
 from kvstore.clock import Nanos, nanos
 from kvstore.errors import InvalidArgument, StoreNotStarted
 from kvstore.hierarchy import Hierarchy
-from kvstore.lower_tiers import Everything, TierRule
-from kvstore.messages import BlockKey, BlockOutcome, Fetched, Stats
+from kvstore.lower_tiers import AdmitEverything, TierRule
+from kvstore.messages import BlockKey, BlockOutcome, FetchResult, Stats
 from kvstore.monotonic import MonotonicClock
-from kvstore.movement import Fetch, Find, Keep, Movement
+from kvstore.movement import Demote, Fetch, Find, TierTransfer
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
 from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client
@@ -28,7 +28,7 @@ from tests.servers import a_free_port, a_redis
 from tests.waiting import eventually
 
 POOL_BLOCKS = 8
-PATIENCE = 5.0
+MAX_WAIT = 5.0
 
 
 def an_ssd(folder, **fields):
@@ -51,7 +51,7 @@ def write(client: StoreClient, chain: list[bytes]) -> int:
 
 def read(client: StoreClient, chain: list[bytes]) -> int:
     """How many leading blocks come back; each is compared."""
-    match = client.match_patiently(chain, lease_seconds=10, patience_seconds=PATIENCE)
+    match = client.match_and_wait(chain, lease_seconds=10, max_wait_seconds=MAX_WAIT)
     buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(len(match))]
     arrived = client.read(match, range(len(match)), buffers)
     client.release(match.lease_id)
@@ -114,10 +114,10 @@ def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
         node.start()
         with a_client(node) as client:
             write(client, a_chain(2))
-            found = client.match_patiently(a_chain(6), lease_seconds=1, patience_seconds=PATIENCE)
-            assert (len(found), found.risen) == (6, {"ssd": 4})
+            found = client.match_and_wait(a_chain(6), lease_seconds=1, max_wait_seconds=MAX_WAIT)
+            assert (len(found), found.promoted) == (6, {"ssd": 4})
             again = client.match(a_chain(6), lease_seconds=1)
-            assert (len(again), again.risen) == (6, {})
+            assert (len(again), again.promoted) == (6, {})
 
 
 def test_what_came_up_and_left_again_unread_is_the_memorys_own_when_it_is_written_anew(tmp_path):
@@ -128,13 +128,13 @@ def test_what_came_up_and_left_again_unread_is_the_memorys_own_when_it_is_writte
         node.kill()
         node.start()
         with a_client(node) as client:
-            client.match(a_chain(6), lease_seconds=0, patience_seconds=PATIENCE)
+            client.match(a_chain(6), lease_seconds=0, max_wait_seconds=MAX_WAIT)
             eventually(lambda: in_pool(client, a_chain(6)) == 6)
             for of in "bcd":
                 write(client, a_chain(6, of))
             eventually(lambda: in_pool(client, a_chain(6)) == 0)
             write(client, a_chain(6))
-            assert client.match(a_chain(6), lease_seconds=1).risen == {}
+            assert client.match(a_chain(6), lease_seconds=1).promoted == {}
 
 
 def test_nothing_is_looked_for_below_without_patience(tmp_path):
@@ -171,7 +171,7 @@ def test_no_more_is_written_in_a_day_than_the_budget_says(tmp_path):
 
 def test_a_miss_everywhere_costs_no_wait(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path)]) as node, a_client(node) as client:
-        match = client.match(a_chain(6), lease_seconds=1, patience_seconds=PATIENCE)
+        match = client.match(a_chain(6), lease_seconds=1, max_wait_seconds=MAX_WAIT)
         assert (len(match), match.loading) == (0, 0)
 
 
@@ -186,7 +186,7 @@ class Simulated:
     def restart(self) -> None:
         """The pool is empty again."""
         self.store = Store(blocks=POOL_BLOCKS)
-        rules = [TierRule(name=str(index), admission=Everything()) for index in range(len(self.below))]
+        rules = [TierRule(name=str(index), admission=AdmitEverything()) for index in range(len(self.below))]
         self.hierarchy = Hierarchy(self.store.machine, rules)
 
     def write(self, chain: list[bytes]) -> None:
@@ -195,7 +195,7 @@ class Simulated:
 
     def read(self, chain: list[bytes]) -> int:
         self._match(chain)
-        self.hierarchy.want(self.store.digest, chain, self.store.look(chain), nanos(PATIENCE), Nanos(0))
+        self.hierarchy.prefetch(self.store.digest, chain, self.store.look(chain), nanos(MAX_WAIT), Nanos(0))
         loads = not self.hierarchy.is_idle
         self._settle()
         return self._match(chain) if loads else self.store.look(chain)
@@ -206,31 +206,31 @@ class Simulated:
     def _match(self, chain: list[bytes]) -> int:
         leased = self.store.match(chain)
         self.store.release(leased.lease_id)
-        self.hierarchy.noted(self.store.digest, chain[: len(leased.slots)], Nanos(0))
+        self.hierarchy.offer(self.store.digest, chain[: len(leased.slots)], Nanos(0))
         self._settle()
         return len(leased.slots)
 
     def _settle(self) -> None:
         while True:
             for change in self.store.machine.changes():
-                self.hierarchy.noted(change.digest, change.stored, Nanos(0))
+                self.hierarchy.offer(change.digest, change.stored, Nanos(0))
             if not (movements := self.hierarchy.commands()):
                 return
             for movement in movements:
                 self._perform(movement)
 
-    def _perform(self, movement: Movement) -> None:
+    def _perform(self, movement: TierTransfer) -> None:
         held = self.below[movement.tier]
         match movement:
             case Find():
                 count = next((i for i, key in enumerate(movement.keys) if key not in held), len(movement.keys))
-                self.hierarchy.found(movement.load_id, count, Nanos(0))
+                self.hierarchy.found(movement.promotion_id, count, Nanos(0))
             case Fetch():
-                answers = [Fetched(BlockOutcome.MOVED, 7) for _ in movement.addresses]
-                self.hierarchy.fetched(movement.load_id, answers, Nanos(0))
-            case Keep():
+                answers = [FetchResult(BlockOutcome.MOVED, 7) for _ in movement.addresses]
+                self.hierarchy.fetched(movement.promotion_id, answers, Nanos(0))
+            case Demote():
                 held |= {address.key for address in movement.addresses}
-                self.hierarchy.kept(movement.copy_id, [True] * len(movement.addresses), Nanos(0))
+                self.hierarchy.kept(movement.demotion_id, [True] * len(movement.addresses), Nanos(0))
 
 
 def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_path):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import crc32c
 from kvstore.errors import NamespaceUnknown, TierFailed
 from kvstore.messages import BlockKey, BlockOutcome
@@ -20,7 +20,7 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.peer.settings import PeerSettings
 from kvstore.tiers.peer.shelf import open_peers, ranking
 from kvstore.tiers.remote import RemoteTier
-from kvstore.transports.frames import CHALLENGE, MAGIC, REPLY, Status
+from kvstore.transports.frames import CHALLENGE, MAGIC, REPLY, DataPlaneStatus
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client, empty, keep, soon
@@ -385,8 +385,8 @@ def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
 
 def replies(kind: str) -> Script:
     """What a data plane says: to the opening properly, to the first request for a block not."""
-    opened = CHALLENGE.pack(MAGIC, Status.DONE, bytes(16))
-    there = bytes([Status.DONE])
+    opened = CHALLENGE.pack(MAGIC, DataPlaneStatus.DONE, bytes(16))
+    there = bytes([DataPlaneStatus.DONE])
     block = REPLY.pack(MAGIC, 1) + there + BLOCKS[0].tobytes() + there
     return {
         "garbage": Script((opened, b"HTTP/1.1 400 Bad Request\r\n\r\n")),
@@ -464,7 +464,7 @@ def test_a_closed_tier_says_so():
 
 def test_each_chain_has_an_owner_and_few_move_when_a_peer_goes():
     peers = [f"host-{index}:1" for index in range(8)]
-    chains = [BlockKey(NAMESPACE.digest, ChainHash(name)) for name in a_chain(800, "rank")]
+    chains = [BlockKey(NAMESPACE.digest, BlockHash(name)) for name in a_chain(800, "rank")]
     owners = [ranking(peers, key)[0] for key in chains]
 
     assert all(60 < owners.count(peer) < 150 for peer in peers)

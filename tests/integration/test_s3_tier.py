@@ -16,7 +16,7 @@ from kvstore.errors import StoreNotStarted, TierFailed
 from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.remote import RemoteTier
-from kvstore.tiers.s3.clients import Clients
+from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import open_s3, tier_with
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, empty, keep, soon
@@ -65,7 +65,7 @@ def open_tier(server, bucket: str, **settings) -> RemoteTier:
 def open_with_endpoint(bucket: str, port: int) -> RemoteTier:
     """Without the look at the bucket, which such a server would not survive."""
     settings = S3Settings(bucket=bucket, endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
-    return tier_with(settings, Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
+    return tier_with(settings, S3Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
 
 def place_of(key: BlockKey) -> str:

@@ -20,7 +20,7 @@ from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockOutcome
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd import disk as disks
-from kvstore.tiers.ssd.disk import Space
+from kvstore.tiers.ssd.disk import DiskSpace
 from kvstore.tiers.ssd.eviction import oldest
 from kvstore.tiers.ssd.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import Sync
@@ -368,11 +368,11 @@ def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_c
 ):
     faults = Faults()
     places = [tmp_path / str(number) for number in range(folders)]
-    faults.space = Space(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
+    faults.space = DiskSpace(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
     a_tier(*places, faults=faults).close()
     assert not warnings_of(caplog)
 
-    faults.space = Space(device=1, total=1 << 30, free=1 << 20, ours=SEGMENT_BYTES)
+    faults.space = DiskSpace(device=1, total=1 << 30, free=1 << 20, ours=SEGMENT_BYTES)
     a_tier(*places, faults=faults).close()
 
     (warning,) = warnings_of(caplog)

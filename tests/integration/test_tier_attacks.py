@@ -13,7 +13,7 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.redis.shelf import open_redis
 from kvstore.tiers.remote import RemoteTier
-from kvstore.tiers.s3.clients import Clients
+from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import tier_with
 from tests.kv_builders import a_block, a_chain, keep, soon
@@ -112,7 +112,7 @@ def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_a
             known_seconds=0,
             missing_seconds=0,
         )
-        clients = Clients(settings)
+        clients = S3Clients(settings)
         for seconds in (CALL_SECONDS, CALL_SECONDS / 2, CALL_SECONDS / 4):
             clients.within(seconds)  # which takes long to make
         tier = tier_with(settings, clients, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())

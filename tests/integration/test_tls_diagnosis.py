@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import grpc
 import pytest
 
-from kvstore.access import Access, load
+from kvstore.access import LoadedCredentials, load
 from kvstore.credentials import Credentials
 from kvstore.tls_diagnosis import diagnose, diagnose_address, explain
 from tests.certificates import Authority
@@ -34,7 +34,9 @@ def stranger(tmp_path) -> Authority:
 async def a_grpc_server(credentials: Credentials) -> AsyncIterator[int]:
     server = grpc.aio.server()
     port = (
-        load(credentials).bind(server, f"{HOST}:0") if credentials.certificate else Access().bind(server, f"{HOST}:0")
+        load(credentials).bind(server, f"{HOST}:0")
+        if credentials.certificate
+        else LoadedCredentials().bind(server, f"{HOST}:0")
     )
     await server.start()
     yield port

@@ -16,7 +16,7 @@ from fleet.ids import ModelName
 from fleet.requests import Source
 from fleet.roles import KvPath, Phase
 from fleet.work import Progress, Rejected, Start
-from kvstore.block import chain, salt_of_adapter
+from kvstore.block import adapter_salt, chain
 from kvstore.client import StoreClient
 from tests.builders import token_bytes
 from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
@@ -77,7 +77,7 @@ class World(NamedTuple):
         if not name:
             return b""
         (adapter,) = [each for each in self.engine.engine.facts.adapters if each.name == name]
-        return salt_of_adapter(adapter.identity)
+        return adapter_salt(adapter.identity)
 
     def work(self, name: str, prompt: bytes, max_tokens: int = 12, **fields) -> Start:
         return work(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)

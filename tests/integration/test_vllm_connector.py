@@ -11,7 +11,7 @@ from fleet.adapters.tiny_model import build_tiny_model
 from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from tests.kv_builders import NodeProcess, a_block, a_chain, a_node, a_store_client
 from tests.vllm_hosting import tiny_namespace, vllm_worker
 from tests.waiting import eventually
@@ -38,7 +38,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def namespace(model_dir: Path) -> Namespace:
+def namespace(model_dir: Path) -> KvNamespace:
     return tiny_namespace(model_dir)
 
 
@@ -49,13 +49,13 @@ def node() -> Iterator[NodeProcess]:
 
 
 @pytest.fixture
-def client(node: NodeProcess, namespace: Namespace) -> Iterator[StoreClient]:
+def client(node: NodeProcess, namespace: KvNamespace) -> Iterator[StoreClient]:
     with a_store_client(node.address, namespace) as client:
         yield client
 
 
 @pytest.fixture
-def layers(namespace: Namespace) -> dict:
+def layers(namespace: KvNamespace) -> dict:
     """An engine's KV memory, by layer."""
     shape = (BLOCKS, namespace.kv_heads, namespace.block_tokens, namespace.head_dim)
     return {f"layer.{index}": torch.zeros(shape) for index in range(namespace.layers)}
@@ -99,7 +99,7 @@ def begin(connector, *loads: Load) -> None:
     )
 
 
-def a_load(client: StoreClient, namespace: Namespace, blocks: int) -> Load:
+def a_load(client: StoreClient, namespace: KvNamespace, blocks: int) -> Load:
     """Of blocks that the store holds, to the engine's blocks from 1 on."""
     names = a_chain(blocks)
     client.write(names, [a_block(seed, namespace.block_bytes) for seed in range(blocks)])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from workers.engines.vllm_namespace import namespace_of
 
 torch = pytest.importorskip("torch")
@@ -17,7 +17,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 def a_namespace(
     *, cache_dtype: str = "auto", max_model_len: int = 4096, rope: Any = None, ranks: int = 1, latent: bool = False
-) -> Namespace:
+) -> KvNamespace:
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         max_model_len=max_model_len,

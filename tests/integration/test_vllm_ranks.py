@@ -196,7 +196,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     pair.clients[0]._link.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
-        assert not reader.clients[0].writes_shares
+        assert not reader.clients[0].writes_shards
         assert reader.load(Load("r", found, 1, list(range(34)))) == [[True] * 32 + [False, True]] * 2
         reader.save(urgent=[Save("q", a_chain(2, "b"), [4, 5])])
 
@@ -314,11 +314,11 @@ def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
 
 def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 10))
-    late, write_share = threading.Event(), pair.clients[1].write_share
+    late, write_shard = threading.Event(), pair.clients[1].write_shard
 
     def slow(*arguments):
         assert late.wait(60)
-        return write_share(*arguments)
+        return write_shard(*arguments)
 
     monkeypatch.setattr(pair.clients[1], "write_share", slow)
     saving = threading.Thread(target=pair.movers[1].save, args=[a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])])])

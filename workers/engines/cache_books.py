@@ -25,7 +25,7 @@ import numpy as np
 
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore import block
-from kvstore.block import SALT_BYTES, ChainHash, HashAlgorithm
+from kvstore.block import SALT_BYTES, BlockHash, HashAlgorithm
 from workers.engines.engine_events import Cleared, EngineHash, Removed, Stored, Unreadable, decode
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,11 @@ def salt_of_router(adapter: str, told: str) -> bytes:
 def salt_of_client(adapter: str, told: str) -> bytes:
     """Of a server whose clients choose salts, which may be any text."""
     salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
-    return block.salt_of_adapter(adapter, salt) if adapter else salt
+    return block.adapter_salt(adapter, salt) if adapter else salt
 
 
 class _Held(msgspec.Struct):
-    name: ChainHash
+    name: BlockHash
     copies: int
 
 
@@ -111,7 +111,7 @@ class CacheBooks:
         self._salt_of = salt_of
         self._held: dict[EngineHash, _Held] = {}
         # How many of the engine's own hashes a name has: several where it knows apart what we do not.
-        self._hashes: dict[ChainHash, int] = {}
+        self._hashes: dict[BlockHash, int] = {}
         self._main: int | None = None  # group that is followed
         self._knows_main = False
         self.followed = 0  # blocks, ever
@@ -150,7 +150,7 @@ class CacheBooks:
         self._hashes.clear()
         return KvCleared()
 
-    def _stored(self, event: Stored) -> list[ChainHash]:
+    def _stored(self, event: Stored) -> list[BlockHash]:
         if (why := self._unfit(event)) is not None:
             self.passed_over[why] += len(event.hashes)
             return []
@@ -191,7 +191,7 @@ class CacheBooks:
             return PassedOver.NAMELESS_ADAPTER
         return None
 
-    def _names(self, event: Stored) -> list[ChainHash] | PassedOver:
+    def _names(self, event: Stored) -> list[BlockHash] | PassedOver:
         """Of the blocks of an event, in order."""
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):
@@ -212,7 +212,7 @@ class CacheBooks:
             raise Unreadable(f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens")
         return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
-    def _parent(self, event: Stored, first_keys: Sequence[Any]) -> ChainHash | PassedOver:
+    def _parent(self, event: Stored, first_keys: Sequence[Any]) -> BlockHash | PassedOver:
         """Name of the block before, or the root of the chain."""
         if event.parent is not None:
             held = self._held.get(event.parent)
@@ -229,7 +229,7 @@ class CacheBooks:
         except ValueError:
             return PassedOver.NOT_ONLY_TOKENS
 
-    def _removed(self, event: Removed) -> list[ChainHash]:
+    def _removed(self, event: Removed) -> list[BlockHash]:
         if event.medium not in OWN_MEMORY or event.group not in (None, self._main):
             return []
         gone = []

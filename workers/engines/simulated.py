@@ -18,7 +18,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.roles import KvPath
 from fleet.work import LoraAdapter
 from kvstore.fingerprint import describe
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from workers.engines.simulated_direct import listen
 from workers.engines.simulated_engine import SimulatedEngine
 from workers.engines.simulated_layout import EngineLayout
@@ -88,9 +88,9 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
     yield
 
 
-def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> Namespace:
+def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
     """What must be equal for two simulated engines to share blocks: the seed is to them what weights are to others."""
-    return Namespace(
+    return KvNamespace(
         model=settings.model,
         revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
         dtype="simulated",

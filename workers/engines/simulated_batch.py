@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from fleet.ids import RequestId
 from fleet.work import LoadReport
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
 from workers.engines.simulated_sequence import Sampled, Sequence, Stage
@@ -43,7 +43,7 @@ class Advanced(Struct, frozen=True, kw_only=True):
     """What a step brought to one request."""
 
     sequence: Sequence
-    filled: list[tuple[ChainHash, BlockIndex]]
+    filled: list[tuple[BlockHash, BlockIndex]]
     sampled: Sampled | None
 
 

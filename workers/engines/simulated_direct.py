@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.errors import ConfigurationRefused
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Loan(Struct, frozen=True, kw_only=True):
 
 
 class _Lease(Struct, frozen=True, kw_only=True):
-    blocks: Mapping[ChainHash, tuple[BlockIndex, int]]
+    blocks: Mapping[BlockHash, tuple[BlockIndex, int]]
     timer: asyncio.TimerHandle
 
 
@@ -84,7 +84,7 @@ class BlockLender:
         """Leases that hold blocks now."""
         return len(self._leases)
 
-    def lend(self, blocks: Mapping[ChainHash, BlockIndex]) -> str:
+    def lend(self, blocks: Mapping[BlockHash, BlockIndex]) -> str:
         """Hold blocks for a borrower; returns the lease."""
         self._memory.hold(blocks.values())
         lease = secrets.token_hex(16)
@@ -203,7 +203,7 @@ async def listen(lender: BlockLender, address: str) -> AsyncIterator[None]:
             Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - one local file
 
 
-async def borrow(params: DirectParams, names: Sequence[ChainHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
+async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
     """The longest prefix of `names` that arrives whole within `deadline` from now; then gives the lease back."""
     try:
         async with asyncio.timeout(deadline / SECOND):

@@ -20,7 +20,7 @@ from fleet.ids import RequestId, WorkerId
 from fleet.requests import TOKEN_BYTES, Finish, Source
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from workers.engines.adapter_slots import AdapterSlots
 from workers.engines.simulated_batch import Advanced, Batch
 from workers.engines.simulated_direct import BlockLender, DirectParams, borrow
@@ -141,7 +141,7 @@ class SimulatedEngine:
     def lent(self) -> int:
         return self.lender.leases
 
-    async def save(self, names: Sequence[ChainHash], within: Nanos) -> int:
+    async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """See `workers.ports.Saving`."""
         if self.store is None:
             return 0
@@ -281,7 +281,7 @@ class SimulatedEngine:
         elif (under_way := self._adapters_loading.get(name)) is not None:
             await under_way.wait()
 
-    async def _borrow(self, handoff: Handoff, names: Sequence[ChainHash], deadline: Nanos) -> list[bytes]:
+    async def _borrow(self, handoff: Handoff, names: Sequence[BlockHash], deadline: Nanos) -> list[bytes]:
         try:
             params = msgspec.json.decode(handoff.params, type=DirectParams)
         except msgspec.DecodeError as error:
@@ -319,7 +319,7 @@ class SimulatedEngine:
         self._ended.append(msgspec.structs.replace(last, handoff=handoff))
         self._wake.set()
 
-    async def _publish(self, sequence: Running, blocks: Mapping[ChainHash, bytes]) -> None:
+    async def _publish(self, sequence: Running, blocks: Mapping[BlockHash, bytes]) -> None:
         if self.store is None:
             return
         published = await self.store.publish(blocks, Nanos(self._settings.publish_timeout_ms * MILLISECOND))

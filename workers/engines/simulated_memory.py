@@ -17,7 +17,7 @@ from typing import NewType
 import numpy as np
 
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 
 BlockIndex = NewType("BlockIndex", int)
 
@@ -30,9 +30,9 @@ class BlockMemory:
         self._free = [BlockIndex(index) for index in reversed(range(num_blocks))]
         self._idle: OrderedDict[BlockIndex, None] = OrderedDict()  # released longest ago first
         self._holders: Counter[BlockIndex] = Counter()
-        self._by_name: dict[ChainHash, BlockIndex] = {}
-        self._names: dict[BlockIndex, ChainHash] = {}
-        self._changes: list[tuple[bool, ChainHash]] = []  # (stored, name)
+        self._by_name: dict[BlockHash, BlockIndex] = {}
+        self._names: dict[BlockIndex, BlockHash] = {}
+        self._changes: list[tuple[bool, BlockHash]] = []  # (stored, name)
         self._folded = False  # whether the next events are a clear and a dump
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
@@ -51,7 +51,7 @@ class BlockMemory:
         """The block's bytes, to read and to write."""
         return self._bytes[block * self.block_bytes : (block + 1) * self.block_bytes]
 
-    def find(self, names: Sequence[ChainHash]) -> list[BlockIndex]:
+    def find(self, names: Sequence[BlockHash]) -> list[BlockIndex]:
         """The longest prefix of a chain that is here; holds nothing."""
         found = []
         for name in names:
@@ -94,7 +94,7 @@ class BlockMemory:
             else:
                 self._free.append(block)
 
-    def publish(self, block: BlockIndex, name: ChainHash) -> None:
+    def publish(self, block: BlockIndex, name: BlockHash) -> None:
         """The block's bytes are complete: it can be found from now on, unless another of that name already can."""
         assert block in self._holders, block
         if name in self._by_name:
@@ -115,7 +115,7 @@ class BlockMemory:
         if self._folded:
             events = [KvCleared(), KvStored(tuple(self._by_name))]
             self._folded = False
-        run: list[ChainHash] = []
+        run: list[BlockHash] = []
         for position, (stored, name) in enumerate(self._changes):
             run.append(name)
             last = position + 1 == len(self._changes)
@@ -139,7 +139,7 @@ class BlockMemory:
         del self._by_name[name]
         self._note(stored=False, name=name)
 
-    def _note(self, *, stored: bool, name: ChainHash) -> None:
+    def _note(self, *, stored: bool, name: BlockHash) -> None:
         if self._folded:
             return  # the dump will say it
         self._changes.append((stored, name))

@@ -10,7 +10,7 @@ from fleet.requests import TOKEN_BYTES, Finish, KvOrigin, KvReport, Logprobs, So
 from fleet.roles import Phase
 from fleet.work import Start
 from kvstore import block
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
 from workers.engines.simulated_model import Digest, SimulatedModel
@@ -54,7 +54,7 @@ class Sequence:
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
         self.blocks: list[BlockIndex] = []
-        self.names: list[ChainHash] = []  # of the full blocks that are computed or fetched
+        self.names: list[BlockHash] = []  # of the full blocks that are computed or fetched
         self.reserve = 0  # blocks that are promised to it and not yet taken
         self.fetched: tuple[KvOrigin, ...] = ()  # blocks that came from elsewhere
         self.generated = 0  # tokens
@@ -81,7 +81,7 @@ class Sequence:
         return block.blocks_for(self.prompt_tokens + self.answer_tokens - 1, self._shape.block_tokens)
 
     @property
-    def reusable_names(self) -> list[ChainHash]:
+    def reusable_names(self) -> list[BlockHash]:
         """Blocks of the prompt that need not be computed.
 
         All full ones, but at least one token has to be, since computing it gives the first new token (as in vLLM).
@@ -127,7 +127,7 @@ class Sequence:
                 for tier, blocks in (tiers or {"": len(contents)}).items()
             )
 
-    def compute(self, num_tokens: int) -> list[tuple[ChainHash, BlockIndex]]:
+    def compute(self, num_tokens: int) -> list[tuple[BlockHash, BlockIndex]]:
         """KV of the next tokens; returns the blocks that became full."""
         assert self.computed + num_tokens <= len(self._tokens) // TOKEN_BYTES
         self.computed += num_tokens
@@ -181,7 +181,7 @@ class Sequence:
             cached_tokens=(self._hits + fetched) * self._shape.block_tokens,
         )
 
-    def _fill(self) -> tuple[ChainHash, BlockIndex]:
+    def _fill(self) -> tuple[BlockHash, BlockIndex]:
         """Compute the bytes of the next full block."""
         shape = self._shape
         position = len(self.names)
@@ -197,7 +197,7 @@ class Sequence:
         self._complete(name, index)
         return name, index
 
-    def _complete(self, name: ChainHash, index: BlockIndex) -> None:
+    def _complete(self, name: BlockHash, index: BlockIndex) -> None:
         """A block of the context is there: what it really holds decides what comes after it."""
         self.names.append(name)
         values = self._shape.layout.values(self._shape.memory.view(index))

@@ -23,12 +23,12 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from fleet.ids import StoreId
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.client import StoreClient
 from kvstore.conversion import Conversion
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
-from kvstore.messages import tiers_of
+from kvstore.messages import blocks_by_tier
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class SimulatedStore:
         self._client = client
         self._conversion = conversion
         self._threads = threads
-        self._waiting: dict[ChainHash, bytes] = {}
+        self._waiting: dict[BlockHash, bytes] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -83,14 +83,14 @@ class SimulatedStore:
             raise
         return cls(client, conversion, threads)
 
-    async def load(self, names: Sequence[ChainHash], deadline: Nanos) -> Loaded:
+    async def load(self, names: Sequence[BlockHash], deadline: Nanos) -> Loaded:
         """The longest prefix of `names` that the store has and that arrives, verified, within `deadline` from now."""
         if not names:
             return Loaded()
-        patience_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
-        return await self._in_thread(lambda: self._load(names, patience_seconds), deadline, otherwise=Loaded())
+        max_wait_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
+        return await self._in_thread(lambda: self._load(names, max_wait_seconds), deadline, otherwise=Loaded())
 
-    async def publish(self, blocks: Mapping[ChainHash, bytes], deadline: Nanos) -> int:
+    async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos) -> int:
         """Write blocks now; returns how many the store did not have before."""
         if not blocks:
             return 0
@@ -101,7 +101,7 @@ class SimulatedStore:
             otherwise=0,
         )
 
-    def offer(self, name: ChainHash, content: bytes) -> None:
+    def offer(self, name: BlockHash, content: bytes) -> None:
         """Write a block in the background, some time."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped += 1
@@ -123,8 +123,8 @@ class SimulatedStore:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _load(self, names: Sequence[ChainHash], patience_seconds: float) -> Loaded:
-        match = self._client.match_patiently(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds)
+    def _load(self, names: Sequence[BlockHash], max_wait_seconds: float) -> Loaded:
+        match = self._client.match_and_wait(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds)
         if not len(match):
             return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
@@ -134,7 +134,7 @@ class SimulatedStore:
             self._conversion.read(buffer).tobytes()
             for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))
         ]
-        return Loaded(blocks, tiers_of(len(blocks), len(match), match.risen))
+        return Loaded(blocks, blocks_by_tier(len(blocks), len(match), match.promoted))
 
     async def _in_thread(self, call: Callable[[], T], deadline: Nanos, *, otherwise: T) -> T:
         try:

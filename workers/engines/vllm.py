@@ -28,7 +28,7 @@ from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client import StoreClient
 from kvstore.errors import StoreError
 from kvstore.fingerprint import describe
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from workers.acceptance import refusal
 from workers.engines import vllm_launch, vllm_requests, vllm_spread
 from workers.engines.cache_books import CacheBooks
@@ -167,7 +167,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path) -> "VllmC
         raise ConfigurationRefused(f"vllm: {error}") from error
 
 
-def _meet_store(settings: WorkerSettings, namespace: Namespace) -> "tuple[StoreId | None, StoreClient | None]":
+def _meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
     """Return who the store node is; where it does not answer yet, the client that joins it as soon as it does.
 
     vLLM's own processes have clients of their own, which join by themselves too (`vllm_connector`).
@@ -196,7 +196,7 @@ def _meet_store(settings: WorkerSettings, namespace: Namespace) -> "tuple[StoreI
 
 def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
     """Return whether all ranks of this engine can write to the node that has answered."""
-    return vllm_launch.ranks_of(settings) == 1 or client.writes_shares
+    return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 
 Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None]

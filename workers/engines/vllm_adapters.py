@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fleet.errors import ConfigurationRefused
 from fleet.ids import ModelName
 from fleet.work import LoraAdapter
-from kvstore.recent import Recent
+from kvstore.recent import RecentMap
 from workers.engines.weights import revision_of
 from workers.settings import WorkerSettings
 
@@ -25,7 +25,7 @@ class UsedAdapters:
     """The adapters that vLLM has loaded, as far as can be told from outside: it drops the one used longest ago."""
 
     def __init__(self, slots: int) -> None:
-        self._used: Recent[str, None] = Recent(slots)
+        self._used: RecentMap[str, None] = RecentMap(slots)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -34,11 +34,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.client import StoreClient
 from kvstore.credentials import Credentials
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import Match
 from kvstore.monotonic import MonotonicClock
 from workers.engines import vllm_launch
@@ -78,7 +78,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_credentials: Credentials
     scratch: str  # folder of the engine's sockets, to be removed if the worker process cannot
 
-    def namespace(self, config: "VllmConfig") -> Namespace:
+    def namespace(self, config: "VllmConfig") -> KvNamespace:
         return namespace_of(config, model=self.model, revision=self.revision)
 
 
@@ -117,14 +117,14 @@ class _ClientStore:
     def __init__(self, client: StoreClient):
         self._client = client
 
-    def match(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> Match:
-        return self._client.match(names, lease_seconds=LEASE_SECONDS, patience_seconds=patience_seconds, tenant=tenant)
+    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
+        return self._client.match(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant)
 
-    def coming(self, names: Sequence[ChainHash]) -> bool:
+    def coming(self, names: Sequence[BlockHash]) -> bool:
         return self._client.match(names, lease_seconds=0).loading > 0
 
-    def fetch(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> None:
-        self._client.match(names, lease_seconds=0, patience_seconds=patience_seconds, tenant=tenant)
+    def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
+        self._client.match(names, lease_seconds=0, max_wait_seconds=max_wait_seconds, tenant=tenant)
 
 
 class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above

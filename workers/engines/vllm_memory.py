@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from kvstore.buffers import ByteArray, MutableBlock
 from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
-from kvstore.shares import Share
+from kvstore.shares import RankShard
 from workers.engines.vllm_planning import Load
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ class Reader(Protocol):
 class ShareReader:
     """`Reader` for one rank among several."""
 
-    def __init__(self, client: StoreClient, share: Share):
+    def __init__(self, client: StoreClient, share: RankShard):
         self._client = client
         self._share = share
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
-        return self._client.read_share(match, indices, self._share, destinations)
+        return self._client.read_shard(match, indices, self._share, destinations)
 
 
 class EngineBlocks(Protocol):

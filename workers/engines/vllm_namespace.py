@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.errors import LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from workers.engines.weights import revision_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def weights_revision(model_dir: Path) -> str:
     )
 
 
-def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespace:
+def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamespace:
     """The namespace of the blocks of an engine with this configuration.
 
     Args:
@@ -48,7 +48,7 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> Namespac
     variant = f"{overrides}|{quantization}{_rotation(model_config)}"
     if variant != "|":
         revision = hashlib.sha256(f"{revision}|{variant}".encode()).hexdigest()[:32]
-    return Namespace(
+    return KvNamespace(
         model=model,
         revision=revision,
         dtype=dtype,

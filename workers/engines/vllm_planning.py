@@ -26,13 +26,13 @@ import numpy as np
 from msgspec import Struct
 
 from kvstore import block
-from kvstore.block import ChainHash, HashAlgorithm
-from kvstore.messages import LeaseId, Match, both, tiers_of
-from kvstore.recent import Recent
+from kvstore.block import BlockHash, HashAlgorithm
+from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
+from kvstore.recent import RecentMap
 from workers.engines.prefill_pace import PrefillPace
 
 LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
-MAX_PATIENCE_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
+MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
 LOOK_AGAIN_SECONDS = 0.002  # between looks at blocks on their way
 MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
 FETCHES_A_STEP = 4  # for queued requests; a call takes 0.5 ms, and the step waits for it
@@ -48,15 +48,15 @@ COUNTS = "fleet_kv"
 class Store(Protocol):
     """What is needed of a store node's client; nothing raises."""
 
-    def match(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> Match:
+    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
         """The longest prefix in the node's memory, pinned for `LEASE_SECONDS`; what follows may begin to come up."""
         ...
 
-    def coming(self, names: Sequence[ChainHash]) -> bool:
+    def coming(self, names: Sequence[BlockHash]) -> bool:
         """Whether blocks right after that prefix are on their way up."""
         ...
 
-    def fetch(self, names: Sequence[ChainHash], *, patience_seconds: float, tenant: bytes) -> None:
+    def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
         """Have what follows that prefix begin to come up; pins nothing."""
         ...
 
@@ -96,7 +96,7 @@ class Save(Struct, frozen=True):
     """Blocks of the engine to offer to the store, consecutive in one chain."""
 
     request_id: str
-    names: list[ChainHash]
+    names: list[BlockHash]
     block_ids: list[int]
     tenant: bytes = b""  # salt of the chain: whose quota they count against
 
@@ -115,11 +115,11 @@ class StoreWork(Struct):
 class _Tracked:
     """One request between its first look-up and its end."""
 
-    def __init__(self, request: EngineRequest, salt: bytes, root: ChainHash):
+    def __init__(self, request: EngineRequest, salt: bytes, root: BlockHash):
         self.request = request
         self.salt = salt
         self.root = root
-        self.hashes: list[ChainHash] = []
+        self.hashes: list[BlockHash] = []
         self.match: Match | None = None  # not yet claimed
         self.matched_at = 0.0
         self.waits_until: float | None = None  # for blocks on their way up in the store
@@ -131,7 +131,7 @@ class _Tracked:
         self.will_pull = False  # another connector fills its blocks directly
         self.pulling: list[int] = []  # engine blocks being filled that way
         self.may_load = True
-        self.risen: dict[str, int] = {}  # blocks of its matches that came up from the store's tiers, by tier
+        self.promoted: dict[str, int] = {}  # blocks of its matches that came up from the store's tiers, by tier
         self.counts = Counts()
 
     @property
@@ -169,7 +169,7 @@ class StorePlanner:
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
         self._queued: dict[str, EngineRequest] = {}  # never looked up, the oldest first
-        self._offered: Recent[ChainHash, None] = Recent(remember)
+        self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
         self._loads: list[Load] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
@@ -264,7 +264,7 @@ class StorePlanner:
             if tracked is None:
                 continue  # cancelled meanwhile
             if tracked.request.num_preemptions == 0:
-                tiers = tiers_of(good, len(tracked.claimed), tracked.risen)
+                tiers = blocks_by_tier(good, len(tracked.claimed), tracked.promoted)
                 tracked.counts = Counts(engine=tracked.local, store=good, tiers=tiers)
             if good < len(tracked.claimed):
                 tracked.may_load = False
@@ -315,17 +315,17 @@ class StorePlanner:
         elif tracked.match is not None and now - tracked.matched_at < MATCH_FRESH_SECONDS:
             return tracked.match
         computed = num_tokens - tracked.local * self._block_tokens
-        patience = 0.0 if tracked.has_waited else min(self._pace.seconds(computed), MAX_PATIENCE_SECONDS)
+        max_wait = 0.0 if tracked.has_waited else min(self._pace.seconds(computed), MAX_WAIT_SECONDS)
         names = self._hashes(tracked, num_blocks)[:num_blocks]
         before = tracked.match
-        tracked.match = store.match(names, patience_seconds=patience, tenant=tracked.salt)
-        tracked.risen = both(tracked.risen, tracked.match.risen)
+        tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt)
+        tracked.promoted = merge_promoted(tracked.promoted, tracked.match.promoted)
         if before is not None and before.slots:  # not earlier: it kept the beginning in place while the rest came
             self._releases.append(before.lease_id)
         tracked.matched_at = tracked.looked_at = now
         tracked.offered = len(tracked.match.slots)
-        if patience and tracked.match.loading:
-            tracked.waits_until = now + patience
+        if max_wait and tracked.match.loading:
+            tracked.waits_until = now + max_wait
             return None
         return tracked.match
 
@@ -342,12 +342,12 @@ class StorePlanner:
             num_tokens = len(request.all_token_ids)
             if num_blocks := (num_tokens - 1) // self._block_tokens:
                 tracked = self._track(request)
-                patience = min(self._pace.seconds(num_tokens), MAX_PATIENCE_SECONDS)
+                max_wait = min(self._pace.seconds(num_tokens), MAX_WAIT_SECONDS)
                 store.fetch(
-                    self._hashes(tracked, num_blocks)[:num_blocks], patience_seconds=patience, tenant=tracked.salt
+                    self._hashes(tracked, num_blocks)[:num_blocks], max_wait_seconds=max_wait, tenant=tracked.salt
                 )
 
-    def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[ChainHash]:
+    def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[BlockHash]:
         """At least the first `num_blocks` names of the request's chain, which grows with its answer."""
         if (have := len(tracked.hashes)) < num_blocks:
             ids = tracked.request.all_token_ids[have * self._block_tokens : num_blocks * self._block_tokens]

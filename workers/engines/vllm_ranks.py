@@ -27,14 +27,14 @@ from typing import Self, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from kvstore.block import ChainHash
-from kvstore.breaker import Breaker
+from kvstore.block import BlockHash
+from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import Block
 from kvstore.client import StoreClient, batch_blocks
 from kvstore.clock import SECOND, Clock, Nanos, seconds
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.shards import BlockShape
-from kvstore.shares import Grant, Share, together
+from kvstore.shares import RankShard, WriteGrant, combined_checksums
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +69,17 @@ class Seat(Struct, frozen=True):
     rank: int
     ranks: int
     replicas: int  # ranks that hold the same head
-    share: Share
+    share: RankShard
 
     @classmethod
-    def of(cls, namespace: Namespace, *, rank: int, ranks: int) -> Self:
+    def of(cls, namespace: KvNamespace, *, rank: int, ranks: int) -> Self:
         """The seat of that rank.
 
         Raises:
             LayoutMismatch: The heads cannot be shared out among so many ranks.
         """
         shape = BlockShape.of(namespace)
-        return cls(rank, ranks, shape.replicas(ranks), Share.of_rank(shape, tp=ranks, rank=rank))
+        return cls(rank, ranks, shape.replicas(ranks), RankShard.of_rank(shape, tp=ranks, rank=rank))
 
     @property
     def leads(self) -> bool:
@@ -99,7 +99,7 @@ class Order(Struct, frozen=True, array_like=True):
     """From the leader: write these blocks, or nothing; and what is over."""
 
     number: int
-    grant: Grant | None = None
+    grant: WriteGrant | None = None
     first: int = 0  # of these places among all that were reserved with them
     blocks: tuple[BlockOf, ...] = ()  # one a place
     ended: tuple[SaveKey, ...] = ()  # nothing more comes of these saves
@@ -140,7 +140,7 @@ class Leader:
         self._turns = [threading.Lock() for _ in Lane]
         self._numbers = [0 for _ in Lane]
         self._followers: list[dict[int, socket.socket]] = [{} for _ in Lane]  # by rank
-        self._answering = [Breaker() for _ in Lane]  # whether all of them do
+        self._answering = [CircuitBreaker() for _ in Lane]  # whether all of them do
         self._lost = False
         self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -164,7 +164,7 @@ class Leader:
     def write(
         self,
         lane: Lane,
-        names: Sequence[ChainHash],
+        names: Sequence[BlockHash],
         blocks: Sequence[BlockOf],
         source: Source,
         *,
@@ -182,7 +182,7 @@ class Leader:
             ended: Saves that nothing more will be ordered of.
         """
         with self._turns[lane]:
-            grant: Grant | None = None
+            grant: WriteGrant | None = None
             checksums: dict[int, int] = {}
             try:
                 if names and not self._lost and self._answering[lane].allows(self._clock.now()):
@@ -204,7 +204,7 @@ class Leader:
         self._path.unlink(missing_ok=True)
 
     def _have(
-        self, lane: Lane, grant: Grant, blocks: Sequence[BlockOf], source: Source, checksums: dict[int, int]
+        self, lane: Lane, grant: WriteGrant, blocks: Sequence[BlockOf], source: Source, checksums: dict[int, int]
     ) -> None:
         """Have blocks written, order by order until a rank leaves one unanswered; adds the checksums of what all have written."""
         for first in range(0, len(grant.places), self._at_once):
@@ -220,7 +220,7 @@ class Leader:
                     return
                 told.append(sums)
             self._answering[lane].succeeded()
-            written = together(self.seat.share.block_bytes, told)
+            written = combined_checksums(self.seat.share.block_bytes, told)
             checksums.update((first + at, crc32c) for at, crc32c in written.items())
 
     def _order(self, lane: Lane, order: Order) -> None:
@@ -350,7 +350,7 @@ def _put(client: StoreClient, seat: Seat, order: Order, source: Source) -> Mappi
     step = batch_blocks(seat.share.block_bytes)  # of whole blocks: never more than of the shares that are asked for
     for start in range(0, len(mine), step):
         found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}
-        sums |= client.write_share(order.grant, list(found), seat.share, list(found.values()))
+        sums |= client.write_shard(order.grant, list(found), seat.share, list(found.values()))
     return sums
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct, field
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from workers.engines import vllm_ranks
@@ -61,7 +61,7 @@ class Staged(Struct, frozen=True):
 
     request_id: str
     tenant: bytes = b""
-    names: list[ChainHash] = field(default_factory=list)
+    names: list[BlockHash] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     blocks: list[BlockOf] = field(default_factory=list)
     saves: list[SaveKey] = field(default_factory=list)  # that these are all of

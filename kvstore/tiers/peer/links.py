@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvstore.addresses import host_port, unix_path
-from kvstore.block import ChainHash
-from kvstore.breaker import Breaker
+from kvstore.block import BlockHash
+from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable, TierFailed, reason
-from kvstore.layout import Namespace
-from kvstore.messages import GONE, BlockOutcome, Counters, Fetched, LeaseId, Match
+from kvstore.layout import KvNamespace
+from kvstore.messages import GONE, BlockOutcome, FetchResult, LeaseId, Match, StoreClientCounters
 from kvstore.tiers.fence import Fence
-from kvstore.tiers.remote import Health
+from kvstore.tiers.remote import BackendHealth
 
 RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
 LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
@@ -29,7 +29,7 @@ class PeerStore(Protocol):
     @property
     def answers(self) -> bool: ...
 
-    def match(self, hashes: Sequence[ChainHash], *, lease_seconds: float, deadline: Nanos | None = None) -> Match: ...
+    def match(self, hashes: Sequence[BlockHash], *, lease_seconds: float, deadline: Nanos | None = None) -> Match: ...
 
     def read(
         self,
@@ -41,30 +41,30 @@ class PeerStore(Protocol):
     ) -> list[bool]: ...
 
     def write(
-        self, hashes: Sequence[ChainHash], sources: Sequence[ByteArray], *, deadline: Nanos | None = None
+        self, hashes: Sequence[BlockHash], sources: Sequence[ByteArray], *, deadline: Nanos | None = None
     ) -> int: ...
 
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None: ...
 
-    def counters(self) -> Counters: ...
+    def counters(self) -> StoreClientCounters: ...
 
     def close(self) -> None: ...
 
 
-Connect = Callable[[str, Namespace, float], PeerStore]
+Connect = Callable[[str, KvNamespace, float], PeerStore]
 """Shakes hands with the node at an address, within that many seconds; raises `StoreError`."""
 
 
-class Link:
+class PeerNodeConnection:
     """One namespace of one peer: connected to when it is needed, and again after a pause when that failed. Thread-safe."""
 
-    def __init__(self, address: str, namespace: Namespace, connect: Connect, connect_within: Nanos, clock: Clock):
+    def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):
         self._address = address
         self._namespace = namespace
         self._connect = connect
         self._connect_within = connect_within
         self._clock = clock
-        self._breaker = Breaker()
+        self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
         self._store: PeerStore | None = None
         self._closed = False
@@ -73,18 +73,18 @@ class Link:
         self._told_damaged = 0
 
     @property
-    def health(self) -> Health:
+    def health(self) -> BackendHealth:
         """Blocks whose bytes did not have the checksum that the peer gave them, and whether it is left alone for that.
 
         Bad blocks are told to the peer, which looks for itself and drops none that it finds sound.
         """
         store = self._store
         if store is None:
-            return Health()
+            return BackendHealth()
         counters = store.counters()
-        return Health(counters.corrupt, counters.damaged, int(self._fence.is_closed))
+        return BackendHealth(counters.corrupt, counters.damaged, int(self._fence.is_closed))
 
-    def look(self, names: Sequence[ChainHash], deadline: Nanos) -> int:
+    def look(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
         """How many leading blocks the peer has in its memory.
 
         Raises:
@@ -92,7 +92,7 @@ class Link:
         """
         return len(self._match(self._opened(deadline), names, 0, deadline))
 
-    def fetch(self, names: Sequence[ChainHash], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         """Blocks that the peer has; a run that follows a hole is looked for once some have been found.
 
         Raises:
@@ -135,7 +135,7 @@ class Link:
         if is_closed:
             raise TierFailed(f"{self._address} is fenced: its answers were damaged on their way")
 
-    def push(self, names: Sequence[ChainHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
+    def push(self, names: Sequence[BlockHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
         """Write blocks into the peer's memory.
 
         Returns:
@@ -151,7 +151,7 @@ class Link:
             raise TierFailed(f"{self._address}: {error}") from error
         return written, self._held(store, names, deadline)
 
-    def holds(self, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
+    def holds(self, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
         """Which blocks the peer has in its memory, as far as `RUNS` look-ups tell.
 
         Raises:
@@ -166,7 +166,7 @@ class Link:
         if store is not None:
             store.close()
 
-    def _held(self, store: PeerStore, names: Sequence[ChainHash], deadline: Nanos) -> list[bool]:
+    def _held(self, store: PeerStore, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
         held = [False] * len(names)
         start = 0
         for _ in range(RUNS):
@@ -177,7 +177,7 @@ class Link:
             start += run + 1
         return held
 
-    def _match(self, store: PeerStore, names: Sequence[ChainHash], lease_seconds: float, deadline: Nanos) -> Match:
+    def _match(self, store: PeerStore, names: Sequence[BlockHash], lease_seconds: float, deadline: Nanos) -> Match:
         try:
             match = store.match(names, lease_seconds=lease_seconds, deadline=deadline)
         except (StoreError, ValueError) as error:
@@ -193,7 +193,7 @@ class Link:
         store: PeerStore,
         match: Match,
         into: Sequence[ByteArray],
-        answers: list[Fetched],
+        answers: list[FetchResult],
         start: int,
         deadline: Nanos,
     ) -> None:
@@ -207,7 +207,7 @@ class Link:
         self._note(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
             if is_there:
-                answers[index] = Fetched(BlockOutcome.MOVED, slot.crc32c)
+                answers[index] = FetchResult(BlockOutcome.MOVED, slot.crc32c)
         if not any(good):
             raise TierFailed(f"{self._address} has blocks that do not arrive")
 

@@ -5,19 +5,19 @@ from collections.abc import Iterable
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.messages import BlockKey
-from kvstore.recent import Recent
+from kvstore.recent import RecentMap
 
 HINTS = 1 << 16  # blocks of which it is remembered who has them
 DOUBTS = 4096  # blocks that were found bad of late
 DOUBTED_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
 
 
-class Hints:
+class PeerHints:
     """Who was seen to have which block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: Recent[BlockKey, str] = Recent(HINTS)
+        self._holders: RecentMap[BlockKey, str] = RecentMap(HINTS)
 
     def note(self, keys: Iterable[BlockKey], holder: str) -> None:
         with self._lock:
@@ -34,12 +34,12 @@ class Hints:
             return self._holders.get(key)
 
 
-class Doubts:
+class SuspectBlocks:
     """Blocks that were found bad, for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: Recent[BlockKey, Nanos] = Recent(DOUBTS)
+        self._until: RecentMap[BlockKey, Nanos] = RecentMap(DOUBTS)
 
     def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
         with self._lock:

@@ -21,25 +21,25 @@ from typing import TypeVar
 import xxhash
 from msgspec.structs import replace
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos, nanos
 from kvstore.errors import NamespaceUnknown, TierFailed
-from kvstore.layout import Namespace
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
-from kvstore.tiers.peer.links import Connect, Link
-from kvstore.tiers.peer.memories import Doubts, Hints
+from kvstore.layout import KvNamespace
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.tiers.peer.links import Connect, PeerNodeConnection
+from kvstore.tiers.peer.memories import PeerHints, SuspectBlocks
 from kvstore.tiers.peer.settings import PeerSettings
-from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
-from kvstore.tiers.second_reading import Verdict
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
+from kvstore.tiers.second_reading import ReadingVerdict
+from kvstore.tiers.tally import TierStatistics
 
 Which = TypeVar("Which")
 
 
 def open_peers(
-    settings: PeerSettings, connect: Connect, *, namespaces: Callable[[bytes], Namespace], clock: Clock
-) -> "RemoteTier[PeerShelf]":
+    settings: PeerSettings, connect: Connect, *, namespaces: Callable[[bytes], KvNamespace], clock: Clock
+) -> "RemoteTier[PeerBackend]":
     """A tier in the peers' memory. Connects when it is needed; peers may be away.
 
     Args:
@@ -48,31 +48,31 @@ def open_peers(
         namespaces: By digest; `NamespaceUnknown` where nobody has opened it here.
         clock: Of the deadlines; the one of the connections.
     """
-    tally = Tally("peer")
-    shelf = PeerShelf(settings, connect, namespaces, tally, clock)
+    tally = TierStatistics("peer")
+    shelf = PeerBackend(settings, connect, namespaces, tally, clock)
     return RemoteTier(shelf, tally, clock)
 
 
-class PeerShelf:
+class PeerBackend:
     """See `kvstore.tiers.remote`, and the module. Made by `open_peers`."""
 
     def __init__(
         self,
         settings: PeerSettings,
         connect: Connect,
-        namespaces: Callable[[bytes], Namespace],
-        tally: Tally,
+        namespaces: Callable[[bytes], KvNamespace],
+        tally: TierStatistics,
         clock: Clock,
     ):
         self._settings = settings
         self._connect = connect
         self._namespaces = namespaces
-        self._tally = tally
+        self._statistics = tally
         self._clock = clock
-        self._hints = Hints()
-        self._doubts = Doubts()
+        self._hints = PeerHints()
+        self._doubts = SuspectBlocks()
         self._lock = threading.Lock()
-        self._links: dict[tuple[str, bytes], Link] = {}
+        self._links: dict[tuple[str, bytes], PeerNodeConnection] = {}
         self._left = False
         self._closed = False
 
@@ -117,7 +117,7 @@ class PeerShelf:
             there.update(key for key, is_there in zip(theirs, held, strict=True) if is_there)
         return [key in there for key in keys]
 
-    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         if not self._settings.push:
             there.update(dict.fromkeys(work, False))
             return
@@ -130,7 +130,7 @@ class PeerShelf:
         if failure is not None:
             raise failure
 
-    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
         failure: TierFailed | None = None
         for namespace, indices in self._by_namespace({index: wanted.key for index, wanted in work.items()}):
             try:
@@ -145,13 +145,13 @@ class PeerShelf:
         self._doubts.note(keys, self._clock.now())
         self._hints.drop(keys)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:  # noqa: ARG002 - asks nobody
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks nobody
         """Peers look at their blocks themselves, when they are told that one is bad."""
-        return Verdict.UNREAD
+        return ReadingVerdict.UNREAD
 
-    def health(self) -> Health:
+    def health(self) -> BackendHealth:
         each = [link.health for link in self._all_links()]
-        return Health(
+        return BackendHealth(
             corrupt=sum(one.corrupt for one in each),
             damaged=sum(one.damaged for one in each),
             fenced=sum(one.fenced for one in each),
@@ -173,7 +173,7 @@ class PeerShelf:
             link.close()
 
     def _give(
-        self, namespace: Namespace, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos
+        self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
     ) -> None:
         """Have the owner of their chain keep these blocks."""
         owners = self._owners(next(iter(work)))
@@ -183,21 +183,21 @@ class PeerShelf:
         copies = {key: given.block.copy() for key, given in work.items()}  # the peer's client sums up what it finds
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
-        self._tally.count(corrupt=len(work) - len(sound))
+        self._statistics.count(corrupt=len(work) - len(sound))
         if not sound:
             return
         owner, written, held = self._push(
             owners, namespace, [key.name for key in sound], [copies[key] for key in sound], deadline
         )
-        self._tally.count(bytes_written=written * namespace.block_bytes, refused=held.count(False))
+        self._statistics.count(bytes_written=written * namespace.block_bytes, refused=held.count(False))
         there.update(zip(sound, held, strict=True))
         self._hints.note((key for key in sound if there[key]), owner)
 
     def _fetch(
         self,
-        namespace: Namespace,
-        work: Mapping[int, Wanted],
-        answers: dict[int, Fetched],
+        namespace: KvNamespace,
+        work: Mapping[int, BlockRead],
+        answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
         """Answer for these, from one peer after the other."""
@@ -229,7 +229,7 @@ class PeerShelf:
             return
         if not asked:
             raise failure
-        self._tally.count(failures=1)
+        self._statistics.count(failures=1)
 
     def _candidates(self, key: BlockKey) -> list[str]:
         ranked = [address for address in ranking(self._settings.peers, key) if address != self._settings.own_address]
@@ -244,12 +244,12 @@ class PeerShelf:
     def _push(
         self,
         owners: Sequence[str],
-        namespace: Namespace,
-        names: Sequence[ChainHash],
+        namespace: KvNamespace,
+        names: Sequence[BlockHash],
         blocks: Sequence[ByteArray],
         deadline: Nanos,
     ) -> tuple[str, int, list[bool]]:
-        """To the first of these that answers: which it is, and what `Link.push` says.
+        """To the first of these that answers: which it is, and what `PeerNodeConnection.push` says.
 
         Raises:
             TierFailed: None does.
@@ -258,7 +258,7 @@ class PeerShelf:
         for owner in first:
             with suppress(TierFailed):
                 return owner, *self._link(owner, namespace).push(names, blocks, deadline)
-            self._tally.count(failures=1)
+            self._statistics.count(failures=1)
         return last, *self._link(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
@@ -266,30 +266,32 @@ class PeerShelf:
         now = self._clock.now()
         return Nanos(now + (deadline - now) // max(self._settings.look_ups - asked, 1))
 
-    def _by_namespace(self, work: Mapping[Which, BlockKey]) -> list[tuple[Namespace, list[Which]]]:
+    def _by_namespace(self, work: Mapping[Which, BlockKey]) -> list[tuple[KvNamespace, list[Which]]]:
         groups: dict[bytes, list[Which]] = {}
         for which, key in work.items():
             groups.setdefault(key.digest, []).append(which)
         known = [(self._namespace(digest), found) for digest, found in groups.items()]
         return [(namespace, found) for namespace, found in known if namespace is not None]
 
-    def _namespace(self, digest: bytes) -> Namespace | None:
+    def _namespace(self, digest: bytes) -> KvNamespace | None:
         try:
             return self._namespaces(digest)
         except NamespaceUnknown:
             return None
 
-    def _link(self, address: str, namespace: Namespace) -> Link:
+    def _link(self, address: str, namespace: KvNamespace) -> PeerNodeConnection:
         with self._lock:
             if self._closed:
                 raise TierFailed("the peer tier is closed")
             link = self._links.get((address, namespace.digest))
             if link is None:
-                link = Link(address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock)
+                link = PeerNodeConnection(
+                    address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock
+                )
                 self._links[address, namespace.digest] = link
             return link
 
-    def _all_links(self) -> list[Link]:
+    def _all_links(self) -> list[PeerNodeConnection]:
         with self._lock:
             return list(self._links.values())
 

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed, reason
-from kvstore.tiers.redis.resp import Pipe, Refusal
+from kvstore.tiers.redis.resp import RedisErrorReply, RedisPipeline
 from kvstore.tiers.redis.settings import RedisSettings
 
 Answer = TypeVar("Answer")
 
 
-class Connections:
+class RedisConnections:
     """To one server. Thread-safe."""
 
-    def __init__(self, settings: RedisSettings, connect: Callable[[Nanos], Pipe], clock: Clock):
+    def __init__(self, settings: RedisSettings, connect: Callable[[Nanos], RedisPipeline], clock: Clock):
         """None yet.
 
         Args:
@@ -34,10 +34,10 @@ class Connections:
         self._clock = clock
         self._turns = threading.BoundedSemaphore(settings.connections)
         self._lock = threading.Lock()
-        self._idle: list[Pipe] = []
+        self._idle: list[RedisPipeline] = []
         self._closed = False
 
-    def turn(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+    def turn(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
         """Have requests made and their replies read, on a connection that nobody else has meanwhile.
 
         Raises:
@@ -52,7 +52,7 @@ class Connections:
             self._turns.release()
 
     @contextmanager
-    def fresh(self, deadline: Nanos) -> Iterator[Pipe]:
+    def fresh(self, deadline: Nanos) -> Iterator[RedisPipeline]:
         """Give a connection that is opened for this, and closed afterwards. Raises as `turn`."""
         if self._closed:
             raise TierFailed(f"{self._settings.place}: the tier is closed")
@@ -60,12 +60,12 @@ class Connections:
         try:
             pipe.begin(deadline)
             yield pipe
-        except (OSError, ValueError, Refusal) as error:
+        except (OSError, ValueError, RedisErrorReply) as error:
             raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
         finally:
             pipe.close()
 
-    def _on_a_connection(self, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+    def _on_a_connection(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
         if (kept := self._kept()) is not None:
             try:
                 return self._act(kept, act, deadline)
@@ -74,7 +74,7 @@ class Connections:
                     raise  # else the server has restarted since, or closed what was idle
         return self._act(self._connect(deadline), act, deadline)
 
-    def _kept(self) -> Pipe | None:
+    def _kept(self) -> RedisPipeline | None:
         """Take an idle connection that can be used, and close the others that are met on the way."""
         while True:
             with self._lock:
@@ -85,13 +85,13 @@ class Connections:
                 return pipe
             pipe.close()
 
-    def _act(self, pipe: Pipe, act: Callable[[Pipe], Answer], deadline: Nanos) -> Answer:
+    def _act(self, pipe: RedisPipeline, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
         in_step = False
         try:
             pipe.begin(deadline)
             answer = act(pipe)
             in_step = True
-        except (OSError, ValueError, Refusal) as error:
+        except (OSError, ValueError, RedisErrorReply) as error:
             raise TierFailed(f"{self._settings.place}: {reason(error)}") from error
         finally:
             with self._lock:
@@ -111,7 +111,7 @@ class Connections:
             pipe.close()
 
 
-class Dial:
+class RedisConnector:
     """Opens connections with the client library."""
 
     def __init__(self, settings: RedisSettings, clock: Clock):
@@ -125,7 +125,7 @@ class Dial:
         except (redis.RedisError, TypeError, ValueError) as error:  # which names the option, not the URL
             raise StoreNotStarted(f"url: an option of it cannot be used: {error}") from error
 
-    def __call__(self, deadline: Nanos) -> Pipe:
+    def __call__(self, deadline: Nanos) -> RedisPipeline:
         """An authenticated connection.
 
         Raises:
@@ -140,7 +140,7 @@ class Dial:
         except (self._redis.RedisError, OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             # The last ones are the library's, of replies that no server should send.
             raise TierFailed(f"{self._settings.place}: {type(error).__name__}: {error}") from error
-        return Pipe(connection._sock, connection.disconnect, self._clock)  # noqa: SLF001 - the library hands it out nowhere
+        return RedisPipeline(connection._sock, connection.disconnect, self._clock)  # noqa: SLF001 - the library hands it out nowhere
 
     def _connection(self, timeout_seconds: float) -> Any:
         """One that is not connected yet."""

@@ -5,7 +5,7 @@ Rules:
 1. Payloads are sent from where they lie and received where they belong; only heads and short replies are copied. The
    client libraries copy each value two or three times, which is slower than the server.
 2. Everything is done by the deadline of the turn. A connection on which that failed, or that talks nonsense, cannot be
-   brought back into step and is closed by its owner: `OSError` and `ValueError` mean this. `Refusal` does not.
+   brought back into step and is closed by its owner: `OSError` and `ValueError` mean this. `RedisErrorReply` does not.
 3. A server sends nothing but replies. Bytes that are there between two turns are the rest of a damaged or repeated reply, and
    would be read as the replies to the next requests. A connection with such bytes is not used again (`is_quiet`).
 """
@@ -15,13 +15,13 @@ import ssl
 from collections.abc import Callable, Iterable
 
 from kvstore.clock import Clock, Nanos, seconds
-from kvstore.runs import Run
+from kvstore.runs import BufferRun
 
 BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
 LINE_BYTES = 2048  # of a reply that is no value
 
 
-class Refusal(Exception):
+class RedisErrorReply(Exception):
     """The server's answer to one request is an error; the connection is in step."""
 
     @property
@@ -30,7 +30,7 @@ class Refusal(Exception):
         return str(self).partition(" ")[0]
 
 
-class Pipe:
+class RedisPipeline:
     """See the module. Not for several threads at a time."""
 
     def __init__(self, connection: socket.socket, close: Callable[[], None], clock: Clock):
@@ -68,7 +68,7 @@ class Pipe:
                 self._socket.settimeout(self._left())
                 self._socket.sendall(part)
             return
-        run = Run(memoryview(part) for part in parts)
+        run = BufferRun(memoryview(part) for part in parts)
         while run.left:
             self._socket.settimeout(self._left())
             run.advance(self._socket.sendmsg(run.front(run.left)))
@@ -84,7 +84,7 @@ class Pipe:
             raise ValueError("no status")
         return line[1:]
 
-    def value(self) -> "Value | None":
+    def value(self) -> "RedisValue | None":
         """A reply that is a value, or nothing. Call `skip` on it before the next reply is asked for.
 
         Raises:
@@ -94,7 +94,7 @@ class Pipe:
         if line[:1] != b"$":
             raise ValueError("no value")
         length = int(line[1:])
-        return None if length < 0 else Value(self, length)
+        return None if length < 0 else RedisValue(self, length)
 
     def fill(self, into: memoryview) -> None:
         """The next bytes of the reply, whatever they are."""
@@ -127,7 +127,7 @@ class Pipe:
                 raise ValueError("a line without an end")
         self.answered = True
         if line[:1] == b"-":
-            raise Refusal(line[1:-2].decode(errors="replace"))
+            raise RedisErrorReply(line[1:-2].decode(errors="replace"))
         return line[:-2]
 
     def _receive(self, into: list[memoryview]) -> int:
@@ -144,10 +144,10 @@ class Pipe:
         return left
 
 
-class Value:
-    """See `kvstore.tiers.records.Incoming`."""
+class RedisValue:
+    """See `kvstore.tiers.records.RecordSource`."""
 
-    def __init__(self, pipe: Pipe, length: int):
+    def __init__(self, pipe: RedisPipeline, length: int):
         self._pipe = pipe
         self.left = length
 

@@ -15,21 +15,23 @@ from functools import partial
 
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import StoreNotStarted
-from kvstore.messages import CORRUPT, GONE, BlockKey, Fetched
+from kvstore.messages import CORRUPT, GONE, BlockKey, FetchResult
 from kvstore.ports import Codec
-from kvstore.tiers.records import HEAD_BYTES, Framed, Records, Standing
-from kvstore.tiers.redis.connections import Connections, Dial
-from kvstore.tiers.redis.resp import Pipe, Refusal, request, request_with
+from kvstore.tiers.records import HEAD_BYTES, FramedRecord, RecordFramer, RemoteKeyState
+from kvstore.tiers.redis.connections import RedisConnections, RedisConnector
+from kvstore.tiers.redis.resp import RedisErrorReply, RedisPipeline, request, request_with
 from kvstore.tiers.redis.settings import RedisSettings
-from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
-from kvstore.tiers.second_reading import Unlike, Verdict, judge
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
+from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
+from kvstore.tiers.tally import TierStatistics
 
 FIND_BLOCKS = 256  # asked about in one round trip
 VALUE_BYTES = 512 << 20  # that a server takes; its proto-max-bulk-len
 
 
-def open_redis(settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[RedisShelf]":
+def open_redis(
+    settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock
+) -> "RemoteTier[RedisBackend]":
     """A tier on that server, which may be away: it is connected to when it is needed.
 
     Args:
@@ -41,29 +43,31 @@ def open_redis(settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clo
         StoreNotStarted: The client library is not installed, or the password cannot be read.
     """
     try:
-        connections = Connections(settings, Dial(settings, clock), clock)
+        connections = RedisConnections(settings, RedisConnector(settings, clock), clock)
     except ImportError as error:
         raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
     except OSError as error:
         raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
-    tally = Tally("redis")
-    return RemoteTier(RedisShelf(settings, connections, Records(codecs, tally), tally), tally, clock)
+    tally = TierStatistics("redis")
+    return RemoteTier(RedisBackend(settings, connections, RecordFramer(codecs, tally), tally), tally, clock)
 
 
-class RedisShelf:
+class RedisBackend:
     """See `kvstore.tiers.remote`, and the module. Made by `open_redis`."""
 
-    def __init__(self, settings: RedisSettings, connections: Connections, records: Records, tally: Tally):
+    def __init__(
+        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, tally: TierStatistics
+    ):
         self._settings = settings
         self._connections = connections
         self._records = records
-        self._tally = tally
+        self._statistics = tally
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
-        def count_leading(pipe: Pipe) -> int:
+        def count_leading(pipe: RedisPipeline) -> int:
             for start in range(0, len(keys), FIND_BLOCKS):
                 there = self._there(pipe, keys[start : start + FIND_BLOCKS])
                 if not all(there):
@@ -73,46 +77,46 @@ class RedisShelf:
         return self._connections.turn(count_leading, deadline)
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        def ask(pipe: Pipe) -> list[bool]:
+        def ask(pipe: RedisPipeline) -> list[bool]:
             steps = range(0, len(keys), FIND_BLOCKS)
             return [each for start in steps for each in self._there(pipe, keys[start : start + FIND_BLOCKS])]
 
         return self._connections.turn(ask, deadline)
 
-    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         self._connections.turn(lambda pipe: self._put(pipe, work, there), deadline)
 
-    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
         self._connections.turn(lambda pipe: self._get(pipe, list(work.items()), answers), deadline)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         try:
             return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
-        except _OtherKind:
+        except _NotAString:
             with self._connections.fresh(deadline) as pipe:
                 pipe.send([request(b"TYPE", self._name(key))])
-                return Verdict.UNSURE if pipe.status() in (b"string", b"none") else Verdict.CORRUPT
+                return ReadingVerdict.UNSURE if pipe.status() in (b"string", b"none") else ReadingVerdict.CORRUPT
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
-        def delete(pipe: Pipe) -> None:
+        def delete(pipe: RedisPipeline) -> None:
             pipe.send([request(b"DEL", *(self._name(key) for key in keys))])
             pipe.status()
 
         self._connections.turn(delete, deadline)
 
-    def health(self) -> Health:
-        return Health()
+    def health(self) -> BackendHealth:
+        return BackendHealth()
 
     def close(self) -> None:
         self._connections.close()
 
     # One turn on a connection
 
-    def _there(self, pipe: Pipe, keys: Sequence[BlockKey]) -> list[bool]:
+    def _there(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
-        return [self._records.standing(key, head) is Standing.HELD for key, head in heads]
+        return [self._records.standing(key, head) is RemoteKeyState.HELD for key, head in heads]
 
-    def _heads(self, pipe: Pipe, keys: Sequence[BlockKey]) -> list[bytes]:
+    def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
         """The first bytes of the values under these keys; empty where there is none."""
         last = b"%d" % (HEAD_BYTES - 1)
         pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
@@ -121,7 +125,7 @@ class RedisShelf:
             head = b""
             try:
                 value = pipe.value()
-            except Refusal as error:
+            except RedisErrorReply as error:
                 _require_only_wrong_type(error)
             else:
                 if value is not None:
@@ -134,18 +138,18 @@ class RedisShelf:
             heads.append(head)
         return heads
 
-    def _put(self, pipe: Pipe, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool]) -> None:
+    def _put(self, pipe: RedisPipeline, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
         for (key, given), head in zip(work.items(), heads, strict=True):
             match self._records.standing(key, head, given.block.nbytes):
-                case Standing.HELD:
+                case RemoteKeyState.HELD:
                     there[key] = True
-                case Standing.FREE:
+                case RemoteKeyState.FREE:
                     missing.append(key)
-                case Standing.NEWER:
+                case RemoteKeyState.NEWER:
                     there[key] = False
-                    self._tally.count(refused=1)
+                    self._statistics.count(refused=1)
         in_flight: deque[tuple[BlockKey, int]] = deque()
         flying = 0
         full = False
@@ -153,7 +157,7 @@ class RedisShelf:
             framed = None if full else self._records.frame(key, work[key].block, work[key].crc32c)
             if framed is None or framed.nbytes > VALUE_BYTES:
                 there[key] = False
-                self._tally.count(refused=1)
+                self._statistics.count(refused=1)
                 continue
             while in_flight and flying + framed.nbytes > self._settings.in_flight_bytes:
                 flying -= in_flight[0][1]
@@ -164,27 +168,27 @@ class RedisShelf:
         for key, nbytes in in_flight:
             self._settle(pipe, key, nbytes, there)
 
-    def _send(self, pipe: Pipe, key: BlockKey, framed: Framed) -> None:
+    def _send(self, pipe: RedisPipeline, key: BlockKey, framed: FramedRecord) -> None:
         ttl = round(self._settings.ttl_seconds * 1000)
         expiry = (b"PX", b"%d" % max(ttl, 1)) if self._settings.ttl_seconds else ()
         before, after = request_with(framed.nbytes, b"SET", self._name(key), after=expiry)
         pipe.send([before + framed.head, framed.payload.data, after])
 
-    def _settle(self, pipe: Pipe, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
+    def _settle(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
         """Whether the block was written; not, when the server is full."""
         try:
             pipe.status()
-        except Refusal as error:
+        except RedisErrorReply as error:
             if error.code != "OOM":
                 raise
             there[key] = False
-            self._tally.count(refused=1)
+            self._statistics.count(refused=1)
             return False
         there[key] = True
-        self._tally.count(bytes_written=nbytes)
+        self._statistics.count(bytes_written=nbytes)
         return True
 
-    def _get(self, pipe: Pipe, work: list[tuple[int, Wanted]], answers: dict[int, Fetched]) -> None:
+    def _get(self, pipe: RedisPipeline, work: list[tuple[int, BlockRead]], answers: dict[int, FetchResult]) -> None:
         window = max(1, self._settings.in_flight_bytes // max(wanted.into.nbytes for _, wanted in work))
         sent = 0
         for done, (index, wanted) in enumerate(work):
@@ -194,7 +198,7 @@ class RedisShelf:
                 sent = until
             try:
                 value = pipe.value()
-            except Refusal as error:
+            except RedisErrorReply as error:
                 _require_only_wrong_type(error)
                 self._records.corrupt(wanted.key, str(error))
                 answers[index] = CORRUPT
@@ -213,29 +217,29 @@ class RedisShelf:
             is_there = int(pipe.status()) > 0
             try:
                 length = int(pipe.status())
-            except Refusal as error:
+            except RedisErrorReply as error:
                 _require_only_wrong_type(error)
-                raise _OtherKind from error
+                raise _NotAString from error
             yield ValueReading(pipe, name, length) if is_there else None
 
     def _name(self, key: BlockKey) -> bytes:
         return f"{self._settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}".encode()
 
 
-def _require_only_wrong_type(error: Refusal) -> None:
+def _require_only_wrong_type(error: RedisErrorReply) -> None:
     """Something else than a value lies under the key; any other error is the server's state."""
     if error.code != "WRONGTYPE":
         raise error
 
 
-class _OtherKind(Exception):
+class _NotAString(Exception):
     """Something else than a string lies under a key."""
 
 
 class ValueReading:
     """See `kvstore.tiers.second_reading.Reading`."""
 
-    def __init__(self, pipe: Pipe, name: bytes, length: int):
+    def __init__(self, pipe: RedisPipeline, name: bytes, length: int):
         self._pipe = pipe
         self._name = name
         self.length = length
@@ -244,7 +248,7 @@ class ValueReading:
         self._pipe.send([request(b"GETRANGE", self._name, b"%d" % start, b"%d" % (stop - 1))])
         value = self._pipe.value()
         if value is None or value.left != stop - start:
-            raise Unlike(f"not the bytes {start} to {stop} that were asked for")
+            raise ReadingsDiffer(f"not the bytes {start} to {stop} that were asked for")
         into = bytearray(stop - start)
         value.fill(memoryview(into))
         value.skip()

@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20  # received at a time at most; the deadline is looked at w
 log = logging.getLogger(__name__)
 
 
-class Clients:
+class S3Clients:
     """See the module. Thread-safe."""
 
     def __init__(self, settings: S3Settings):
@@ -143,7 +143,7 @@ class Clients:
 
 
 class Body:
-    """See `kvstore.tiers.records.Incoming`. Its connection is kept when it was taken as a whole."""
+    """See `kvstore.tiers.records.RecordSource`. Its connection is kept when it was taken as a whole."""
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):
         self._stream = answer["Body"]

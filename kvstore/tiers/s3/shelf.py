@@ -22,16 +22,16 @@ from typing import Any, TypeVar
 
 from kvstore.clock import Clock, Nanos, nanos, seconds
 from kvstore.errors import StoreNotStarted, TierFailed
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
-from kvstore.tiers.records import HEAD_BYTES, Records, Standing
-from kvstore.tiers.remote import Given, Health, RemoteTier, Wanted
-from kvstore.tiers.s3.clients import Body, Clients, code_of
+from kvstore.tiers.records import HEAD_BYTES, RecordFramer, RemoteKeyState
+from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
+from kvstore.tiers.s3.clients import Body, S3Clients, code_of
 from kvstore.tiers.s3.settings import S3Settings
-from kvstore.tiers.s3.sightings import Sightings, leading
-from kvstore.tiers.s3.threads import Threads
-from kvstore.tiers.second_reading import Unlike, Verdict, judge
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.s3.sightings import S3Sightings, leading
+from kvstore.tiers.s3.threads import S3Threads
+from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
+from kvstore.tiers.tally import TierStatistics
 
 MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
 THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
@@ -45,7 +45,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Shelf]":
+def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Backend]":
     """A tier in that bucket. A store that does not answer yet is used once it does.
 
     Args:
@@ -58,7 +58,7 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
             does not let us use the bucket; names the field.
     """
     try:
-        clients = Clients(settings)
+        clients = S3Clients(settings)
     except ImportError as error:
         raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
     clients.look_at_bucket()
@@ -66,25 +66,27 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
 
 
 def tier_with(
-    settings: S3Settings, clients: Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
-) -> "RemoteTier[S3Shelf]":
+    settings: S3Settings, clients: S3Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
+) -> "RemoteTier[S3Backend]":
     """As `open_s3`, without a look at the bucket first."""
-    tally = Tally("s3")
-    return RemoteTier(S3Shelf(settings, clients, Records(codecs, tally), tally, clock), tally, clock)
+    tally = TierStatistics("s3")
+    return RemoteTier(S3Backend(settings, clients, RecordFramer(codecs, tally), tally, clock), tally, clock)
 
 
-class S3Shelf:
+class S3Backend:
     """See `kvstore.tiers.remote`, and the module. Made by `open_s3`."""
 
-    def __init__(self, settings: S3Settings, clients: Clients, records: Records, tally: Tally, clock: Clock):
+    def __init__(
+        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, tally: TierStatistics, clock: Clock
+    ):
         self._settings = settings
         self._clients = clients
         self._records = records
-        self._tally = tally
+        self._statistics = tally
         self._clock = clock
-        self._seen = Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
+        self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
-        self._threads = Threads("kvstore-s3", settings.parallel)
+        self._threads = S3Threads("kvstore-s3", settings.parallel)
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
@@ -102,21 +104,21 @@ class S3Shelf:
         self._each({key: key for key in recalled if key not in there}, self._look, there, deadline)
         return [there[key] for key in keys]
 
-    def put(self, work: Mapping[BlockKey, Given], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         now = self._clock.now()
         there.update((key, True) for key in work if self._seen.is_there(key, now))
         missing = {key: (key, given) for key, given in work.items() if key not in there}
         self._each(missing, partial(self._put, deadline=deadline), there, deadline)
 
-    def get(self, work: Mapping[int, Wanted], answers: dict[int, Fetched], deadline: Nanos) -> None:
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
         self._each(work, partial(self._get, deadline=deadline), answers, deadline)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> Verdict:
-        verdicts: dict[BlockKey, Verdict] = {}
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+        verdicts: dict[BlockKey, ReadingVerdict] = {}
         self._each({key: key}, partial(self._judge, block_bytes=block_bytes, deadline=deadline), verdicts, deadline)
         verdict = verdicts[key]
-        if verdict in (Verdict.SOUND, Verdict.GONE):
-            self._saw(key, is_there=verdict is Verdict.SOUND)
+        if verdict in (ReadingVerdict.SOUND, ReadingVerdict.GONE):
+            self._saw(key, is_there=verdict is ReadingVerdict.SOUND)
         return verdict
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
@@ -124,8 +126,8 @@ class S3Shelf:
             self._seen.doubt(key)
         self._each({key: key for key in keys}, self._delete, {}, deadline)
 
-    def health(self) -> Health:
-        return Health()
+    def health(self) -> BackendHealth:
+        return BackendHealth()
 
     def close(self) -> None:
         self._threads.close()
@@ -142,7 +144,7 @@ class S3Shelf:
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
 
-    def _put(self, client: Any, item: tuple[BlockKey, Given], *, deadline: Nanos) -> bool:
+    def _put(self, client: Any, item: tuple[BlockKey, BlockWrite], *, deadline: Nanos) -> bool:
         key, given = item
         framed = self._records.frame(key, given.block, given.crc32c)
         if framed is None:
@@ -150,8 +152,8 @@ class S3Shelf:
         conditional = self._conditional
         if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
             standing = self._records.standing(key, self._head(client, key, deadline), given.block.nbytes)
-            if standing is not Standing.FREE:
-                return standing is Standing.HELD
+            if standing is not RemoteKeyState.FREE:
+                return standing is RemoteKeyState.HELD
             conditional = False
         body = bytearray(framed.nbytes)
         body[:HEAD_BYTES] = framed.head
@@ -165,17 +167,17 @@ class S3Shelf:
                 self._conditional = False
                 return self._put(client, item, deadline=deadline)
             if code in FULL:
-                self._tally.count(refused=1)
+                self._statistics.count(refused=1)
                 return False
             if code in BEING_WRITTEN:
                 return False
             if code not in THERE_ALREADY:
                 raise
         else:
-            self._tally.count(bytes_written=len(body))
+            self._statistics.count(bytes_written=len(body))
         return self._saw(key, is_there=True)
 
-    def _get(self, client: Any, wanted: Wanted, *, deadline: Nanos) -> Fetched:
+    def _get(self, client: Any, wanted: BlockRead, *, deadline: Nanos) -> FetchResult:
         key = wanted.key
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
@@ -208,7 +210,7 @@ class S3Shelf:
             body.fill(memoryview(head))
             return bytes(head)
 
-    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> Verdict:
+    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         """Read a block twice, by clients of their own instead of the one that all share."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
@@ -319,7 +321,7 @@ class ObjectReading:
         with Body(answer, self._clock, self._deadline) as body:
             expected = f"bytes {start}-{stop - 1}/{self.length}"
             if body.left != stop - start or answer.get("ContentRange") != expected:
-                raise Unlike(f"{answer.get('ContentRange')} instead of {expected}")
+                raise ReadingsDiffer(f"{answer.get('ContentRange')} instead of {expected}")
             into = bytearray(stop - start)
             body.fill(memoryview(into))
             return bytes(into)

@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 
 from kvstore.clock import Nanos
 from kvstore.messages import BlockKey
-from kvstore.recent import Recent
+from kvstore.recent import RecentMap
 
 SEEN_KEYS = 1 << 16
 
 
-class Sightings:
+class S3Sightings:
     """What was seen, and which blocks' objects may have to be replaced. Thread-safe, bounded."""
 
     def __init__(self, known: Nanos, missing: Nanos):
         self._known = known
         self._missing = missing
         self._lock = threading.Lock()
-        self._seen: Recent[BlockKey, tuple[bool, Nanos]] = Recent(SEEN_KEYS)
-        self._doubtful: Recent[BlockKey, None] = Recent(SEEN_KEYS)
+        self._seen: RecentMap[BlockKey, tuple[bool, Nanos]] = RecentMap(SEEN_KEYS)
+        self._doubtful: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
         """An object was there, and as good as one can tell, or was not."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-class Threads:
+class S3Threads:
     """Of one tier. Thread-safe."""
 
     def __init__(self, name: str, threads: int):

@@ -58,14 +58,14 @@ def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
     return cuts
 
 
-class Crew:
+class DiskThreads:
     """See the module."""
 
     def __init__(self, name: str, threads: int, clock: Clock) -> None:
         self._clock = clock
         self._threads = threads
         self._scratch: queue.LifoQueue[Scratch] = queue.LifoQueue()
-        self._calls: queue.SimpleQueue[tuple[_Call, Nanos] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[_CrewCall, Nanos] | None] = queue.SimpleQueue()
         for _ in range(threads):
             self._scratch.put(Scratch())
         for index in range(threads - 1):
@@ -77,7 +77,7 @@ class Crew:
         Raises:
             Exception: What a job raised; others may have been left undone.
         """
-        call = _Call(jobs)
+        call = _CrewCall(jobs)
         for _ in range(min(len(jobs), self._threads) - 1):
             self._calls.put((call, deadline))
         self._work(call, deadline)
@@ -93,7 +93,7 @@ class Crew:
             self._work(*entry)
             del entry  # holds the buffers of a call that is over
 
-    def _work(self, call: "_Call", deadline: Nanos) -> None:
+    def _work(self, call: "_CrewCall", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:
             try:
                 scratch = self._scratch.get(timeout=seconds(left))
@@ -106,7 +106,7 @@ class Crew:
                 self._scratch.put(scratch)
 
 
-class _Call:
+class _CrewCall:
     """Jobs that one caller waits for."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:

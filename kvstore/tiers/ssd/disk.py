@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES
-from kvstore.runs import Run
+from kvstore.runs import BufferRun
 
 SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"
@@ -33,7 +33,7 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 log = logging.getLogger(__name__)
 
 
-class File(Protocol):
+class DiskFile(Protocol):
     """An open segment. Offsets, lengths and places in memory are multiples of 4 KiB. Thread-safe."""
 
     @property
@@ -64,7 +64,7 @@ class File(Protocol):
     def close(self) -> None: ...
 
 
-class Space(Struct, frozen=True, kw_only=True):
+class DiskSpace(Struct, frozen=True, kw_only=True):
     """Of the file system that a folder is on, in bytes."""
 
     device: int  # equal for folders on the same one
@@ -87,11 +87,11 @@ class Disk(Protocol):
         """What everything else in the folder occupies."""
         ...
 
-    def space(self) -> Space: ...
+    def space(self) -> DiskSpace: ...
 
-    def open(self, name: str) -> File: ...
+    def open(self, name: str) -> DiskFile: ...
 
-    def create(self, name: str, size_bytes: int) -> File:
+    def create(self, name: str, size_bytes: int) -> DiskFile:
         """A file whose space is already taken; nothing is left behind by an `OSError`."""
         ...
 
@@ -100,7 +100,7 @@ class Disk(Protocol):
     def close(self) -> None: ...
 
 
-class InUse(Exception):
+class DirectoryInUse(Exception):
     """Another process has the folder open."""
 
 
@@ -122,7 +122,7 @@ def open_disk(folder: str, *, direct: bool) -> "PosixDisk":
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InUse(folder) from None
+            raise DirectoryInUse(folder) from None
         can = _can_write(path, os.O_DIRECT) if direct else False
         if direct and not can:
             log.info("no direct I/O in this folder; using the page cache", extra={"folder": folder})
@@ -160,10 +160,10 @@ class PosixDisk:
                 total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
         return total
 
-    def space(self) -> Space:
+    def space(self) -> DiskSpace:
         system = os.statvfs(self._path)
         ours = sum(each.stat(follow_symlinks=False).st_blocks for each in os.scandir(self._path) if _is_ours(each))
-        return Space(
+        return DiskSpace(
             device=self._path.stat().st_dev,
             total=system.f_blocks * system.f_frsize,
             free=system.f_bavail * system.f_frsize,
@@ -193,7 +193,7 @@ class PosixDisk:
 
 
 class PosixFile:
-    """See `File`."""
+    """See `DiskFile`."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -204,7 +204,7 @@ class PosixFile:
         return self._size_bytes
 
     def read(self, into: Sequence[ByteArray], offset: int) -> int:
-        total, run = 0, Run(part.data for part in into)
+        total, run = 0, BufferRun(part.data for part in into)
         while run.left:
             count = os.preadv(self._file, run.front(run.left), offset + total)
             total += count
@@ -214,7 +214,7 @@ class PosixFile:
         return total
 
     def write(self, parts: Sequence[ByteArray], offset: int) -> None:
-        run = Run(part.data for part in parts)
+        run = BufferRun(part.data for part in parts)
         while run.left:
             count = os.pwritev(self._file, run.front(run.left), offset)
             count -= count % PAGE_BYTES  # a page that was begun is written again

@@ -8,11 +8,11 @@ from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed, reason
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
-from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
-from kvstore.tiers.ssd.held import Held
-from kvstore.tiers.ssd.index import Place, flat
-from kvstore.tiers.ssd.reading import Finding, Landed, Wanted, read
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.tiers.ssd.crew import DiskThreads, Job, Scratch, batches
+from kvstore.tiers.ssd.held import SsdState
+from kvstore.tiers.ssd.index import RecordLocation, flat
+from kvstore.tiers.ssd.reading import RecordFinding, RecordRead, RecordReadResult, read
 from kvstore.tiers.ssd.segment import record_pages
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.volume import Volume
@@ -20,10 +20,12 @@ from kvstore.tiers.ssd.volume import Volume
 log = logging.getLogger(__name__)
 
 
-class Getting:
+class SsdReader:
     """Reads blocks from all volumes, and drops those that turn out bad."""
 
-    def __init__(self, settings: SsdSettings, held: Held, volumes: Sequence[Volume], crew: Crew, clock: Clock) -> None:
+    def __init__(
+        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+    ) -> None:
         self._held = held
         self._volumes = {volume.disk.folder: volume for volume in volumes}
         self._crew = crew
@@ -31,9 +33,9 @@ class Getting:
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         """See `kvstore.ports.BackingTier.get`."""
-        call = _Call()
+        call = _ReadCall()
         found = self._pin(keys, into)
         try:
             found.sort(key=lambda wanted: (wanted.place.segment.slot, wanted.place.page))
@@ -66,7 +68,7 @@ class Getting:
             finally:
                 self._held.release(place.segment)
 
-    def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[Wanted]:
+    def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[RecordRead]:
         """The blocks that are there and can be decoded; their segments stay until they are released."""
         codecs = {digest: self._held.codec(digest) for digest in {key.digest for key in keys}}
         found = []
@@ -76,14 +78,14 @@ class Getting:
                 codec = codecs[key.digest]
                 if place is not None and codec is not None:
                     self._held.pin(place.segment)
-                    found.append(Wanted(index, key, place, codec, into[index]))
+                    found.append(RecordRead(index, key, place, codec, into[index]))
         return found
 
-    def _read(self, run: Sequence[Wanted], deadline: Nanos, call: "_Call", scratch: Scratch) -> None:
+    def _read(self, run: Sequence[RecordRead], deadline: Nanos, call: "_ReadCall", scratch: Scratch) -> None:
         """One operation on disk."""
         segment = run[0].place.segment
         volume = self._volumes[segment.folder]
-        landed: list[Landed] = []
+        landed: list[RecordReadResult] = []
         error: OSError | None = None
         try:
             landed = read(segment.file, segment.nonce, run, scratch)
@@ -98,25 +100,27 @@ class Getting:
         with self._held.lock:
             call.done += 1
             call.late |= now > deadline
-            call.landed += landed if now <= deadline else [each for each in landed if each.finding is not Finding.GOOD]
+            call.landed += (
+                landed if now <= deadline else [each for each in landed if each.finding is not RecordFinding.GOOD]
+            )
             call.errors += [error] if error is not None else []
             self._held.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
 
-    def _judge(self, landed: Landed) -> None:
+    def _judge(self, landed: RecordReadResult) -> None:
         place = landed.wanted.place
         match landed.finding:
-            case Finding.GOOD:
+            case RecordFinding.GOOD:
                 with self._held.lock:
                     place.segment.hit(place.ordinal, self._clock.now())
-            case Finding.DISCARDED:
+            case RecordFinding.DISCARDED:
                 self._held.drop(place)
-            case Finding.BAD:
+            case RecordFinding.BAD:
                 self._report(place)
                 self._condemn(place)
-            case Finding.OTHER_CODEC:
+            case RecordFinding.OTHER_CODEC:
                 self._condemn(place)
 
-    def _report(self, place: Place) -> None:
+    def _report(self, place: RecordLocation) -> None:
         """One line for each file; the counter tells how many blocks it were."""
         segment = place.segment
         with self._held.lock:
@@ -127,7 +131,7 @@ class Getting:
                 extra={"folder": segment.folder, "file": segment.name, "offset": place.page * PAGE_BYTES},
             )
 
-    def _condemn(self, place: Place) -> None:
+    def _condemn(self, place: RecordLocation) -> None:
         """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
         if not self._held.drop(place):
             return
@@ -137,7 +141,7 @@ class Getting:
         except OSError as error:
             volume.writing.began(error)
 
-    def _count(self, call: "_Call", asked: int, *, is_late: bool) -> list[Fetched]:
+    def _count(self, call: "_ReadCall", asked: int, *, is_late: bool) -> list[FetchResult]:
         answers = [GONE] * asked
         for landed in call.landed:
             answers[landed.wanted.index] = landed.fetched
@@ -151,17 +155,17 @@ class Getting:
         return answers
 
 
-class _Call:
+class _ReadCall:
     """What came of one call's operations."""
 
     def __init__(self) -> None:
         self.done = 0  # operations
         self.late = False
-        self.landed: list[Landed] = []
+        self.landed: list[RecordReadResult] = []
         self.errors: list[OSError] = []
 
 
-def _runs(found: Sequence[Wanted]) -> list[Sequence[Wanted]]:
+def _runs(found: Sequence[RecordRead]) -> list[Sequence[RecordRead]]:
     """Cut where records do not follow each other in one segment."""
     runs, first = [], 0
     for index in range(1, len(found) + 1):

@@ -9,15 +9,15 @@ from msgspec import Struct
 from kvstore.errors import NamespaceUnknown
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
-from kvstore.tiers.ssd.index import Index, Place, block_key
+from kvstore.tiers.ssd.index import RecordLocation, SsdIndex, block_key
 from kvstore.tiers.ssd.records import Key
-from kvstore.tiers.ssd.segment import Segment, State
+from kvstore.tiers.ssd.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
 """Names that wait for somebody to ask what went; older ones are forgotten, which costs a router a wrong guess."""
 
 
-class Counters(Struct):
+class SsdCounters(Struct):
     """Since the tier was opened; see `kvstore.messages.TierStatus`."""
 
     hits: int = 0
@@ -31,15 +31,15 @@ class Counters(Struct):
     failures: int = 0
 
 
-class Held:
+class SsdState:
     """State of a tier. `lock` guards all of it, and all that is known of segments; it is not held over I/O."""
 
     def __init__(self, codecs: Callable[[bytes], Codec]) -> None:
         self.lock = threading.Condition()
-        self.index = Index()
+        self.index = SsdIndex()
         self.writing: set[Key] = set()  # by calls that are under way
         self.rescuing: set[Key] = set()  # of blocks between the segment that went and the one that takes them
-        self.count = Counters()
+        self.count = SsdCounters()
         self.sequence = 0  # the last one given out
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
@@ -67,11 +67,11 @@ class Held:
         """So many readers are through with the segment."""
         with self.lock:
             segment.readers -= readers
-            if segment.state is State.LEAVING and not segment.readers:
-                segment.state = State.FREE
+            if segment.state is SegmentState.LEAVING and not segment.readers:
+                segment.state = SegmentState.FREE
                 self.lock.notify_all()
 
-    def drop(self, place: Place) -> bool:
+    def drop(self, place: RecordLocation) -> bool:
         """The block at a place is not there any more; False when it was not."""
         with self.lock:
             key = place.segment.keys[place.ordinal]

@@ -18,7 +18,7 @@ ORDINAL_BITS = 20  # 2 GiB of the smallest records are fewer
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
-class Place(Struct, frozen=True):
+class RecordLocation(Struct, frozen=True):
     """Where a block lies. Positional: one is made for each block that is read."""
 
     segment: Segment
@@ -36,7 +36,7 @@ def block_key(key: Key) -> BlockKey:
     return BlockKey(key[:DIGEST_BYTES], key[DIGEST_BYTES:])
 
 
-class Index:
+class SsdIndex:
     """See the module."""
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Index:
         assert segment.slot == len(self._segments), (segment.slot, len(self._segments))
         self._segments.append(segment)
 
-    def find(self, key: Key) -> Place | None:
+    def find(self, key: Key) -> RecordLocation | None:
         if (packed := self._places.get(key)) is None:
             return None
         segment, ordinal = self._segments[packed >> ORDINAL_BITS], packed & ORDINALS
-        return Place(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
+        return RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def leading(self, keys: Sequence[BlockKey], digests: Container[bytes]) -> int:
         """How many of the first blocks there are, of these namespaces; 512 take a tenth of a millisecond."""
@@ -85,7 +85,7 @@ class Index:
         for ordinal in range(len(segment.keys)):
             self._point(segment, ordinal)
 
-    def drop(self, key: Key) -> Place | None:
+    def drop(self, key: Key) -> RecordLocation | None:
         """The block is not there any more; returns where it was."""
         if (place := self.find(key)) is None:
             return None
@@ -93,7 +93,7 @@ class Index:
         self._lose(place.segment, place.length)
         return place
 
-    def drop_record(self, place: Place) -> bool:
+    def drop_record(self, place: RecordLocation) -> bool:
         """The same, if the block is still at that place."""
         key = place.segment.keys[place.ordinal]
         if self._places.get(key) != _packed(place.segment, place.ordinal):
@@ -112,11 +112,11 @@ class Index:
         assert not segment.live, (segment.name, segment.live)
         return dropped
 
-    def live(self, segment: Segment) -> Iterable[Place]:
+    def live(self, segment: Segment) -> Iterable[RecordLocation]:
         """Where the blocks of a segment lie that can be read."""
         for ordinal, key in enumerate(segment.keys):
             if self._places.get(key) == _packed(segment, ordinal):
-                yield Place(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
+                yield RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def check(self, segments: Sequence[Segment]) -> None:
         """Asserts what always holds; for tests."""

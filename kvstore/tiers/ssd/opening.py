@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 from kvstore.clock import Clock, seconds
 from kvstore.errors import StoreNotStarted, reason
-from kvstore.tiers.ssd.disk import Disk, File, InUse, Space
+from kvstore.tiers.ssd.disk import DirectoryInUse, Disk, DiskFile, DiskSpace
 from kvstore.tiers.ssd.eviction import Score
-from kvstore.tiers.ssd.held import Held
-from kvstore.tiers.ssd.recovery import Life, Unreadable, recover
+from kvstore.tiers.ssd.held import SsdState
+from kvstore.tiers.ssd.recovery import RecoveredSegment, UnreadableSegment, recover
 from kvstore.tiers.ssd.segment import Segment
 from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_volumes(
-    settings: SsdSettings, held: Held, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
+    settings: SsdSettings, held: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
     """One volume a directory, with what was found there in the index.
 
@@ -76,7 +76,7 @@ def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> No
     It is no reason not to start: what there is is used, a disk that was replaced by a smaller one still is a tier, and
     what others take of a disk they may give back.
     """
-    by_device: dict[int, list[tuple[str, Space]]] = {}
+    by_device: dict[int, list[tuple[str, DiskSpace]]] = {}
     for volume in volumes:
         space = volume.disk.space()
         by_device.setdefault(space.device, []).append((volume.disk.folder, space))
@@ -98,22 +98,24 @@ def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> No
 def _take(disks: Disks, field: str, folder: str) -> Disk:
     try:
         return disks(folder)
-    except InUse:
+    except DirectoryInUse:
         raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each its own") from None
     except (OSError, ValueError) as error:  # ValueError: a zero in the path
         raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {reason(error)}") from error
 
 
-def _recover(volumes: Sequence[Volume], threads: int, held: Held) -> list[list[tuple[Segment, Life | Unreadable]]]:
+def _recover(
+    volumes: Sequence[Volume], threads: int, held: SsdState
+) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
     """What lies in each volume's files, read several at a time."""
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
         reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
         opened = [[future.result() for future in futures] for futures in reading]
-    found: list[list[tuple[Segment, Life | Unreadable]]] = []
+    found: list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]] = []
     for volume, files in zip(volumes, opened, strict=True):
         found.append([])
         for name, file, life in files:
-            if isinstance(life, Unreadable):
+            if isinstance(life, UnreadableSegment):
                 log.warning(
                     "a segment cannot be read; it will be written over when space is needed",
                     extra={"folder": volume.disk.folder, "file": name, "reason": life.reason},
@@ -129,12 +131,12 @@ def _recover(volumes: Sequence[Volume], threads: int, held: Held) -> list[list[t
     return found
 
 
-def _open(disk: Disk, name: str) -> tuple[str, File | None, Life | Unreadable]:
+def _open(disk: Disk, name: str) -> tuple[str, DiskFile | None, RecoveredSegment | UnreadableSegment]:
     try:
         file = disk.open(name)
     except OSError as error:
-        return name, None, Unreadable(reason(error))
+        return name, None, UnreadableSegment(reason(error))
     try:
         return name, file, recover(file)
     except OSError as error:
-        return name, file, Unreadable(reason(error))
+        return name, file, UnreadableSegment(reason(error))

@@ -11,21 +11,23 @@ from kvstore.codecs.checked import encoded
 from kvstore.errors import TierFailed, reason
 from kvstore.messages import BlockKey
 from kvstore.ports import Codec
-from kvstore.tiers.ssd.crew import Crew, Job, Scratch, batches
-from kvstore.tiers.ssd.held import Held
+from kvstore.tiers.ssd.crew import DiskThreads, Job, Scratch, batches
+from kvstore.tiers.ssd.held import SsdState
 from kvstore.tiers.ssd.index import flat
 from kvstore.tiers.ssd.records import Key
 from kvstore.tiers.ssd.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import SsdSettings
-from kvstore.tiers.ssd.trouble import Trouble
+from kvstore.tiers.ssd.trouble import FailureLog
 from kvstore.tiers.ssd.volume import Volume
-from kvstore.tiers.ssd.writing import Payload
+from kvstore.tiers.ssd.writing import SsdWrite
 
 
-class Putting:
+class SsdWriter:
     """Writes blocks to the volumes in turn."""
 
-    def __init__(self, settings: SsdSettings, held: Held, volumes: Sequence[Volume], crew: Crew, clock: Clock) -> None:
+    def __init__(
+        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+    ) -> None:
         self._held = held
         self._volumes = volumes
         self._crew = crew
@@ -33,7 +35,7 @@ class Putting:
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
         self._largest_bytes = largest_payload_bytes(settings.segment_bytes)
-        self._too_large = Trouble("blocks are larger than a segment; raise segment_bytes", settings.directories[0])
+        self._too_large = FailureLog("blocks are larger than a segment; raise segment_bytes", settings.directories[0])
         self._turn = 0
 
     def put(
@@ -45,7 +47,7 @@ class Putting:
     ) -> list[bool]:
         """See `kvstore.ports.BackingTier.put`."""
         names = [flat(key) for key in keys]
-        call = _Call()
+        call = _WriteCall()
         new = self._begin(names)
         try:
             todo = self._encodable([(keys[i], blocks[i], checksums[i]) for i in new])
@@ -83,7 +85,7 @@ class Putting:
         self._refuse(len(blocks) - len(items))
         return items
 
-    def _write(self, items: Sequence["_Item"], deadline: Nanos, call: "_Call", scratch: Scratch) -> None:
+    def _write(self, items: Sequence["_Item"], deadline: Nanos, call: "_WriteCall", scratch: Scratch) -> None:
         """One batch: encode, and append to one of the volumes."""
         payloads = [payload for item in items if (payload := self._payload(item)) is not None]
         with self._held.lock:
@@ -112,10 +114,10 @@ class Putting:
             if now > deadline:
                 call.late.update(payload.key for payload in fitting)
 
-    def _payload(self, item: "_Item") -> Payload | None:
+    def _payload(self, item: "_Item") -> SsdWrite | None:
         """None when the block is not what its checksum says."""
         found = encoded(item.codec, item.key, item.block, item.checksum)
-        return Payload(flat(item.key), found[0], item.codec.codec_id, found[1]) if found is not None else None
+        return SsdWrite(flat(item.key), found[0], item.codec.codec_id, found[1]) if found is not None else None
 
     def _next_volume(self, now: Nanos) -> Volume | None:
         for _ in self._volumes:
@@ -137,7 +139,7 @@ class _Item(Struct, frozen=True):
     checksum: int
 
 
-class _Call:
+class _WriteCall:
     """What came of one call's batches."""
 
     def __init__(self) -> None:

@@ -11,26 +11,26 @@ from kvstore.codecs.checked import decoded
 from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import UndecodableBlock
 from kvstore.extents import PAGE_BYTES, pages_for
-from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, Fetched
+from kvstore.messages import CORRUPT, GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
 from kvstore.tiers.ssd.crew import Scratch
-from kvstore.tiers.ssd.disk import File, is_aligned
-from kvstore.tiers.ssd.index import Place, flat
+from kvstore.tiers.ssd.disk import DiskFile, is_aligned
+from kvstore.tiers.ssd.index import RecordLocation, flat
 from kvstore.tiers.ssd.records import is_discarded, read_record_header
 from kvstore.tiers.ssd.segment import record_pages
 
 
-class Wanted(Struct, frozen=True):
+class RecordRead(Struct, frozen=True):
     """One block that is to be read. Positional: one is made for each."""
 
     index: int  # in the call
     key: BlockKey
-    place: Place
+    place: RecordLocation
     codec: Codec
     into: ByteArray
 
 
-class Finding(Enum):
+class RecordFinding(Enum):
     """What a record turned out to be."""
 
     GOOD = auto()
@@ -39,26 +39,26 @@ class Finding(Enum):
     OTHER_CODEC = auto()  # written under other settings
 
 
-class Landed(Struct, frozen=True):
+class RecordReadResult(Struct, frozen=True):
     """What became of one wanted block."""
 
-    wanted: Wanted
-    finding: Finding
-    fetched: Fetched
+    wanted: RecordRead
+    finding: RecordFinding
+    fetched: FetchResult
 
 
-def read(file: File, nonce: bytes, run: Sequence[Wanted], scratch: Scratch) -> list[Landed]:
+def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scratch) -> list[RecordReadResult]:
     """Read records that follow each other in a segment, at most `BATCH_RECORDS` of them, with one operation.
 
     Raises:
         OSError: None of them could be read.
     """
     copies = scratch.payloads(sum(_copied_bytes(wanted) for wanted in run))
-    landings: list[_Landing] = []
+    landings: list[_PendingRecord] = []
     pieces: list[ByteArray] = []
     for index, wanted in enumerate(run):
         copied = _copied_bytes(wanted)
-        landing = _Landing(wanted, scratch.headers[index], copies[:copied], scratch.tails[index])
+        landing = _PendingRecord(wanted, scratch.headers[index], copies[:copied], scratch.tails[index])
         copies = copies[copied:]
         landings.append(landing)
         pieces += landing.pieces()
@@ -68,15 +68,15 @@ def read(file: File, nonce: bytes, run: Sequence[Wanted], scratch: Scratch) -> l
     for landing in landings:
         place = landing.wanted.place
         is_whole = place.page - first_page + record_pages(place.length) <= there
-        finding, fetched = landing.settle(nonce) if is_whole else (Finding.BAD, CORRUPT)
-        landed.append(Landed(landing.wanted, finding, fetched))
+        finding, fetched = landing.settle(nonce) if is_whole else (RecordFinding.BAD, CORRUPT)
+        landed.append(RecordReadResult(landing.wanted, finding, fetched))
     return landed
 
 
-class _Landing(Struct, frozen=True):
+class _PendingRecord(Struct, frozen=True):
     """Where one record's pages go: the payload into the destination as far as it can, the rest into memory of ours."""
 
-    wanted: Wanted
+    wanted: RecordRead
     header: ByteArray  # a page
     copy: ByteArray  # whole pages for all of the payload, or empty: it goes directly
     tail: ByteArray  # a page for the end of a direct payload
@@ -91,29 +91,31 @@ class _Landing(Struct, frozen=True):
             pieces.append(self.tail)
         return pieces
 
-    def settle(self, nonce: bytes) -> tuple[Finding, Fetched]:
+    def settle(self, nonce: bytes) -> tuple[RecordFinding, FetchResult]:
         """Verify what was read, and bring it where it is wanted."""
         wanted = self.wanted
         length = wanted.place.length
         record = read_record_header(self.header, nonce, wanted.place.page)
         if record is None:
-            return (Finding.DISCARDED, GONE) if is_discarded(self.header) else (Finding.BAD, CORRUPT)
+            return (RecordFinding.DISCARDED, GONE) if is_discarded(self.header) else (RecordFinding.BAD, CORRUPT)
         if record.key != flat(wanted.key) or record.length != length:
-            return Finding.BAD, CORRUPT
+            return RecordFinding.BAD, CORRUPT
         if record.codec_id != wanted.codec.codec_id:
-            return Finding.OTHER_CODEC, GONE
+            return RecordFinding.OTHER_CODEC, GONE
         if not self.copy.nbytes:
             np.copyto(wanted.into[self._whole :], self.tail[: length - self._whole])
             if crc32c([wanted.into]) != record.crc32c:
-                return Finding.BAD, CORRUPT
-            return Finding.GOOD, Fetched(BlockOutcome.MOVED, record.crc32c)
+                return RecordFinding.BAD, CORRUPT
+            return RecordFinding.GOOD, FetchResult(BlockOutcome.MOVED, record.crc32c)
         content = self.copy[:length]
         if crc32c([content]) != record.crc32c:
-            return Finding.BAD, CORRUPT
+            return RecordFinding.BAD, CORRUPT
         try:
-            return Finding.GOOD, Fetched(BlockOutcome.MOVED, decoded(wanted.codec, wanted.key, content, wanted.into))
+            return RecordFinding.GOOD, FetchResult(
+                BlockOutcome.MOVED, decoded(wanted.codec, wanted.key, content, wanted.into)
+            )
         except UndecodableBlock:
-            return Finding.BAD, CORRUPT
+            return RecordFinding.BAD, CORRUPT
 
     @property
     def _whole(self) -> int:
@@ -121,11 +123,11 @@ class _Landing(Struct, frozen=True):
         return self.wanted.place.length - self.wanted.place.length % PAGE_BYTES
 
 
-def _is_plain(wanted: Wanted) -> bool:
+def _is_plain(wanted: RecordRead) -> bool:
     return wanted.codec.codec_id == PlainCodec.codec_id
 
 
-def _copied_bytes(wanted: Wanted) -> int:
+def _copied_bytes(wanted: RecordRead) -> int:
     """What of a payload has to go through memory of ours, in whole pages."""
     length = wanted.place.length
     if _is_plain(wanted) and wanted.into.nbytes == length and is_aligned(wanted.into):

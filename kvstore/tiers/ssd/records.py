@@ -57,7 +57,7 @@ class SegmentHead(Struct, frozen=True, kw_only=True):
     file_bytes: int
 
 
-class Record(Struct, frozen=True):
+class RecordHeader(Struct, frozen=True):
     """The header of one block. Positional: one is made for each block that is written or read."""
 
     key: Key
@@ -68,7 +68,7 @@ class Record(Struct, frozen=True):
     crc32c: int  # of the payload
 
 
-class Footer(Struct, frozen=True, kw_only=True):
+class SegmentFooter(Struct, frozen=True, kw_only=True):
     """The trailer's content."""
 
     nonce: bytes
@@ -80,7 +80,7 @@ class Footer(Struct, frozen=True, kw_only=True):
     table_crc32c: int
 
 
-class Newer(Exception):
+class NewerSegmentFormat(Exception):
     """Written by a version of this program that knows more; nothing can be said of it."""
 
 
@@ -105,11 +105,11 @@ def read_segment_head(page: ByteArray) -> SegmentHead | None:
     if magic != SEGMENT_MAGIC:
         return None
     if version != FORMAT_VERSION:
-        raise Newer
+        raise NewerSegmentFormat
     return SegmentHead(nonce=nonce, sequence=sequence, file_bytes=file_bytes)
 
 
-def record_header(record: Record, nonce: bytes) -> bytes:
+def record_header(record: RecordHeader, nonce: bytes) -> bytes:
     return _sealed(
         RECORD.pack(
             RECORD_MAGIC,
@@ -125,14 +125,14 @@ def record_header(record: Record, nonce: bytes) -> bytes:
     )
 
 
-def read_record_header(page: ByteArray, nonce: bytes, number: int) -> Record | None:
+def read_record_header(page: ByteArray, nonce: bytes, number: int) -> RecordHeader | None:
     """None when there is no record of this life of the segment on the page of that number, or it is damaged."""
     if not _is_sealed(page, RECORD.size):
         return None
     magic, version, codec_id, its_nonce, sequence, key, its_page, length, crc32c = RECORD.unpack_from(page.data)
     if magic != RECORD_MAGIC or version != FORMAT_VERSION or its_nonce != nonce or its_page != number:
         return None
-    return Record(key, its_page, length, codec_id, sequence, crc32c)
+    return RecordHeader(key, its_page, length, codec_id, sequence, crc32c)
 
 
 def is_discarded(page: ByteArray) -> bool:
@@ -162,7 +162,7 @@ def read_table(rows: ByteArray, entries: int) -> tuple[list[Key], "array[int]", 
     return keys, pages, lengths
 
 
-def trailer(footer: Footer) -> bytes:
+def trailer(footer: SegmentFooter) -> bytes:
     return _sealed(
         TRAILER.pack(
             FOOTER_MAGIC,
@@ -178,7 +178,7 @@ def trailer(footer: Footer) -> bytes:
     )
 
 
-def read_trailer(page: ByteArray) -> Footer | None:
+def read_trailer(page: ByteArray) -> SegmentFooter | None:
     """None when the page is no trailer, or damaged, or of another version."""
     if not _is_sealed(page, TRAILER.size):
         return None
@@ -187,7 +187,7 @@ def read_trailer(page: ByteArray) -> Footer | None:
     )
     if magic != FOOTER_MAGIC or version != FORMAT_VERSION or table_pages != pages_for(entries * ENTRY.size):
         return None
-    return Footer(
+    return SegmentFooter(
         nonce=nonce,
         sequence=sequence,
         last_sequence=last,

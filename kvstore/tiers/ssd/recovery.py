@@ -15,14 +15,14 @@ from msgspec import Struct
 
 from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES
-from kvstore.tiers.ssd.disk import File, aligned
+from kvstore.tiers.ssd.disk import DiskFile, aligned
 from kvstore.tiers.ssd.records import (
     FIRST_PAGE,
     TRAILER_PAGES,
-    Footer,
     Key,
-    Newer,
-    Record,
+    NewerSegmentFormat,
+    RecordHeader,
+    SegmentFooter,
     read_record_header,
     read_segment_head,
     read_table,
@@ -35,7 +35,7 @@ WINDOW_PAGES = 1024
 """Read at a time when a file is searched: 4 MiB, enough for a disk's full speed."""
 
 
-class Life(Struct, frozen=True, kw_only=True):
+class RecoveredSegment(Struct, frozen=True, kw_only=True):
     """What a file was found to hold."""
 
     nonce: bytes
@@ -47,13 +47,13 @@ class Life(Struct, frozen=True, kw_only=True):
     lengths: "array[int]"
 
 
-class Unreadable(Struct, frozen=True):
+class UnreadableSegment(Struct, frozen=True):
     """Nothing in the file can be used; it is written over when its space is needed."""
 
     reason: str
 
 
-def recover(file: File) -> Life | Unreadable:
+def recover(file: DiskFile) -> RecoveredSegment | UnreadableSegment:
     """Read one file.
 
     Raises:
@@ -62,11 +62,11 @@ def recover(file: File) -> Life | Unreadable:
     page = aligned(PAGE_BYTES)
     size_pages = file.size_bytes // PAGE_BYTES
     if size_pages < FIRST_PAGE + TRAILER_PAGES:
-        return Unreadable("too short")
+        return UnreadableSegment("too short")
     try:
         head = read_segment_head(page) if file.read([page], 0) == PAGE_BYTES else None
-    except Newer:
-        return Unreadable("written by another version of this program")
+    except NewerSegmentFormat:
+        return UnreadableSegment("written by another version of this program")
     footer = None
     if file.read([page], (size_pages - TRAILER_PAGES) * PAGE_BYTES) == PAGE_BYTES:
         footer = read_trailer(page)
@@ -78,10 +78,10 @@ def recover(file: File) -> Life | Unreadable:
         return _from_records(file, head.nonce, head.sequence, size_pages)
     if footer is not None:
         return _from_records(file, footer.nonce, footer.sequence, size_pages)
-    return Unreadable("its head is missing or damaged")
+    return UnreadableSegment("its head is missing or damaged")
 
 
-def _from_footer(file: File, footer: Footer, size_pages: int) -> Life | None:
+def _from_footer(file: DiskFile, footer: SegmentFooter, size_pages: int) -> RecoveredSegment | None:
     """None when the table is damaged."""
     begin = size_pages - TRAILER_PAGES - footer.table_pages
     if begin < FIRST_PAGE or not FIRST_PAGE <= footer.next_page <= begin:
@@ -94,7 +94,7 @@ def _from_footer(file: File, footer: Footer, size_pages: int) -> Life | None:
     keys, pages, lengths = read_table(rows, footer.entries)
     if any(page + record_pages(length) > begin for page, length in zip(pages, lengths, strict=True)):
         return None
-    return Life(
+    return RecoveredSegment(
         nonce=footer.nonce,
         sequence=footer.sequence,
         next_page=footer.next_page,
@@ -105,7 +105,7 @@ def _from_footer(file: File, footer: Footer, size_pages: int) -> Life | None:
     )
 
 
-def _from_records(file: File, nonce: bytes, sequence: int, size_pages: int) -> Life:
+def _from_records(file: DiskFile, nonce: bytes, sequence: int, size_pages: int) -> RecoveredSegment:
     keys: list[Key] = []
     pages, lengths = array("I"), array("I")
     next_page, last_sequence = FIRST_PAGE, sequence
@@ -115,7 +115,7 @@ def _from_records(file: File, nonce: bytes, sequence: int, size_pages: int) -> L
         lengths.append(record.length)
         next_page = record.page + record_pages(record.length)
         last_sequence = max(last_sequence, record.sequence)
-    return Life(
+    return RecoveredSegment(
         nonce=nonce,
         sequence=sequence,
         next_page=next_page,
@@ -129,7 +129,7 @@ def _from_records(file: File, nonce: bytes, sequence: int, size_pages: int) -> L
 class _Window:
     """A file's pages, read in large pieces, mostly each once."""
 
-    def __init__(self, file: File, size_pages: int) -> None:
+    def __init__(self, file: DiskFile, size_pages: int) -> None:
         self._file = file
         self.size_pages = size_pages
         self._buffer = aligned(WINDOW_PAGES * PAGE_BYTES)
@@ -146,7 +146,7 @@ class _Window:
         return rows[first - self._first : self._count]
 
 
-def _records(window: _Window, nonce: bytes) -> Iterator[Record]:
+def _records(window: _Window, nonce: bytes) -> Iterator[RecordHeader]:
     """All records of a life that are whole, in the order of their places."""
     page = FIRST_PAGE
     while (found := _next_header(window, nonce, page)) is not None:
@@ -158,7 +158,7 @@ def _records(window: _Window, nonce: bytes) -> Iterator[Record]:
             page = found.page + 1
 
 
-def _next_header(window: _Window, nonce: bytes, page: int) -> Record | None:
+def _next_header(window: _Window, nonce: bytes, page: int) -> RecordHeader | None:
     """The first page from this one on that is a record's header."""
     begin, nonce_at = record_signs()
     signs, wanted = np.frombuffer(begin, np.uint8), np.frombuffer(nonce, np.uint8)
@@ -174,7 +174,7 @@ def _next_header(window: _Window, nonce: bytes, page: int) -> Record | None:
     return None
 
 
-def _payload_crc32c(window: _Window, record: Record) -> int | None:
+def _payload_crc32c(window: _Window, record: RecordHeader) -> int | None:
     """None when the file ends before the payload does."""
     checksum, page, left = 0, record.page + 1, record.length
     while left:

@@ -13,14 +13,14 @@ from enum import Enum, auto
 
 from kvstore.clock import Nanos
 from kvstore.extents import PAGE_BYTES, pages_for
-from kvstore.tiers.ssd.disk import File
+from kvstore.tiers.ssd.disk import DiskFile
 from kvstore.tiers.ssd.eviction import SegmentUse
 from kvstore.tiers.ssd.records import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
 
 MOST_HITS = 255  # that are told apart
 
 
-class State(Enum):
+class SegmentState(Enum):
     FREE = auto()
     ACTIVE = auto()
     FULL = auto()
@@ -36,23 +36,23 @@ class Segment:
         "readers", "record_hits", "sequence", "size_bytes", "slot", "state", "used_at", "writers",
     )  # fmt: skip
 
-    def __init__(self, slot: int, folder: str, name: str, file: File) -> None:
+    def __init__(self, slot: int, folder: str, name: str, file: DiskFile) -> None:
         self.slot = slot  # in the index
         self.folder = folder
         self.name = name
         self.file = file
         self.size_bytes = file.size_bytes
-        self.state = State.FREE
+        self.state = SegmentState.FREE
         self.readers = 0  # calls that read from the file now
         self.writers = 0  # and that write records to it
         self.begin(bytes(NONCE_BYTES), 0, Nanos(0))
-        self.state = State.FREE
+        self.state = SegmentState.FREE
 
     def begin(self, nonce: bytes, sequence: int, now: Nanos) -> None:
         """A new life, without blocks."""
         assert not self.readers, (self.name, self.readers)
         assert not self.writers, (self.name, self.writers)
-        self.state = State.ACTIVE
+        self.state = SegmentState.ACTIVE
         self.nonce = nonce
         self.sequence = sequence
         self.next_page = FIRST_PAGE

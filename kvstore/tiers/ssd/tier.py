@@ -23,16 +23,16 @@ from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed
 from kvstore.extents import PAGE_BYTES
-from kvstore.messages import GONE, BlockKey, Fetched, TierStatus
+from kvstore.messages import GONE, BlockKey, FetchResult, TierStatus
 from kvstore.ports import Codec
-from kvstore.tiers.ssd.crew import Crew
+from kvstore.tiers.ssd.crew import DiskThreads
 from kvstore.tiers.ssd.disk import open_disk
 from kvstore.tiers.ssd.eviction import SCORES, Score
-from kvstore.tiers.ssd.getting import Getting
-from kvstore.tiers.ssd.held import Held
+from kvstore.tiers.ssd.getting import SsdReader
+from kvstore.tiers.ssd.held import SsdState
 from kvstore.tiers.ssd.index import block_key
 from kvstore.tiers.ssd.opening import Disks, open_volumes
-from kvstore.tiers.ssd.putting import Putting
+from kvstore.tiers.ssd.putting import SsdWriter
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
@@ -50,14 +50,14 @@ def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - an `AdmitRewrite
 class SsdTier:
     """See the module, and `kvstore.ports.BackingTier`; made by `SsdTier.open`."""
 
-    def __init__(self, settings: SsdSettings, held: Held, volumes: Sequence[Volume], clock: Clock) -> None:
+    def __init__(self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
         self._held = held
         self._volumes = volumes
         self._clock = clock
-        self._crew = Crew(NAME, settings.threads, clock)
-        self._putting = Putting(settings, held, volumes, self._crew, clock)
-        self._getting = Getting(settings, held, volumes, self._crew, clock)
+        self._crew = DiskThreads(NAME, settings.threads, clock)
+        self._putting = SsdWriter(settings, held, volumes, self._crew, clock)
+        self._getting = SsdReader(settings, held, volumes, self._crew, clock)
         self._calls = 0  # under way; guarded by the lock of `held`
         self._closed = False
 
@@ -85,7 +85,7 @@ class SsdTier:
         Raises:
             StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
         """
-        held = Held(codecs)
+        held = SsdState(codecs)
         volumes = open_volumes(
             settings,
             held,
@@ -127,7 +127,7 @@ class SsdTier:
             self._note_failure()
             return [False] * len(keys)
 
-    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[Fetched]:
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         assert len(keys) == len(into), (len(keys), len(into))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:

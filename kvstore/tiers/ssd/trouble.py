@@ -7,7 +7,7 @@ from kvstore.errors import reason
 log = logging.getLogger(__name__)
 
 
-class Trouble:
+class FailureLog:
     """Of one kind, in one place. Thread-safe as far as it has to be: two lines instead of one are no harm."""
 
     def __init__(self, what: str, folder: str) -> None:

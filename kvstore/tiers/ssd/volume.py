@@ -19,31 +19,31 @@ import google_crc32c
 import numpy as np
 from msgspec import Struct
 
-from kvstore.breaker import Breaker
+from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import ByteArray, crc32c
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.extents import PAGE_BYTES
 from kvstore.tiers.ssd.crew import BATCH_RECORDS, Scratch
 from kvstore.tiers.ssd.disk import Disk, aligned
 from kvstore.tiers.ssd.eviction import Score
-from kvstore.tiers.ssd.held import Held
-from kvstore.tiers.ssd.index import Place
+from kvstore.tiers.ssd.held import SsdState
+from kvstore.tiers.ssd.index import RecordLocation
 from kvstore.tiers.ssd.records import (
     DISCARDED,
     NONCE_BYTES,
     TRAILER_PAGES,
-    Footer,
+    SegmentFooter,
     SegmentHead,
     read_record_header,
     segment_head,
     table,
     trailer,
 )
-from kvstore.tiers.ssd.recovery import Life, Unreadable
-from kvstore.tiers.ssd.segment import Segment, State, record_pages
+from kvstore.tiers.ssd.recovery import RecoveredSegment, UnreadableSegment
+from kvstore.tiers.ssd.segment import Segment, SegmentState, record_pages
 from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprint
-from kvstore.tiers.ssd.trouble import Trouble
-from kvstore.tiers.ssd.writing import Payload, compose
+from kvstore.tiers.ssd.trouble import FailureLog
+from kvstore.tiers.ssd.writing import SsdWrite, compose
 
 RESUME_SHARE = 8
 """A segment is appended to after a restart when at least one part in so many is free."""
@@ -52,7 +52,7 @@ AdmitRewrite = Callable[[int], bool]
 """Whether so many bytes may be written that nobody asked to be written; see `SsdSettings.rescue_hits`."""
 
 
-class Run(Struct, frozen=True):
+class RecordRun(Struct, frozen=True):
     """Places for some records that follow each other."""
 
     segment: Segment
@@ -61,7 +61,7 @@ class Run(Struct, frozen=True):
     count: int
 
 
-class NoRoom(Exception):
+class VolumeFull(Exception):
     """No segment became free by the deadline."""
 
 
@@ -69,14 +69,14 @@ class Volume:
     """See the module."""
 
     def __init__(
-        self, disk: Disk, settings: SsdSettings, held: Held, clock: Clock, score: Score, admit_rewrite: AdmitRewrite
+        self, disk: Disk, settings: SsdSettings, held: SsdState, clock: Clock, score: Score, admit_rewrite: AdmitRewrite
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = Breaker()  # of writing
-        self.reading = Trouble("reading fails; blocks are misses", disk.folder)
-        self.writing = Trouble("writing fails; blocks are not kept", disk.folder)
-        self._growing = Trouble("no further segment can be made; going on with those there are", disk.folder)
+        self.breaker = CircuitBreaker()  # of writing
+        self.reading = FailureLog("reading fails; blocks are misses", disk.folder)
+        self.writing = FailureLog("writing fails; blocks are not kept", disk.folder)
+        self._growing = FailureLog("no further segment can be made; going on with those there are", disk.folder)
         self._settings = settings
         self._held = held
         self._clock = clock
@@ -101,7 +101,7 @@ class Volume:
         """Segments of the set size that fit under the cap."""
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
-    def restore(self, found: Sequence[tuple[Segment, Life | Unreadable]], now: Nanos) -> None:
+    def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
         """Take over the segments that were found, the oldest first, and make the newest one writable again.
 
         Segments that do not fit under the cap any more are removed, the unreadable ones first, then the oldest.
@@ -109,14 +109,14 @@ class Volume:
         for segment, life in sorted(found, key=_age):
             self.segments.append(segment)
             self._bytes += footprint(segment.size_bytes)
-            if isinstance(life, Life):
+            if isinstance(life, RecoveredSegment):
                 segment.begin(life.nonce, life.sequence, now)
                 segment.restore(life.keys, life.pages, life.lengths, life.next_page)
-                segment.state = State.SEALED
+                segment.state = SegmentState.SEALED
         for segment in list(self.segments):
             if self._bytes > self._limit_bytes:
                 self._remove(segment)
-        readable = [segment for segment in self.segments if segment.state is State.SEALED]
+        readable = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         for segment in readable:
             self._held.index.restore(segment)
         if readable:
@@ -131,12 +131,12 @@ class Volume:
         except OSError as error:
             self.writing.began(error)
             return
-        newest.state = State.ACTIVE
+        newest.state = SegmentState.ACTIVE
         self._active = newest
 
     # Writing
 
-    def write(self, payloads: Sequence[Payload], scratch: Scratch, deadline: Nanos) -> int:
+    def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
         """Append records, and make them readable; returns how many of them, in order, before room or time were used up.
 
         Args:
@@ -152,7 +152,7 @@ class Volume:
             rest = payloads[written:]
             try:
                 run = self._reserve([record_pages(payload.content.nbytes) for payload in rest], deadline)
-            except NoRoom:
+            except VolumeFull:
                 break
             try:
                 self._append(run, rest[: run.count], scratch)
@@ -161,7 +161,7 @@ class Volume:
             written += run.count
         return written
 
-    def overwrite_header(self, place: Place) -> None:
+    def overwrite_header(self, place: RecordLocation) -> None:
         """See rule 7 of `kvstore.tiers.ssd.records`. The caller has pinned the segment.
 
         Raises:
@@ -171,14 +171,14 @@ class Volume:
         page[: len(DISCARDED)] = np.frombuffer(DISCARDED, np.uint8)
         place.segment.file.write([page], place.page * PAGE_BYTES)
 
-    def _reserve(self, records: Sequence[int], deadline: Nanos) -> Run:
+    def _reserve(self, records: Sequence[int], deadline: Nanos) -> RecordRun:
         while True:
             with self._held.lock:
                 if (run := self._take(records)) is not None:
                     return run
             left = deadline - self._clock.now()
             if left <= 0 or not self._rotation.acquire(timeout=seconds(left)):
-                raise NoRoom
+                raise VolumeFull
             try:
                 with self._held.lock:
                     if (run := self._take(records)) is not None:
@@ -187,16 +187,16 @@ class Volume:
             finally:
                 self._rotation.release()
 
-    def _take(self, records: Sequence[int]) -> Run | None:
+    def _take(self, records: Sequence[int]) -> RecordRun | None:
         if (segment := self._active) is None:
             return None
         first_page, count = segment.take(records)
         if not count:
             return None
         segment.writers += 1
-        return Run(segment, first_page, self._held.take_sequences(count), count)
+        return RecordRun(segment, first_page, self._held.take_sequences(count), count)
 
-    def _append(self, run: Run, payloads: Sequence[Payload], scratch: Scratch) -> None:
+    def _append(self, run: RecordRun, payloads: Sequence[SsdWrite], scratch: Scratch) -> None:
         segment = run.segment
         pieces = compose(payloads, run.first_page, run.first_sequence, segment.nonce, scratch)
         segment.file.write(pieces, run.first_page * PAGE_BYTES)
@@ -215,7 +215,7 @@ class Volume:
         """A writer is through with the segment; the last one of a full segment seals it."""
         with self._held.lock:
             segment.writers -= 1
-            is_last = segment.state is State.FULL and not segment.writers
+            is_last = segment.state is SegmentState.FULL and not segment.writers
         if is_last:
             self._seal(segment)
 
@@ -229,7 +229,7 @@ class Volume:
             OSError: It could not be begun.
         """
         self._fill()
-        rescued: list[Payload] = []
+        rescued: list[SsdWrite] = []
         try:
             segment = self._begin(rescued, needed_pages, deadline)
         finally:
@@ -238,7 +238,7 @@ class Volume:
         with self._held.lock:
             self._active = segment
 
-    def _begin(self, rescued: list[Payload], needed_pages: int, deadline: Nanos) -> Segment:
+    def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
         """A segment to append to, with what was rescued to make it free; raises as `_rotate` does."""
         segment = self._free_segment(rescued, needed_pages, deadline)
         segment.begin(secrets.token_bytes(NONCE_BYTES), self._held.take_sequences(), self._clock.now())
@@ -248,7 +248,7 @@ class Volume:
         except OSError:
             with self._held.lock:
                 self._held.drop_all(segment)
-                segment.state = State.LEAVING
+                segment.state = SegmentState.LEAVING
                 self._held.release(segment, readers=0)
             raise
         return segment
@@ -259,7 +259,7 @@ class Volume:
             segment, self._active = self._active, None
             if segment is None:
                 return
-            segment.state = State.FULL
+            segment.state = SegmentState.FULL
             is_idle = not segment.writers
         if is_idle:
             self._seal(segment)
@@ -273,10 +273,10 @@ class Volume:
         except OSError as error:
             self.writing.began(error)
         with self._held.lock:
-            segment.state = State.SEALED
+            segment.state = SegmentState.SEALED
             self._held.lock.notify_all()
 
-    def _free_segment(self, rescued: list[Payload], needed_pages: int, deadline: Nanos) -> Segment:
+    def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
         """A segment that can be begun; what was worth rescuing from another's blocks to make it one is added."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
@@ -284,10 +284,10 @@ class Volume:
             if (segment := self._grow()) is not None:
                 return segment
             with self._held.lock:
-                free = next((segment for segment in self.segments if segment.state is State.FREE), None)
+                free = next((segment for segment in self.segments if segment.state is SegmentState.FREE), None)
                 victim = None if free is not None else self._choose()
                 if victim is not None:
-                    victim.state = State.LEAVING
+                    victim.state = SegmentState.LEAVING
                     victim.readers += 1  # ours
                 hot = self._hot(victim) if victim is not None and not rescued else []
             if free is not None:
@@ -308,9 +308,10 @@ class Volume:
         with self._held.lock:
             left = deadline - self._clock.now()
             if left <= 0 or not self.segments:
-                raise NoRoom
+                raise VolumeFull
             self._held.lock.wait_for(
-                lambda: any(segment.state in (State.FREE, State.SEALED) for segment in self.segments), seconds(left)
+                lambda: any(segment.state in (SegmentState.FREE, SegmentState.SEALED) for segment in self.segments),
+                seconds(left),
             )
 
     def _grow(self) -> Segment | None:
@@ -339,7 +340,7 @@ class Volume:
     def _choose(self) -> Segment | None:
         """The segment that goes next; those that nobody reads from are preferred, being free at once."""
         now = self._clock.now()
-        sealed = [segment for segment in self.segments if segment.state is State.SEALED]
+        sealed = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         return min(
             sealed,
             key=lambda segment: (segment.readers > 0, self._score(segment.use(), now), segment.sequence),
@@ -367,7 +368,7 @@ class Volume:
 
     # Blocks that outlive their segment
 
-    def _hot(self, victim: Segment) -> list[Place]:
+    def _hot(self, victim: Segment) -> list[RecordLocation]:
         """Blocks worth rescuing, those read most often first."""
         if not self._settings.rescue_hits:
             return []
@@ -375,7 +376,9 @@ class Volume:
         hot = [p for p in self._held.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
         return sorted(hot, key=lambda place: (-hits[place.ordinal], place.ordinal))
 
-    def _rescued(self, victim: Segment, hot: Sequence[Place], share_bytes: int, deadline: Nanos) -> list[Payload]:
+    def _rescued(
+        self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
+    ) -> list[SsdWrite]:
         """Contents of blocks, as far as share, budget and time reach; those that cannot be read or are bad are left out."""
         left_bytes = share_bytes
         payloads = []
@@ -395,16 +398,16 @@ class Volume:
             key = victim.keys[place.ordinal]
             is_it = record is not None and record.key == key and record.length == place.length
             if record is not None and is_it and crc32c([content]) == record.crc32c:
-                payloads.append(Payload(key, content, record.codec_id, record.crc32c))
+                payloads.append(SsdWrite(key, content, record.codec_id, record.crc32c))
         return payloads
 
-    def _write_rescued(self, segment: Segment, rescued: Sequence[Payload]) -> None:
+    def _write_rescued(self, segment: Segment, rescued: Sequence[SsdWrite]) -> None:
         for first in range(0, len(rescued), BATCH_RECORDS):
             batch = rescued[first : first + BATCH_RECORDS]
             with self._held.lock:
                 records = [record_pages(payload.content.nbytes) for payload in batch]
                 first_page, count = segment.take(records)
-                run = Run(segment, first_page, self._held.take_sequences(count), count)
+                run = RecordRun(segment, first_page, self._held.take_sequences(count), count)
             self._append(run, batch[:count], self._scratch)
             self._held.count.rescued += count
 
@@ -416,7 +419,7 @@ class Volume:
 
     def _write_footer(self, segment: Segment) -> None:
         rows = table(segment.keys, segment.pages, segment.lengths)
-        footer = Footer(
+        footer = SegmentFooter(
             nonce=segment.nonce,
             sequence=segment.sequence,
             last_sequence=self._held.take_sequences(),
@@ -444,6 +447,6 @@ def _page(structure: bytes) -> ByteArray:
     return page
 
 
-def _age(found: tuple[Segment, Life | Unreadable]) -> int:
+def _age(found: tuple[Segment, RecoveredSegment | UnreadableSegment]) -> int:
     life = found[1]
-    return life.sequence if isinstance(life, Life) else -1
+    return life.sequence if isinstance(life, RecoveredSegment) else -1

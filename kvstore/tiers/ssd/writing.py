@@ -9,10 +9,10 @@ from kvstore.buffers import ByteArray
 from kvstore.extents import PAGE_BYTES, pages_for
 from kvstore.tiers.ssd.crew import Scratch
 from kvstore.tiers.ssd.disk import is_aligned
-from kvstore.tiers.ssd.records import Key, Record, record_header
+from kvstore.tiers.ssd.records import Key, RecordHeader, record_header
 
 
-class Payload(Struct, frozen=True):
+class SsdWrite(Struct, frozen=True):
     """What is to be kept under a key. Positional: one is made for each block that is written."""
 
     key: Key
@@ -22,7 +22,7 @@ class Payload(Struct, frozen=True):
 
 
 def compose(
-    payloads: Sequence[Payload], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
+    payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
 ) -> list[ByteArray]:
     """The pieces of records that follow each other from a page on, at most `BATCH_RECORDS` of them.
 
@@ -35,7 +35,7 @@ def compose(
         content = payload.content
         sequence = first_sequence + index
         header = record_header(
-            Record(payload.key, page, content.nbytes, payload.codec_id, sequence, payload.crc32c), nonce
+            RecordHeader(payload.key, page, content.nbytes, payload.codec_id, sequence, payload.crc32c), nonce
         )
         row = scratch.headers[index]
         row[: len(header)] = np.frombuffer(header, np.uint8)

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.client import SLOWEST_BYTES_PER_SECOND, StoreClient
 from kvstore.errors import StoreUnreachable
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import Match
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -58,10 +58,10 @@ class TortureOrders(Struct, frozen=True, kw_only=True):
     threads: int = 2
 
 
-def namespaces(block_bytes: Sequence[int]) -> list[Namespace]:
+def namespaces(block_bytes: Sequence[int]) -> list[KvNamespace]:
     """One model each; names of blocks are the same in all of them, their bytes are not."""
     return [
-        Namespace(
+        KvNamespace(
             model=f"torture-{index}",
             revision="r1",
             dtype="float32",
@@ -106,7 +106,7 @@ class TortureReport:
 class TortureNamespace:
     """One namespace: how to get at it, and what belongs there."""
 
-    def __init__(self, orders: TortureOrders, namespace: Namespace, prefer: Sequence[str]):
+    def __init__(self, orders: TortureOrders, namespace: KvNamespace, prefer: Sequence[str]):
         self.namespace = namespace
         self.content = ExpectedContent(namespace)
         self.address = orders.address
@@ -189,9 +189,9 @@ class TortureThread:
 
     def _read_patiently(self, place: TortureNamespace, client: StoreClient) -> None:
         """Waits for what lies in slower tiers."""
-        names, patience = self._names(), self._rng.choice([0.05, 0.3, 1.0])
-        with self._call("patient match", patience + 4 * CALL_SECONDS):
-            match = client.match_patiently(names, lease_seconds=2.0, patience_seconds=patience)
+        names, max_wait = self._names(), self._rng.choice([0.05, 0.3, 1.0])
+        with self._call("patient match", max_wait + 4 * CALL_SECONDS):
+            match = client.match_and_wait(names, lease_seconds=2.0, max_wait_seconds=max_wait)
         self._fetch(place, client, match, range(len(match)))
         self._release(client, match)
 
@@ -311,13 +311,13 @@ class TortureThread:
 
     # Parts of operations
 
-    def _names(self) -> list[ChainHash]:
+    def _names(self) -> list[BlockHash]:
         """A chain, popular ones more often, of a length that is often all of it."""
         number = min(int(self._rng.expovariate(4 / self._orders.chains)), self._orders.chains - 1)
         length = min(self._rng.randint(1, 2 * self._orders.chain_blocks), self._orders.chain_blocks)
         return chain(self._orders.seed, number, length)
 
-    def _match(self, client: StoreClient, names: Sequence[ChainHash], lease_seconds: float) -> Match:
+    def _match(self, client: StoreClient, names: Sequence[BlockHash], lease_seconds: float) -> Match:
         with self._call("match", CALL_SECONDS):
             return client.match(names, lease_seconds=lease_seconds)
 
@@ -397,7 +397,7 @@ def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def _visit(address: str, namespace: Namespace, prefer: str) -> None:
+def _visit(address: str, namespace: KvNamespace, prefer: str) -> None:
     with StoreClient.connect(address, namespace, timeout_seconds=CONNECT_SECONDS, prefer=[prefer]) as client:
         client.stats()
 

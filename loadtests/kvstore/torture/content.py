@@ -6,14 +6,14 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import ChainHash
+from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 
 STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two words of a block are alike
 
 
-def chain(seed: int, number: int, length: int) -> list[ChainHash]:
+def chain(seed: int, number: int, length: int) -> list[BlockHash]:
     """The names of one prompt's blocks; the same for the same arguments, of any two lengths one is a prefix of the other."""
     return [hashlib.blake2b(f"{seed}:{number}:{index}".encode(), digest_size=16).digest() for index in range(length)]
 
@@ -21,21 +21,21 @@ def chain(seed: int, number: int, length: int) -> list[ChainHash]:
 class ExpectedContent:
     """The blocks of one namespace, whose size is a multiple of 8 bytes."""
 
-    def __init__(self, namespace: Namespace):
+    def __init__(self, namespace: KvNamespace):
         self._digest = namespace.digest
         self._words: NDArray[np.uint64] = np.arange(namespace.block_bytes // 8, dtype=np.uint64) * STRIDE
 
-    def of(self, name: ChainHash) -> ByteArray:
+    def of(self, name: BlockHash) -> ByteArray:
         """A new block."""
         return cast("ByteArray", (self._words + self._first(name)).view(np.uint8))
 
-    def wrong_bytes(self, name: ChainHash, found: ByteArray) -> int:
+    def wrong_bytes(self, name: BlockHash, found: ByteArray) -> int:
         """How many bytes differ from what they have to be."""
         expected = self._words + self._first(name)
         if np.array_equal(found.view(np.uint64), expected):
             return 0
         return int(np.count_nonzero(found != expected.view(np.uint8)))
 
-    def _first(self, name: ChainHash) -> np.uint64:
+    def _first(self, name: BlockHash) -> np.uint64:
         digest = hashlib.blake2b(name, digest_size=8, key=self._digest).digest()
         return np.uint64(int.from_bytes(digest, "little"))

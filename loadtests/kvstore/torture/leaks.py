@@ -20,14 +20,14 @@ import psutil
 
 from kvstore.client import StoreClient
 from kvstore.extents import PAGE_BYTES
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import Stats
 from loadtests.kvstore.nodes import StoreNode
 
 NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections
 BATCH = 256  # blocks written at a time
 
-FILLING = Namespace(
+FILLING = KvNamespace(
     model="filling",
     revision="r1",
     dtype="float32",

@@ -63,7 +63,7 @@ def test_the_digests_show_another_block_size_and_another_salt_rule(codec, monkey
 
     assert tokenizer_digests(codec, 16).blocks != ours.blocks
     assert tokenizer_digests(codec, 16).tokens == ours.tokens
-    monkeypatch.setattr(golden, "salt_of_adapter", lambda adapter, salt: b"x" * 32)
+    monkeypatch.setattr(golden, "adapter_salt", lambda adapter, salt: b"x" * 32)
     assert tokenizer_digests(codec, 32).blocks != ours.blocks
     assert tokenizer_digests(None, 32) == TokenizerDigests(blocks=tokenizer_digests(codec, 32).blocks)
 

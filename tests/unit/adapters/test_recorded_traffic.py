@@ -10,7 +10,7 @@ from fleet.adapters.traces import RowSelection, TraceError, open_trace
 from fleet.clock import SECOND, Nanos
 from fleet.router.settings import RouterSettings
 from fleet.sim.kernel import Kernel
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 BEGAN = 5 * SECOND
@@ -38,7 +38,9 @@ def a_recording(path, requests, cancelled=()):
 
 
 def a_request(number, at, tokens=100, answer=20, session=0):
-    return Request(Nanos(at), tokens, tuple(range(1000 * number, 1000 * number + tokens // BLOCK)), answer, session)
+    return TraceRequest(
+        Nanos(at), tokens, tuple(range(1000 * number, 1000 * number + tokens // BLOCK)), answer, session
+    )
 
 
 def test_a_recording_is_the_traffic_that_it_recorded(tmp_path):
@@ -54,7 +56,9 @@ def test_a_recording_is_the_traffic_that_it_recorded(tmp_path):
     assert (file.format, file.block_tokens) == ("recording", BLOCK)
     told = list(file.requests())
     assert [each.session for each in told] == [1, 0, 2, 1]
-    assert [Request(*_but_session(each)) for each in told] == [Request(*_but_session(each)) for each in requests]
+    assert [TraceRequest(*_but_session(each)) for each in told] == [
+        TraceRequest(*_but_session(each)) for each in requests
+    ]
 
 
 def test_a_compressed_recording_is_the_same_and_empty_lines_count_for_numbers_alone(tmp_path):

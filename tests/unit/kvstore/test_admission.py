@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.admission import APART, DAY, ReuseAdmission, Sightings, WriteBudget
+from kvstore.admission import APART, DAY, BlockSightings, ReuseAdmission, WriteBudget
 from kvstore.clock import SECOND, Nanos
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ def test_the_uses_of_one_request_are_one_sighting():
 
 
 def test_sightings_are_forgotten_and_their_number_is_bounded():
-    sightings = Sightings(remembered=100)
+    sightings = BlockSightings(remembered=100)
     sightings.again("early", Nanos(0))
     for key in range(1000):
         sightings.again(key, Nanos(0))
@@ -47,7 +47,7 @@ def test_sightings_are_forgotten_and_their_number_is_bounded():
 
 
 def test_a_block_in_steady_use_is_never_forgotten():
-    sightings = Sightings(remembered=100)
+    sightings = BlockSightings(remembered=100)
     for key in range(1000):
         sightings.again(key, Nanos(key * SECOND))
         seen = sightings.again("steady", Nanos(key * SECOND))

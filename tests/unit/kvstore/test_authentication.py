@@ -3,23 +3,35 @@
 import pytest
 from msgspec.structs import replace
 
-from kvstore.transports.authentication import SKEW_SECONDS, CallProof, Key, OutdatedProof, Purpose, Side, nonce
+from kvstore.transports.authentication import (
+    SKEW_SECONDS,
+    AuthenticationKey,
+    CallProof,
+    OutdatedProof,
+    ProofSide,
+    Purpose,
+    nonce,
+)
 
-KEY = Key(b"a secret of some length", Purpose.CONTROL)
+KEY = AuthenticationKey(b"a secret of some length", Purpose.CONTROL)
 METHOD = "/kvstore.v1.BlockStore/Match"
 BODY = b"the bytes of a request"
 NOW = 1_700_000_000
 
 
 def test_a_proof_is_for_its_secret_purpose_side_and_words_only():
-    proof = KEY.proof(Side.CLIENT, b"some", b"words")
+    proof = KEY.proof(ProofSide.CLIENT, b"some", b"words")
 
-    assert KEY.proves(proof, Side.CLIENT, b"some", b"words")
-    assert not KEY.proves(proof, Side.NODE, b"some", b"words")
-    assert not KEY.proves(proof, Side.CLIENT, b"somew", b"ords")
-    assert not KEY.proves(proof[:-1], Side.CLIENT, b"some", b"words")
-    assert not Key(b"a secret of some length", Purpose.DATA).proves(proof, Side.CLIENT, b"some", b"words")
-    assert not Key(b"another secret, as long", Purpose.CONTROL).proves(proof, Side.CLIENT, b"some", b"words")
+    assert KEY.proves(proof, ProofSide.CLIENT, b"some", b"words")
+    assert not KEY.proves(proof, ProofSide.NODE, b"some", b"words")
+    assert not KEY.proves(proof, ProofSide.CLIENT, b"somew", b"ords")
+    assert not KEY.proves(proof[:-1], ProofSide.CLIENT, b"some", b"words")
+    assert not AuthenticationKey(b"a secret of some length", Purpose.DATA).proves(
+        proof, ProofSide.CLIENT, b"some", b"words"
+    )
+    assert not AuthenticationKey(b"another secret, as long", Purpose.CONTROL).proves(
+        proof, ProofSide.CLIENT, b"some", b"words"
+    )
 
 
 def test_nonces_never_come_twice():

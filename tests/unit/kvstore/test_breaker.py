@@ -1,9 +1,9 @@
-from kvstore.breaker import COST_FACTOR, FIRST_PAUSE, LONGEST_PAUSE, Breaker
+from kvstore.breaker import COST_FACTOR, FIRST_PAUSE, LONGEST_PAUSE, CircuitBreaker
 from kvstore.clock import SECOND, Nanos
 
 
 def test_after_a_failure_one_caller_tries_a_pause():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.failed(Nanos(0), Nanos(0))
 
     assert not breaker.allows(Nanos(FIRST_PAUSE - 1))
@@ -13,7 +13,7 @@ def test_after_a_failure_one_caller_tries_a_pause():
 
 
 def test_pauses_double_up_to_a_limit():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     now, pauses = Nanos(0), []
     for _ in range(8):
         breaker.failed(now, now)
@@ -28,7 +28,7 @@ def test_pauses_double_up_to_a_limit():
 
 
 def test_a_node_that_hangs_costs_a_fifth_of_the_time_at_most():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.failed(Nanos(0), Nanos(SECOND))
 
     assert not breaker.allows(Nanos(SECOND + COST_FACTOR * SECOND - 1))
@@ -36,7 +36,7 @@ def test_a_node_that_hangs_costs_a_fifth_of_the_time_at_most():
 
 
 def test_a_success_forgets_the_failures():
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(5):
         breaker.failed(Nanos(0), Nanos(0))
     breaker.succeeded()

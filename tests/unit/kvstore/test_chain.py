@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import HashAlgorithm, chain, extend, root, salt_for, salt_of_adapter
+from kvstore.block import HashAlgorithm, adapter_salt, chain, extend, root, tenant_salt
 
 HERE = Path(__file__).parent
 VECTORS = json.loads((HERE / "chain_vectors.json").read_text())
@@ -107,20 +107,20 @@ def test_two_salts_never_share_a_block(ids, one, other, algorithm):
 
 @given(st.text(min_size=1), st.text(min_size=1), st.binary(min_size=1), st.binary(min_size=1))
 def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_secret):
-    mine = salt_for(secret, tenant)
+    mine = tenant_salt(secret, tenant)
 
     assert len(mine) == 32
-    assert (salt_for(secret, other) == mine) == (other == tenant)
-    assert salt_for(secret, "") == b""
+    assert (tenant_salt(secret, other) == mine) == (other == tenant)
+    assert tenant_salt(secret, "") == b""
     if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros
-        assert salt_for(other_secret, tenant) != mine
+        assert tenant_salt(other_secret, tenant) != mine
 
 
 def test_salts_of_adapters_are_those_of_the_golden_vectors():
     """SHA-256 as any language has it; the salts then are vectors' salts like any other."""
-    assert salt_of_adapter("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
+    assert adapter_salt("ada@1").hex() == "6ed43e4547fe7dc5efd9408744a83bff179d0c3f1dd74a1fbe6105c2b125ff80"
     assert (
-        salt_of_adapter("ada@1", bytes(range(32))).hex()
+        adapter_salt("ada@1", bytes(range(32))).hex()
         == "ee2a727e9bab9b43385882d33e134824f8c432eea33f146682faeef99fa228ee"
     )
 
@@ -139,11 +139,11 @@ def test_distinct_images_never_share_a_block_from_where_they_begin(ids, where, o
 
 @given(NAMES, NAMES, salts, salts)
 def test_adapters_share_a_salt_only_with_themselves(adapter, other, salt, other_salt):
-    mine = salt_of_adapter(adapter, salt)
+    mine = adapter_salt(adapter, salt)
 
     assert len(mine) == 32
     if "\0" not in adapter + other:
-        assert (salt_of_adapter(other, other_salt) == mine) == ((other, other_salt) == (adapter, salt))
+        assert (adapter_salt(other, other_salt) == mine) == ((other, other_salt) == (adapter, salt))
     assert mine not in (salt, other_salt)
 
 

@@ -12,27 +12,27 @@ from kvstore.buffers import crc32c
 from kvstore.codecs.checked import decoded
 from kvstore.codecs.lz4 import Lz4
 from kvstore.codecs.measure import a_kv_like_block, measure
-from kvstore.codecs.payload import EXACT, ErrorBound, Form, bound_of, pack
+from kvstore.codecs.payload import EXACT, ErrorBound, PayloadForm, bound_of, pack
 from kvstore.codecs.plain import PlainCodec
 from kvstore.codecs.scaled import Fp8Codec, Int8Codec
 from kvstore.codecs.split import SplitCodec
 from kvstore.codecs.zstd import Zstd
 from kvstore.errors import LayoutMismatch, UndecodableBlock
-from kvstore.floats import Half, e4m3_codes, e4m3_encoder, e4m3_numbers
+from kvstore.floats import HalfFormat, e4m3_codes, e4m3_encoder, e4m3_numbers
 from tests.kv_shapes import a_key, a_typed_namespace
 
-THEIRS = {Half.BFLOAT16: ml_dtypes.bfloat16, Half.FLOAT16: np.float16}
+THEIRS = {HalfFormat.BFLOAT16: ml_dtypes.bfloat16, HalfFormat.FLOAT16: np.float16}
 EVERY_PATTERN = np.arange(1 << 16, dtype=np.uint16)
 
 
-def finite(half: Half, patterns: np.ndarray) -> np.ndarray:
+def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
     return np.where((patterns & 0x7FFF) <= half.largest, patterns, 0).astype(np.uint16)
 
 
 # Formats, against another implementation.
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
     patterns = finite(half, EVERY_PATTERN)
 
@@ -40,7 +40,7 @@ def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
     assert np.array_equal(half.patterns(half.numbers(patterns)), patterns)
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 @given(bits=st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=50))
 def test_numbers_are_rounded_to_16_bits_as_others_round_them(half, bits):
     largest = float(half.numbers(np.array([half.largest], np.uint16))[0])
@@ -58,7 +58,7 @@ def test_codes_of_e4m3_mean_what_others_take_them_for():
     assert known.sum() == 254
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 @pytest.mark.parametrize("exponent", [-9, 0, 3])
 def test_numbers_are_rounded_to_e4m3_as_others_round_them(half, exponent):
     numbers = half.numbers(finite(half, EVERY_PATTERN)).astype(np.float64) * 2.0**-exponent
@@ -74,7 +74,9 @@ def test_what_is_beyond_e4m3_becomes_its_largest():
 # Bounds.
 
 
-def assert_within(bound: ErrorBound, half: Half, before: np.ndarray, after: np.ndarray, axes: tuple[int, ...]) -> None:
+def assert_within(
+    bound: ErrorBound, half: HalfFormat, before: np.ndarray, after: np.ndarray, axes: tuple[int, ...]
+) -> None:
     """Every value is off by no more than the bound says; values along `axes` share a scale."""
     numbers, decoded = half.numbers(before).astype(np.float64), half.numbers(after).astype(np.float64)
     largest = np.abs(numbers).max(axis=axes, keepdims=True)
@@ -90,7 +92,7 @@ CODECS = {
 
 
 @pytest.mark.parametrize("make", CODECS)
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 @settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -146,10 +148,10 @@ def test_scales_are_of_a_layer_and_head_in_every_layout(make, layout):
 def test_powers_of_two_and_zeros_lose_nothing_to_a_scale_of_their_own(make):
     namespace = a_typed_namespace("bfloat16", head_dim=8)
     values = np.zeros((namespace.layers, namespace.kv_heads, 16, 8), np.uint16)
-    values[1] = Half.BFLOAT16.patterns(np.full((4, 16, 8), 127 * 2.0**-10, np.float32))  # 127 steps of INT8
-    values[1, 2] = Half.BFLOAT16.patterns(np.full((16, 8), 2.0**20, np.float32)) if make is Fp8Codec else 0
+    values[1] = HalfFormat.BFLOAT16.patterns(np.full((4, 16, 8), 127 * 2.0**-10, np.float32))  # 127 steps of INT8
+    values[1, 2] = HalfFormat.BFLOAT16.patterns(np.full((16, 8), 2.0**20, np.float32)) if make is Fp8Codec else 0
     if make is Fp8Codec:
-        values[1, [0, 1, 3]] = Half.BFLOAT16.patterns(np.float32([2.0**-20]))[0]
+        values[1, [0, 1, 3]] = HalfFormat.BFLOAT16.patterns(np.float32([2.0**-20]))[0]
     block, back = values.reshape(-1).view(np.uint8), np.empty(values.nbytes, np.uint8)
     codec, key = make(namespace), a_key(namespace)
 
@@ -181,7 +183,7 @@ def a_bomb(namespace, compressor, plane: bytes):
     """A well-formed payload with one plane that expands to more than a plane."""
     other = bytes(namespace.block_bytes // 2)
     lengths = len(plane).to_bytes(4, "little") + len(other).to_bytes(4, "little")
-    return pack(compressor.codec_id, a_key(namespace), [lengths, plane, other], form=Form.PACKED, bound=EXACT)
+    return pack(compressor.codec_id, a_key(namespace), [lengths, plane, other], form=PayloadForm.PACKED, bound=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_payload_that_expands_without_end_is_refused_within_the_blocks_size(co
 def test_planes_that_do_not_add_up_are_refused(lengths):
     namespace = a_typed_namespace()
     table = b"".join(length.to_bytes(4, "little") for length in lengths)
-    payload = pack(1, a_key(namespace), [table, bytes(1 << 14)], form=Form.PACKED, bound=EXACT)
+    payload = pack(1, a_key(namespace), [table, bytes(1 << 14)], form=PayloadForm.PACKED, bound=EXACT)
 
     with pytest.raises(UndecodableBlock):
         SplitCodec(namespace, Zstd()).decode(a_key(namespace), payload, np.empty(namespace.block_bytes, np.uint8))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvstore.copies import MAX_COPIES
+from kvstore.copies import MAX_DEMOTIONS
 from kvstore.hierarchy import Hierarchy
-from kvstore.lower_tiers import Everything, TierRule
+from kvstore.lower_tiers import AdmitEverything, TierRule
 from tests.kv_builders import BLOCK_BYTES, a_chain, a_namespace
 from tests.lower_tiers import Below, Nothing, keys_of, kinds
 
@@ -16,14 +16,14 @@ def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_h
     below.perform_all()
     assert below.held == [set(), set()]
 
-    assert below.hierarchy.hand_down(1, keys_of(below, chain), below.now) == 4
-    assert all(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
+    assert below.hierarchy.demote_now(1, keys_of(below, chain), below.now) == 4
+    assert all(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
     below.collect()
-    assert all(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
+    assert all(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
     below.perform_all()
 
     assert below.held == [set(), set(chain)]
-    assert not any(below.hierarchy.is_going_down(1, key) for key in keys_of(below, chain))
+    assert not any(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
     assert all(below.hierarchy.has(1, key) for key in keys_of(below, chain))
     (told,) = below.hierarchy.changes()
     assert (told.tier, told.stored) == ("redis", tuple(chain))
@@ -35,7 +35,7 @@ def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_long
     below.hold(chain)
     below.hierarchy.tick(below.now)
 
-    taken = below.hierarchy.hand_down(0, keys_of(below, chain), below.now)
+    taken = below.hierarchy.demote_now(0, keys_of(below, chain), below.now)
 
     assert taken == 3
     assert below.hierarchy.counters(0).dropped == 0
@@ -69,12 +69,12 @@ def test_blocks_that_go_down_stay_until_they_are_there():
 
 def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
     below = Below(blocks=8, tiers=("ssd",))
-    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=Everything())], BLOCK_BYTES)
+    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(6))
-    assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_COPIES
+    assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_DEMOTIONS
     assert below.store.reserve(a_chain(6, "b")).refused == 0
     below.perform_all()
-    assert below.held[0] == set(a_chain(6)[:MAX_COPIES]), "the rest made room before its turn came"
+    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the rest made room before its turn came"
 
 
 def test_going_down_does_not_count_as_use():
@@ -90,12 +90,12 @@ def test_going_down_does_not_count_as_use():
 
 def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
     below = Below(blocks=16, tiers=("ssd",), queue_blocks=3)
-    for index in range(MAX_COPIES):
+    for index in range(MAX_DEMOTIONS):
         below.hold(a_chain(1, f"first{index}"))
     below.hold(a_chain(5))
     assert below.hierarchy.counters(0).dropped == 2
     below.perform_all()
-    assert below.hierarchy.counters(0).kept == MAX_COPIES + 3
+    assert below.hierarchy.counters(0).kept == MAX_DEMOTIONS + 3
 
 
 def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go():
@@ -106,7 +106,7 @@ def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go
     below.hold(a_chain(6, "b"))
     below.lose([*a_chain(1), *a_chain(6, "b")])
     below.store.machine.open(a_namespace(model="another"), below.now)
-    below.hierarchy.noted(below.store.digest, a_chain(1), below.now)
+    below.hierarchy.offer(below.store.digest, a_chain(1), below.now)
 
     below.tick(2)
 
@@ -132,7 +132,7 @@ def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
     below.hold(a_chain(2))
     keep = below.waiting.popleft()
     below.tick(31)
-    below.hierarchy.kept(keep.copy_id, [False] * 2, below.now)
+    below.hierarchy.kept(keep.demotion_id, [False] * 2, below.now)
     before = kinds(below)
 
     below.hold(a_chain(2, "b"))
@@ -162,12 +162,12 @@ def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watch
 
     assert below.hierarchy.confirm(0, keys_of(below, chain), below.now)
     below.collect()
-    assert all(below.hierarchy.is_doubted(0, key) for key in keys_of(below, chain))
+    assert all(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
     assert below.hierarchy.confirm(0, keys_of(below, chain[:2]), below.now)
     assert below.hierarchy.commands() == [], "once at a time"
     below.perform_all()
 
-    assert not any(below.hierarchy.is_doubted(0, key) for key in keys_of(below, chain))
+    assert not any(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
     assert [below.hierarchy.has(0, key) for key in keys_of(below, chain)] == [True, False, False, True]
     assert [change.removed for change in below.hierarchy.changes()] == [tuple(chain[1:3])]
     below.hierarchy.check()
@@ -186,7 +186,9 @@ def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(la
         below.hierarchy.late(question, below.now, below.now)
     below.hierarchy.failed(question, below.now, below.now)
 
-    assert not any(below.hierarchy.has(0, key) or below.hierarchy.is_doubted(0, key) for key in keys_of(below, chain))
+    assert not any(
+        below.hierarchy.has(0, key) or below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain)
+    )
     assert not below.hierarchy.confirm(0, keys_of(below, chain), below.now)
     assert below.hierarchy.counters(0).failures == 1
     assert below.hierarchy.failed_writes(0) == 0, "it may still be written to"

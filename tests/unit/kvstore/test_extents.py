@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
-from kvstore.extents import PAGE_BYTES, Extents
+from kvstore.extents import PAGE_BYTES, FreeExtents
 from kvstore.machine import BlockMachine
 from tests.kv_builders import LEASE, a_namespace
 
@@ -15,7 +15,7 @@ PAGES = 24
 
 
 def test_space_of_one_size_can_be_had_again_as_another():
-    extents = Extents(8 * PAGE_BYTES)
+    extents = FreeExtents(8 * PAGE_BYTES)
     small = [extents.take(PAGE_BYTES) for _ in range(8)]
     assert extents.take(1) is None
 
@@ -26,7 +26,7 @@ def test_space_of_one_size_can_be_had_again_as_another():
 
 
 def test_a_hole_that_fits_is_preferred_to_one_that_is_larger():
-    extents = Extents(8 * PAGE_BYTES)
+    extents = FreeExtents(8 * PAGE_BYTES)
     first = extents.take(2 * PAGE_BYTES)
     extents.take(PAGE_BYTES)
     extents.give_back(first, 2 * PAGE_BYTES)
@@ -35,7 +35,7 @@ def test_a_hole_that_fits_is_preferred_to_one_that_is_larger():
 
 
 def test_a_rest_that_fills_no_page_is_not_given_away():
-    extents = Extents(2 * PAGE_BYTES + 100)
+    extents = FreeExtents(2 * PAGE_BYTES + 100)
 
     assert extents.capacity_bytes == 2 * PAGE_BYTES
     assert extents.take(2 * PAGE_BYTES + 100) is None
@@ -47,7 +47,7 @@ def test_a_rest_that_fills_no_page_is_not_given_away():
     count=st.integers(0, PAGES),
 )
 def test_several_at_once_are_those_that_one_after_the_other_would_give(holes, length, count):
-    at_once, in_turn = (Extents(PAGES * PAGE_BYTES) for _ in range(2))
+    at_once, in_turn = (FreeExtents(PAGES * PAGE_BYTES) for _ in range(2))
     for extents in (at_once, in_turn):
         extents.take(PAGES * PAGE_BYTES)
         for page in holes:
@@ -66,7 +66,7 @@ class ExtentsAgainstPages(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.extents = Extents(PAGES * PAGE_BYTES)
+        self.extents = FreeExtents(PAGES * PAGE_BYTES)
         self.owners: list[int | None] = [None] * PAGES
         self.taken: list[tuple[int, int]] = []
 

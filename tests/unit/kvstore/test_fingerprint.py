@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from kvstore.fingerprint import (
     MAX_TP,
     MUST_BE_EQUAL,
+    ConversionCost,
     Convertible,
-    Cost,
     Fingerprint,
     Identical,
-    Refused,
+    Incompatible,
     describe,
-    meet,
+    negotiate,
 )
-from kvstore.repack import read_share
-from kvstore.shards import one_a_rank
+from kvstore.repack import read_shard
+from kvstore.shards import shards_by_rank
 from tests.kv_shapes import a_typed_namespace
 
 OTHERS = {
@@ -39,14 +39,14 @@ def a_fingerprint(**fields) -> Fingerprint:
 
 
 def test_equal_descriptions_need_no_conversion():
-    assert meet(writer=a_fingerprint(tp=2), reader=a_fingerprint(tp=2)) == Identical()
+    assert negotiate(writer=a_fingerprint(tp=2), reader=a_fingerprint(tp=2)) == Identical()
 
 
 @pytest.mark.parametrize("field", MUST_BE_EQUAL)
 def test_values_that_are_not_the_same_are_refused_by_field(field):
-    answer = meet(writer=a_fingerprint(), reader=a_fingerprint(**{field: OTHERS[field]}))
+    answer = negotiate(writer=a_fingerprint(), reader=a_fingerprint(**{field: OTHERS[field]}))
 
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Incompatible)
     assert answer.field == field
     assert answer.error().field == field
     assert str(OTHERS[field]) in answer.reason
@@ -65,24 +65,24 @@ def test_every_field_either_must_be_equal_or_can_be_converted():
 def test_a_description_that_cannot_be_is_refused_by_field(side, field, value):
     sides = {"writer": a_fingerprint(), "reader": a_fingerprint(), side: a_fingerprint(**{field: value})}
 
-    answer = meet(**sides)
+    answer = negotiate(**sides)
 
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Incompatible)
     assert answer.field == field
 
 
 @pytest.mark.parametrize("field", ["element_bytes", "block_tokens", "layers", "kv_heads", "head_dim"])
 def test_sizes_below_one_are_refused_by_field(field):
-    answer = meet(writer=a_fingerprint(**{field: 0}), reader=a_fingerprint(**{field: 0}))
+    answer = negotiate(writer=a_fingerprint(**{field: 0}), reader=a_fingerprint(**{field: 0}))
 
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Incompatible)
     assert answer.field == field
 
 
 def test_an_unknown_version_on_both_sides_is_refused():
-    answer = meet(writer=a_fingerprint(version=9), reader=a_fingerprint(version=9))
+    answer = negotiate(writer=a_fingerprint(version=9), reader=a_fingerprint(version=9))
 
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Incompatible)
     assert answer.field == "version"
 
 
@@ -93,17 +93,17 @@ def test_the_plans_of_an_answer_give_each_rank_its_bytes(written, read, seed):
     writer, reader = a_fingerprint(tp=written, layout="LNHD"), a_fingerprint(tp=read, layout="LKHND")
     shape = writer.shape
     whole = np.random.default_rng(seed).integers(0, 256, shape.bytes_of(shape.everything), np.uint8)
-    objects = [np.empty(shape.bytes_of(part.box), np.uint8) for part in one_a_rank(shape, "LNHD", written)]
-    for part, filled in zip(one_a_rank(shape, "LNHD", written), objects, strict=True):
-        read_share(shape, "LHND", [part]).perform([whole], [filled])
+    objects = [np.empty(shape.bytes_of(part.box), np.uint8) for part in shards_by_rank(shape, "LNHD", written)]
+    for part, filled in zip(shards_by_rank(shape, "LNHD", written), objects, strict=True):
+        read_shard(shape, "LHND", [part]).perform([whole], [filled])
 
-    answer = meet(writer=writer, reader=reader)
+    answer = negotiate(writer=writer, reader=reader)
 
     assert isinstance(answer, Convertible)
     assert len(answer.plans) == read
-    for part, plan in zip(one_a_rank(shape, "LKHND", read), answer.plans, strict=True):
+    for part, plan in zip(shards_by_rank(shape, "LKHND", read), answer.plans, strict=True):
         wanted, found = (np.empty(shape.bytes_of(part.box), np.uint8) for _ in range(2))
-        read_share(shape, "LHND", [part]).perform([whole], [wanted])
+        read_shard(shape, "LHND", [part]).perform([whole], [wanted])
         plan.perform(objects, [found])
         assert np.array_equal(found, wanted)
 
@@ -112,17 +112,17 @@ def test_the_cost_is_what_the_plans_do():
     writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads: two ranks hold each
     shape = writer.shape
 
-    answer = meet(writer=writer, reader=reader)
+    answer = negotiate(writer=writer, reader=reader)
 
     assert isinstance(answer, Convertible)
     a_share = shape.bytes_of(shape.share(8, 0))
     runs = shape.layers
-    assert answer.cost == Cost(bytes=8 * a_share, runs=8 * runs, bytes_a_rank=a_share, runs_a_rank=runs)
+    assert answer.cost == ConversionCost(bytes=8 * a_share, runs=8 * runs, bytes_a_rank=a_share, runs_a_rank=runs)
     assert answer.cost.seconds(bytes_per_second=a_share, seconds_per_run=2.0) == 1 + 2 * runs
 
 
 def test_ranks_that_need_the_same_head_take_it_from_different_replicas():
-    answer = meet(writer=a_fingerprint(tp=8), reader=a_fingerprint(tp=8, layout="HLND"))
+    answer = negotiate(writer=a_fingerprint(tp=8), reader=a_fingerprint(tp=8, layout="HLND"))
 
     assert isinstance(answer, Convertible)
     assert [{copy.source for copy in plan.copies} for plan in answer.plans] == [{rank} for rank in range(8)]
@@ -136,7 +136,7 @@ def test_a_description_travels_as_json():
 
 def test_heads_outermost_cost_one_run_a_rank():
     namespace = a_typed_namespace(layout="HLND")
-    answer = meet(writer=describe(namespace), reader=describe(namespace, tp=4))
+    answer = negotiate(writer=describe(namespace), reader=describe(namespace, tp=4))
 
     assert isinstance(answer, Convertible)
     assert answer.cost.runs_a_rank == 1

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.frames import HEAD, Cutter
+from kvstore.frames import HEAD, FrameDecoder
 
 LIMIT = 100
 
@@ -25,7 +25,7 @@ def splits(draw: st.DrawFn, stream: bytes) -> list[bytes]:
 
 @given(said=payloads, data=st.data())
 def test_any_split_of_the_stream_gives_the_same_frames(said, data):
-    cutter = Cutter(LIMIT)
+    cutter = FrameDecoder(LIMIT)
 
     heard = [payload for piece in data.draw(splits(framed(said))) for payload in cutter.cut(piece)]
 
@@ -36,7 +36,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(said, data):
 
 @given(said=payloads, length=st.integers(LIMIT + 1, 2**32 - 1), after=st.binary(max_size=20), data=st.data())
 def test_a_length_above_the_limit_is_a_fault_and_what_came_before_it_counts(said, length, after, data):
-    cutter = Cutter(LIMIT)
+    cutter = FrameDecoder(LIMIT)
     stream = framed(said) + HEAD.pack(length) + after
 
     heard: list[bytes] = []
@@ -53,7 +53,7 @@ def test_a_length_above_the_limit_is_a_fault_and_what_came_before_it_counts(said
 @given(said=payloads, last=st.binary(min_size=1, max_size=LIMIT), data=st.data())
 def test_an_end_within_a_frame_is_seen(said, last, data):
     whole = HEAD.pack(len(last)) + last
-    cutter = Cutter(LIMIT)
+    cutter = FrameDecoder(LIMIT)
 
     for piece in data.draw(splits(framed(said) + whole[: data.draw(st.integers(1, len(whole) - 1))])):
         cutter.cut(piece)
@@ -62,7 +62,7 @@ def test_an_end_within_a_frame_is_seen(said, last, data):
 
 
 def test_a_long_frame_takes_no_memory_before_it_comes():
-    cutter = Cutter(1 << 30)
+    cutter = FrameDecoder(1 << 30)
 
     assert cutter.cut(HEAD.pack(1 << 30) + b"begun") == []
 

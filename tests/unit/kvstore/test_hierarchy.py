@@ -7,9 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.clock import Nanos
 from kvstore.messages import BlockKey
-from kvstore.movement import Movement
+from kvstore.movement import TierTransfer
 from tests.kv_builders import BLOCK_BYTES, a_chain
-from tests.lower_tiers import PATIENCE, Below, kinds
+from tests.lower_tiers import MAX_WAIT, Below, kinds
 
 
 def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
@@ -17,32 +17,32 @@ def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_kno
     (known,), (unknown,) = a_chain(1), a_chain(1, "b")
     key = BlockKey(below.store.digest, known)
     below.held[0].add(known)
-    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) is None
+    assert below.hierarchy.promotion_seconds(key, BLOCK_BYTES) is None
 
-    below.want([known])
+    below.prefetch([known])
     below.perform()
     below.tick(3)
     below.perform_all()
 
-    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) == pytest.approx(3)
-    assert below.hierarchy.seconds_from_below(BlockKey(below.store.digest, unknown), BLOCK_BYTES) is None
+    assert below.hierarchy.promotion_seconds(key, BLOCK_BYTES) == pytest.approx(3)
+    assert below.hierarchy.promotion_seconds(BlockKey(below.store.digest, unknown), BLOCK_BYTES) is None
     below.tick(3600)
-    assert below.hierarchy.seconds_from_below(key, 2 * BLOCK_BYTES) == pytest.approx(6)
-    below.want([unknown])
+    assert below.hierarchy.promotion_seconds(key, 2 * BLOCK_BYTES) == pytest.approx(6)
+    below.prefetch([unknown])
     below.fail()
-    assert below.hierarchy.seconds_from_below(key, BLOCK_BYTES) is None
+    assert below.hierarchy.promotion_seconds(key, BLOCK_BYTES) is None
 
 
 def test_a_failing_tier_is_left_alone_and_found_again():
     below = Below(tiers=("ssd",))
     below.held[0].update(a_chain(2))
-    below.want(a_chain(2))
+    below.prefetch(a_chain(2))
     below.fail()
     assert below.hierarchy.is_idle
-    assert below.want(a_chain(2)) == 0
+    assert below.prefetch(a_chain(2)) == 0
     assert not below.waiting
     below.tick(5)
-    assert below.want(a_chain(2)) == 2
+    assert below.prefetch(a_chain(2)) == 2
     below.perform_all()
     assert below.store.look(a_chain(2), below.now) == 2
     assert below.hierarchy.counters(0).fenced == 1
@@ -53,7 +53,7 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
     below = Below(tiers=("ssd",))
     below.held[0] |= {*a_chain(2)}
     if reads:
-        below.want(a_chain(2))
+        below.prefetch(a_chain(2))
         below.perform()
     else:
         below.hold(a_chain(2, "b"))
@@ -65,7 +65,7 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
     below.hierarchy.failed(movement, began, below.now)
     before = len(below.asked)
 
-    below.want(a_chain(2)) if reads else below.hold(a_chain(2, "c"))
+    below.prefetch(a_chain(2)) if reads else below.hold(a_chain(2, "c"))
 
     assert len(below.asked) == before + 1
     assert below.hierarchy.counters(0).failures == 1
@@ -75,15 +75,15 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
 def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
     below = Below(tiers=("ssd",), finds_in_memory=True)
     below.held[0] |= {*a_chain(2), *a_chain(2, "b"), *a_chain(2, "c")}
-    below.want(a_chain(2))
+    below.prefetch(a_chain(2))
     below.perform()
     below.fail()
     below.tick(1)
-    below.want(a_chain(2, "b"))
+    below.prefetch(a_chain(2, "b"))
     below.perform()
     before = kinds(below)
 
-    below.want(a_chain(2, "c"))
+    below.prefetch(a_chain(2, "c"))
 
     assert kinds(below) == before, "one attempt at a time"
 
@@ -93,7 +93,7 @@ def test_a_disk_that_cannot_be_written_can_still_be_read():
     below.held[0].update(a_chain(2))
     below.hold(a_chain(2, "b"))
     below.fail()
-    assert below.want(a_chain(2)) == 2
+    assert below.prefetch(a_chain(2)) == 2
 
 
 CHAINS = [a_chain(6), [*a_chain(3), *a_chain(3, "b")], a_chain(4, "c"), a_chain(2, "d")]
@@ -105,14 +105,14 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.below = Below(blocks=7, queue_blocks=3)
-        self.hung: list[Movement] = []
+        self.hung: list[TierTransfer] = []
         self.heard: dict[str, set[bytes]] = {"ssd": set(), "redis": set()}
 
-    @rule(chain=st.sampled_from(CHAINS), patience=st.sampled_from([0, 1, PATIENCE]))
-    def want(self, chain, patience):
+    @rule(chain=st.sampled_from(CHAINS), max_wait=st.sampled_from([0, 1, MAX_WAIT]))
+    def prefetch(self, chain, max_wait):
         before = self.below.store.look(chain, self.below.now)
-        coming = self.below.want(chain, Nanos(patience))
-        assert 0 <= coming <= len(chain) - before
+        loading = self.below.prefetch(chain, Nanos(max_wait))
+        assert 0 <= loading <= len(chain) - before
 
     @rule(chain=st.sampled_from(CHAINS))
     def hold(self, chain):
@@ -131,7 +131,7 @@ class AnyOrder(RuleBasedStateMachine):
     def confirm(self, chain, tier):
         keys = [BlockKey(self.below.store.digest, name) for name in chain]
         if self.below.hierarchy.confirm(tier, keys, self.below.now):
-            assert all(self.below.hierarchy.is_doubted(tier, key) for key in keys)
+            assert all(self.below.hierarchy.is_being_confirmed(tier, key) for key in keys)
         self.below.collect()
 
     @precondition(lambda self: self.below.waiting)

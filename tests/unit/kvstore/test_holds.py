@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.clock import Nanos
 from kvstore.errors import Exhausted, NamespaceUnknown
-from kvstore.messages import Held
+from kvstore.messages import SessionPinResult
 from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
 
 
@@ -12,14 +12,14 @@ def a_store(blocks: int = 8, held_blocks: int = 4, **limits: int) -> Store:
     return Store(blocks, max_held_bytes=held_blocks * BLOCK_BYTES, **limits)
 
 
-def hold(store: Store, chain, session: str = "s", now: int = 0, span: int = LEASE) -> Held:
+def hold(store: Store, chain, session: str = "s", now: int = 0, span: int = LEASE) -> SessionPinResult:
     return store.machine.hold(store.digest, chain, session=session, span=Nanos(span), now=Nanos(now))
 
 
 def test_held_blocks_outlive_a_flood():
     store = a_store()
     store.hold(a_chain(3, "mine"))
-    assert hold(store, a_chain(3, "mine")) == Held(blocks=3)
+    assert hold(store, a_chain(3, "mine")) == SessionPinResult(blocks=3)
 
     for flood in range(5):
         store.hold(a_chain(8, f"flood{flood}"), now=1)
@@ -73,7 +73,7 @@ def test_a_new_hold_takes_the_place_of_the_sessions_old_one():
     store.hold(a_chain(3, "new"))
     hold(store, a_chain(3, "old"))
 
-    assert hold(store, a_chain(3, "new"), now=1) == Held(blocks=3)
+    assert hold(store, a_chain(3, "new"), now=1) == SessionPinResult(blocks=3)
 
     assert store.machine.stats().held_bytes == 3 * BLOCK_BYTES
     store.hold(a_chain(5, "flood"), now=2)
@@ -87,10 +87,10 @@ def test_what_exceeds_the_quota_of_holds_is_refused_and_the_answer_says_how_much
     store.hold(a_chain(4, "b"))
     hold(store, a_chain(3, "a"), session="one")
 
-    assert hold(store, a_chain(5, "b"), session="two") == Held(blocks=1, refused=3)
+    assert hold(store, a_chain(5, "b"), session="two") == SessionPinResult(blocks=1, refused=3)
 
     store.machine.release_hold(store.digest, "one", Nanos(0))
-    assert hold(store, a_chain(5, "b"), session="two") == Held(blocks=4)
+    assert hold(store, a_chain(5, "b"), session="two") == SessionPinResult(blocks=4)
     store.machine.check()
 
 
@@ -167,7 +167,7 @@ def test_waiting_is_no_use_and_keeps_the_order_of_eviction():
 def test_nothing_held_is_no_hold():
     store = a_store()
 
-    assert hold(store, a_chain(3)) == Held(blocks=0)
+    assert hold(store, a_chain(3)) == SessionPinResult(blocks=0)
     assert store.machine.stats().leases == 0
     with pytest.raises(NamespaceUnknown):
         store.machine.hold(b"?" * 16, a_chain(1), session="s", span=LEASE, now=Nanos(0))

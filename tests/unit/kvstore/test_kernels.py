@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.floats import Half
+from kvstore.floats import HalfFormat
 from kvstore.native import kernels, twin
 from kvstore.repack import plan_fill
-from kvstore.shards import BlockShape, one_a_rank
+from kvstore.shards import BlockShape, shards_by_rank
 from tests.kv_shapes import a_shape, one_a_layer
 from tests.native_kernels import native_kernels
 
@@ -17,7 +17,7 @@ sizes = st.sampled_from([1, 2, 7, 32, 130])
 EVERY_PATTERN = np.arange(1 << 16, dtype=np.uint16)
 
 
-def finite(half: Half, patterns: np.ndarray) -> np.ndarray:
+def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
     return np.where((patterns & 0x7FFF) <= half.largest, patterns, 0).astype(np.uint16)
 
 
@@ -30,7 +30,7 @@ def finite(half: Half, patterns: np.ndarray) -> np.ndarray:
 )
 def test_copies_are_the_same(seed, layouts, tp, element_bytes):
     shape = BlockShape(layers=3, kv_heads=4, block_tokens=5, head_dim=6, element_bytes=element_bytes)
-    sources, destinations = one_a_rank(shape, layouts[0], tp), one_a_layer(layouts[1], shape.everything)
+    sources, destinations = shards_by_rank(shape, layouts[0], tp), one_a_layer(layouts[1], shape.everything)
     table = plan_fill(shape, sources, destinations)._table
     random = np.random.default_rng(seed)
     given_bytes = [random.integers(0, 256, shape.bytes_of(part.box), np.uint8) for part in sources]
@@ -76,7 +76,7 @@ def test_look_ups_are_the_same(seed, groups, length):
         assert np.array_equal(by_twin, tables[which[:, np.newaxis], arguments])
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, groups=st.integers(1, 3), rows=st.integers(1, 17), columns=sizes, spread=st.integers(0, 1 << 15))
 def test_quantising_is_the_same_for_any_finite_values(half, seed, groups, rows, columns, spread):
@@ -88,13 +88,13 @@ def test_quantising_is_the_same_for_any_finite_values(half, seed, groups, rows, 
     assert_quantised_alike(half, values)
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 def test_quantising_is_the_same_for_every_value(half):
     assert_quantised_alike(half, finite(half, EVERY_PATTERN).reshape(2, 1, -1))
     assert_quantised_alike(half, finite(half, EVERY_PATTERN).reshape(16, 16, -1))
 
 
-def assert_quantised_alike(half: Half, values: np.ndarray) -> None:
+def assert_quantised_alike(half: HalfFormat, values: np.ndarray) -> None:
     results = []
     for kernel in (twin, native_kernels()):
         scales = np.zeros((len(values), values.shape[2]), np.uint16)
@@ -106,9 +106,9 @@ def assert_quantised_alike(half: Half, values: np.ndarray) -> None:
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 def test_dequantising_is_the_same_for_every_code_and_scale(half):
-    scales = finite(Half.BFLOAT16, EVERY_PATTERN & 0x7FFF)[::37].reshape(1, -1).copy()
+    scales = finite(HalfFormat.BFLOAT16, EVERY_PATTERN & 0x7FFF)[::37].reshape(1, -1).copy()
     codes = np.repeat(np.arange(-127, 128).astype(np.int8)[np.newaxis, :, np.newaxis], scales.size, axis=2)
     by_twin, by_native = (np.zeros(codes.shape, np.uint16) for _ in range(2))
     twin.dequantise(codes, scales, half.fraction_bits, by_twin)
@@ -127,7 +127,7 @@ def oddly(array: np.ndarray) -> np.ndarray:
     return view
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", HalfFormat)
 def test_values_at_odd_addresses_are_values_like_others(half):
     values = finite(half, EVERY_PATTERN).reshape(4, 128, 128)
     scales, codes, back = np.zeros((4, 128), np.uint16), np.zeros(values.shape, np.int8), np.zeros_like(values)
@@ -144,7 +144,7 @@ def test_values_at_odd_addresses_are_values_like_others(half):
 
 def test_a_table_of_copies_may_lie_anywhere():
     shape = a_shape()
-    table = plan_fill(shape, one_a_rank(shape, "LHND", 1), one_a_rank(shape, "LNHD", 1))._table
+    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1))._table
     source = np.arange(shape.bytes_of(shape.everything), dtype=np.uint8)
     into, oddly_into = np.zeros_like(source), np.zeros_like(source)
 
@@ -179,7 +179,7 @@ def kernel(request):
 )
 def test_a_copy_that_leaves_its_objects_is_refused(kernel, column, value):
     shape = a_shape()
-    table = plan_fill(shape, one_a_rank(shape, "LHND", 1), one_a_rank(shape, "LNHD", 1))._table.copy()
+    table = plan_fill(shape, shards_by_rank(shape, "LHND", 1), shards_by_rank(shape, "LNHD", 1))._table.copy()
     table[0, column] = value
     objects = [np.zeros(shape.bytes_of(shape.everything), np.uint8)]
 

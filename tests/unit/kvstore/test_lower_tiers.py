@@ -4,15 +4,15 @@ import pytest
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy import Hierarchy
-from kvstore.lower_tiers import Everything, Pace, TierRule
-from kvstore.messages import GONE, BlockKey, BlockOutcome, Fetched
-from kvstore.movement import Keep
+from kvstore.lower_tiers import AdmitEverything, TierRule, TierSpeed
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.movement import Demote
 from tests.kv_builders import BLOCK_BYTES, a_chain
 from tests.lower_tiers import CRC, Below
 
 
 def test_a_slow_tier_is_tried_again_after_a_while():
-    pace = Pace()
+    pace = TierSpeed()
     pace.measured(100, 10 * SECOND, Nanos(0))
     assert pace.seconds(100, Nanos(SECOND)) == pytest.approx(10)
     assert pace.seconds(100, Nanos(60 * SECOND)) == 0
@@ -31,7 +31,7 @@ def test_what_a_tier_let_go_is_offered_again():
 @pytest.mark.parametrize("left", [0, 1])
 def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_offered_again(left):
     below = Below(blocks=3, tiers=("redis",))
-    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=Everything())], BLOCK_BYTES)
+    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(3))
     below.perform_all()
     below.hold(a_chain(3, "b"))  # pushes the first chain out of the pool
@@ -39,7 +39,7 @@ def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_
     below.hierarchy.changes()
     below.held[0] = set(a_chain(left))  # restarted, or short of memory
 
-    below.want(a_chain(3))
+    below.prefetch(a_chain(3))
     below.perform_all()
 
     assert [change.removed for change in below.hierarchy.changes()] == [tuple(a_chain(3)[left:])]
@@ -65,18 +65,18 @@ def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
     below.perform_all()
     below.lose(chain)
     below.hierarchy.changes()
-    below.want(chain)
+    below.prefetch(chain)
     below.perform()
     fetch = below.waiting.popleft()
-    moved = Fetched(BlockOutcome.MOVED, CRC)
+    moved = FetchResult(BlockOutcome.MOVED, CRC)
 
-    below.hierarchy.fetched(fetch.load_id, [moved, GONE, moved], below.now)
+    below.hierarchy.fetched(fetch.promotion_id, [moved, GONE, moved], below.now)
     below.collect()
 
     assert [(each.stored, each.removed) for each in below.hierarchy.changes()] == [((), (chain[1],))]
     assert {key.name for key in below.hierarchy.held(0)} == {chain[0], chain[2]}
     below.hold(chain)
-    (again,) = [movement for movement in below.waiting if isinstance(movement, Keep)]
+    (again,) = [movement for movement in below.waiting if isinstance(movement, Demote)]
     assert [address.key.name for address in again.addresses] == [chain[1]]
 
 
@@ -84,11 +84,11 @@ def test_watchers_hear_of_blocks_that_another_node_has_written():
     below = Below(tiers=("redis",))
     below.held[0].update(a_chain(2))
 
-    below.want(a_chain(2))
+    below.prefetch(a_chain(2))
     below.perform_all()
 
     assert [set(each.stored) for each in below.hierarchy.changes()] == [set(a_chain(2))]
-    below.want([*a_chain(2), *a_chain(1, "more")])
+    below.prefetch([*a_chain(2), *a_chain(1, "more")])
     below.perform_all()
     assert below.hierarchy.changes() == [], "what is known is not told again"
 
@@ -102,7 +102,7 @@ def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is
     below.hierarchy.changes()
     below.held[0].discard(chain[1])
 
-    below.want(chain)
+    below.prefetch(chain)
     below.perform_all()
 
     assert [each.removed for each in below.hierarchy.changes()] == [(chain[1],)]

@@ -3,7 +3,7 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
 from kvstore.eviction.lru import LruEviction
-from kvstore.lifecycle import NEXT, READABLE, IllegalTransition, State, Step, advance
+from kvstore.lifecycle import NEXT, READABLE, BlockState, BlockTransition, IllegalBlockTransition, advance
 from kvstore.messages import NO_LEASE, NO_RESERVATION, Claim, Discard, Slot, Slots
 from kvstore.namespaces import NAMESPACE_IDLE
 from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
@@ -373,20 +373,20 @@ def test_ended_leases_do_not_pile_up():
 
 
 def test_only_the_listed_transitions_are_legal():
-    for state in State:
-        for step in Step:
+    for state in BlockState:
+        for step in BlockTransition:
             if (state, step) in NEXT:
                 assert advance(state, step) is NEXT[state, step]
             else:
-                with pytest.raises(IllegalTransition):
+                with pytest.raises(IllegalBlockTransition):
                     advance(state, step)
 
 
 def test_no_step_makes_an_unwritten_block_readable_but_its_publication():
     into_readable = {key for key, state in NEXT.items() if state in READABLE and key[0] not in READABLE}
 
-    assert into_readable == {(State.RESERVED, Step.PUBLISH)}
-    assert {step for (state, step) in NEXT if step is Step.EVICT and state is not State.HELD} == set()
+    assert into_readable == {(BlockState.RESERVED, BlockTransition.PUBLISH)}
+    assert {step for (state, step) in NEXT if step is BlockTransition.EVICT and state is not BlockState.HELD} == set()
 
 
 def test_an_unknown_slot_is_neither_readable_nor_writable():

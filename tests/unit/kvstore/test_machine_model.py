@@ -9,8 +9,8 @@ from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.extents import PAGE_BYTES, occupied_bytes
 from kvstore.machine import BlockMachine
-from kvstore.messages import NODE, BlockKey, Claim, Held
-from kvstore.quotas import Quotas
+from kvstore.messages import NODE, BlockKey, Claim, SessionPinResult
+from kvstore.quotas import TenantQuotas
 from tests.kv_builders import LEASE, a_chain, a_namespace
 
 PAGES = 12
@@ -44,7 +44,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        quotas = Quotas(lambda _: LruEviction(), by_tenant={t: b for t, b in QUOTAS.items() if t})
+        quotas = TenantQuotas(lambda _: LruEviction(), by_tenant={t: b for t, b in QUOTAS.items() if t})
         self.machine = BlockMachine(
             PAGES * PAGE_BYTES, LruEviction(), epoch=3, max_held_bytes=HELD_BYTES, quotas=quotas
         )
@@ -177,7 +177,7 @@ class MachineAgainstModel(RuleBasedStateMachine):
 
         held = self.machine.hold(digest, chain, session=session, span=Nanos(span), now=Nanos(self.now))
 
-        assert held == Held(blocks=len(kept), refused=len(prefix) - len(kept))
+        assert held == SessionPinResult(blocks=len(kept), refused=len(prefix) - len(kept))
         if kept:
             self.holds[digest, session] = (self.now + span, kept)
         self.perform()

@@ -4,9 +4,9 @@ import pytest
 
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
-from kvstore.hierarchy import Pool
+from kvstore.hierarchy import HierarchyPool
 from kvstore.messages import NODE, BlockKey
-from kvstore.quotas import Quotas
+from kvstore.quotas import TenantQuotas
 from tests.kv_builders import BLOCK_BYTES, Store, a_chain
 
 EVER = Nanos(10**18)
@@ -21,7 +21,7 @@ def reserve(store: Store, chain, now: int = 0):
 
 
 def test_the_machine_is_the_pool_that_the_hierarchy_asks_for():
-    pool: Pool = Store().machine  # what mypy checks
+    pool: HierarchyPool = Store().machine  # what mypy checks
 
     assert pool.block_bytes(Store().digest) == BLOCK_BYTES
 
@@ -126,7 +126,7 @@ def test_present_is_what_is_readable_or_being_written():
 
 
 def test_a_tenant_pays_for_what_comes_up_for_it():
-    store = Store(quotas=Quotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
+    store = Store(quotas=TenantQuotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
 
     reservation = store.machine.reserve(
         store.digest, a_chain(2), owner=NODE, lease=None, now=Nanos(0), tenant=b"1" * 32

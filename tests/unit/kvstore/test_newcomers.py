@@ -1,16 +1,16 @@
 """Which connection gives way when another one comes."""
 
-from kvstore.newcomers import Newcomers
+from kvstore.newcomers import UnprovenConnections
 
 
 def test_oldest_gives_way_when_the_share_is_full():
-    newcomers: Newcomers[int] = Newcomers(3)
+    newcomers: UnprovenConnections[int] = UnprovenConnections(3)
     assert [newcomers.add(each, "a") for each in range(5)] == [None, None, None, 0, 1]
     assert len(newcomers) == 3
 
 
 def test_proven_connections_make_room():
-    newcomers: Newcomers[int] = Newcomers(2)
+    newcomers: UnprovenConnections[int] = UnprovenConnections(2)
     newcomers.add(1, "a")
     newcomers.add(2, "a")
     newcomers.discard(1)
@@ -20,7 +20,7 @@ def test_proven_connections_make_room():
 
 
 def test_address_with_most_connections_gives_way():
-    newcomers: Newcomers[int] = Newcomers(4)
+    newcomers: UnprovenConnections[int] = UnprovenConnections(4)
     newcomers.add(0, "the oldest of all, alone at its address")
     for each in range(1, 4):
         newcomers.add(each, "flood")

@@ -14,7 +14,7 @@ from kvstore.messages import BlockOutcome, Slot
 from kvstore.monotonic import MonotonicClock
 from kvstore.transports import nixl
 from kvstore.transports.nixl import NixlOffer, NixlTransport
-from kvstore.transports.nixl_agent import AgentFailed, Memory, Way, joined, spans
+from kvstore.transports.nixl_agent import NixlAgentFailed, NixlMemoryKind, TransferDirection, joined, spans
 from tests.kv_builders import BLOCK_BYTES, a_block, empty, soon
 from tests.stopwatch import at_most
 from tests.waiting import eventually
@@ -50,7 +50,7 @@ class CopyingAgent:
         self.is_open = True
         self.nudges = 0
 
-    def register(self, table, memory=Memory.DRAM) -> int:
+    def register(self, table, memory=NixlMemoryKind.DRAM) -> int:
         self.registered[number := len(self.registered)] = [(row[0], row[0] + row[1]) for row in table.tolist()]
         return number
 
@@ -59,10 +59,10 @@ class CopyingAgent:
 
     def add_peer(self, metadata: bytes) -> str:
         if metadata != b"pool":
-            raise AgentFailed("unknown metadata")
+            raise NixlAgentFailed("unknown metadata")
         return "node"
 
-    def start(self, way, local, remote, peer, memory=Memory.DRAM) -> int:
+    def start(self, way, local, remote, peer, memory=NixlMemoryKind.DRAM) -> int:
         assert self.is_open
         assert local[:, 1].tolist() == remote[:, 1].tolist()
         mine = [span for each in self.registered.values() for span in each]
@@ -72,7 +72,7 @@ class CopyingAgent:
         return 0
 
     def move(self, way, here: int, there: int, length: int) -> None:
-        ctypes.memmove(*((here, there) if way is Way.READ else (there, here)), length)
+        ctypes.memmove(*((here, there) if way is TransferDirection.READ else (there, here)), length)
 
     def is_done(self, transfer: int) -> bool:
         return True
@@ -181,7 +181,7 @@ def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeyp
         def move(self, way, here, there, length):
             self.moved += length == BLOCK_BYTES
             if self.moved > 2:
-                raise AgentFailed("REMOTE_DISCONNECT")
+                raise NixlAgentFailed("REMOTE_DISCONNECT")
             super().move(way, here, there, length)
 
     agent = FailsLater()

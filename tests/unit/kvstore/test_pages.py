@@ -8,7 +8,7 @@ from kvstore.errors import StoreNotStarted
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, BlockKey
 from kvstore.tiers import pages
-from kvstore.tiers.pages import HugePages, Memory, Pages, take
+from kvstore.tiers.pages import FileMapping, HugePages, Pages, take
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier, file_bytes
 from tests.kv_builders import a_block
 
@@ -47,7 +47,7 @@ def test_what_is_written_in_one_view_is_read_in_another():
 
     memory.bytes[PAGE_BYTES] = 7
 
-    assert Memory(file).bytes[PAGE_BYTES] == 7
+    assert FileMapping(file).bytes[PAGE_BYTES] == 7
     os.close(file)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from kvstore.fingerprint import Fingerprint, Refused, meet
+from kvstore.fingerprint import Fingerprint, Incompatible, negotiate
 from kvstore.pairs import PairCost, Speed, Way, pair_cost
 
 SPEED = Speed(bytes_per_second=1e9, seconds_per_run=1e-6)
@@ -55,7 +55,7 @@ def test_directly_the_reader_pays_what_the_handshake_says():
 
     cost = pair_cost(writer=writer, reader=reader, way=Way.DIRECT, speed=SPEED)
 
-    agreed = meet(writer=writer, reader=reader).cost
+    agreed = negotiate(writer=writer, reader=reader).cost
     assert cost.writer_seconds == 0
     assert cost.reader_seconds == agreed.seconds(bytes_per_second=1e9, seconds_per_run=1e-6)
     assert cost.bytes == agreed.bytes
@@ -83,5 +83,5 @@ def test_what_blocks_cost_is_so_many_times_what_one_does():
 def test_what_cannot_pass_is_refused_by_the_field(way, field, reader):
     refused = pair_cost(writer=a_side("LNHD"), reader=reader, way=way)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, Incompatible)
     assert refused.field == field

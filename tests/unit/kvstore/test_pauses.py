@@ -3,11 +3,11 @@
 import pytest
 
 from kvstore.clock import SECOND, Nanos
-from kvstore.pauses import LEAST_SEEN, GapTimes, Pace, PausePolicy, replay_pauses
-from kvstore.replay import Request
+from kvstore.pauses import LEAST_SEEN, BlockCosts, GapTimes, PausePolicy, replay_pauses
+from kvstore.replay import TraceRequest
 from tests.traces import agentic, conversation
 
-PACE = Pace(memory=SECOND // 1000, below=SECOND // 100, compute=SECOND)
+PACE = BlockCosts(memory=SECOND // 1000, below=SECOND // 100, compute=SECOND)
 
 
 def replayed(requests, policy, memory=100, below=1000, held=80, longest=120):
@@ -25,13 +25,15 @@ def replayed(requests, policy, memory=100, below=1000, held=80, longest=120):
 def turns(session, gap, count=100, blocks=10, start=0):
     """A session that goes on every `gap` seconds with the same chain."""
     chain = tuple(range(session * 1000, session * 1000 + blocks))
-    return [Request(Nanos((start + turn * gap) * SECOND), blocks * 512, chain, 0, session) for turn in range(count)]
+    return [
+        TraceRequest(Nanos((start + turn * gap) * SECOND), blocks * 512, chain, 0, session) for turn in range(count)
+    ]
 
 
 def scan(seconds, blocks=20):
     """Requests of nobody's session, each of them new."""
     return [
-        Request(
+        TraceRequest(
             Nanos(second * SECOND + 1), blocks * 512, tuple(range(10**6 + second * 100, 10**6 + second * 100 + blocks))
         )
         for second in range(seconds)
@@ -103,7 +105,7 @@ def test_beside_chat_agents_go_on_sooner_when_they_hold():
     hour = conversation().requests[-1].arrival
     agents = [request for request in agentic().requests if request.arrival <= hour]
     chat = [
-        Request(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain))
+        TraceRequest(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain))
         for each in conversation().requests
     ]
 

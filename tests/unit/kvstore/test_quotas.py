@@ -1,10 +1,10 @@
 """Tenants never share, and one that is over its quota makes room among its own blocks."""
 
 from kvstore import quotas as accounts
-from kvstore.block import chain, salt_for
+from kvstore.block import chain, tenant_salt
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
-from kvstore.quotas import Quotas
+from kvstore.quotas import TenantQuotas
 from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
 
 ONE, TWO = b"1" * 32, b"2" * 32
@@ -12,7 +12,7 @@ ONE, TWO = b"1" * 32, b"2" * 32
 
 def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> Store:
     """Where each tenant may have so many blocks."""
-    quotas = Quotas(
+    quotas = TenantQuotas(
         lambda _: LruEviction(),
         default_bytes=quota_blocks * BLOCK_BYTES,
         by_tenant={name.encode() * 32: count * BLOCK_BYTES for name, count in by_tenant.items()},
@@ -23,7 +23,7 @@ def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> Store:
 def test_tenants_with_different_salts_share_no_block():
     store = a_store(8)
     tokens = bytes(4 * 32 * 6)
-    mine, yours, everyones = (chain(tokens, 32, salt=salt_for(b"secret", tenant)) for tenant in ("me", "you", ""))
+    mine, yours, everyones = (chain(tokens, 32, salt=tenant_salt(b"secret", tenant)) for tenant in ("me", "you", ""))
 
     store.hold(mine, tenant=ONE)
 

@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.recent import Recent
+from kvstore.recent import RecentMap
 
 STEPS = st.lists(st.tuples(st.sampled_from(["note", "forget"]), st.integers(0, 7), st.integers()))
 
 
 @given(most=st.integers(1, 5), steps=STEPS)
 def test_it_knows_what_was_noted_last_and_no_more_than_it_may(most, steps):
-    recent, model = Recent(most), []
+    recent, model = RecentMap(most), []
     for step, key, value in steps:
         model = [entry for entry in model if entry[0] != key]
         if step == "note":
@@ -23,7 +23,7 @@ def test_it_knows_what_was_noted_last_and_no_more_than_it_may(most, steps):
 
 
 def test_looking_makes_nothing_newer():
-    recent = Recent(2)
+    recent = RecentMap(2)
     for key in "ab":
         recent.note(key, None)
     assert recent.get("a") is None

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvstore.codecs.plain import PlainCodec
 from kvstore.messages import BlockKey, BlockOutcome
 from kvstore.tiers import records
-from kvstore.tiers.records import Records, Standing
-from kvstore.tiers.tally import Tally
+from kvstore.tiers.records import RecordFramer, RemoteKeyState
+from kvstore.tiers.tally import TierStatistics
 
 KEY = BlockKey(bytes(range(16)), bytes(range(16, 32)))
 BLOCK = np.arange(100, dtype=np.uint8)
@@ -34,10 +34,10 @@ def a_value(key: BlockKey = KEY, block: np.ndarray = BLOCK, codec_id: int = 0) -
     return records.pack(key, codec_id, block.nbytes, block) + block.tobytes()
 
 
-def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, Tally]:
-    tally = Tally("test")
+def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, TierStatistics]:
+    tally = TierStatistics("test")
     into = np.zeros(BLOCK.nbytes, np.uint8)
-    fetched = Records(lambda digest: PlainCodec(), tally).take(key, Buffered(value), into)
+    fetched = RecordFramer(lambda digest: PlainCodec(), tally).take(key, Buffered(value), into)
     assert fetched.crc32c == (google_crc32c.value(bytes(into)) if fetched.outcome is BlockOutcome.MOVED else 0)
     return fetched.outcome, into, tally
 
@@ -94,16 +94,16 @@ def test_the_value_of_another_block_is_corrupt(name):
 @pytest.mark.parametrize(
     ("head", "standing"),
     [
-        (b"", Standing.FREE),
-        (a_value()[:63], Standing.FREE),
-        (a_value()[:64], Standing.HELD),
-        (a_value(codec_id=1)[:64], Standing.FREE),
-        (a_value(block=BLOCK[:50])[:64], Standing.FREE),
-        (b"FKVR\2" + bytes(59), Standing.NEWER),
+        (b"", RemoteKeyState.FREE),
+        (a_value()[:63], RemoteKeyState.FREE),
+        (a_value()[:64], RemoteKeyState.HELD),
+        (a_value(codec_id=1)[:64], RemoteKeyState.FREE),
+        (a_value(block=BLOCK[:50])[:64], RemoteKeyState.FREE),
+        (b"FKVR\2" + bytes(59), RemoteKeyState.NEWER),
     ],
 )
 def test_what_lies_under_a_key_is_told_from_its_head(head, standing):
-    held = Records(lambda digest: PlainCodec(), Tally("test"))
+    held = RecordFramer(lambda digest: PlainCodec(), TierStatistics("test"))
 
     assert held.standing(KEY, head, BLOCK.nbytes) is standing
 
@@ -111,7 +111,7 @@ def test_what_lies_under_a_key_is_told_from_its_head(head, standing):
 def test_names_that_nobody_asks_for_are_forgotten_in_time():
     from kvstore.tiers import tally
 
-    names = Tally("test")
+    names = TierStatistics("test")
     keys = [BlockKey(KEY.digest, index.to_bytes(16, "big")) for index in range(tally.GONE_KEYS + 10)]
 
     names.missed(keys)

@@ -7,8 +7,8 @@ import pytest
 
 from kvstore.clock import Nanos
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.redis.connections import Connections
-from kvstore.tiers.redis.resp import Pipe
+from kvstore.tiers.redis.connections import RedisConnections
+from kvstore.tiers.redis.resp import RedisPipeline
 from kvstore.tiers.redis.settings import RedisSettings
 from tests.kv_builders import soon
 
@@ -20,13 +20,13 @@ class Servers:
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []
-        self.connections = Connections(RedisSettings(url="redis://nowhere"), self._connect, MonotonicClock())
+        self.connections = RedisConnections(RedisSettings(url="redis://nowhere"), self._connect, MonotonicClock())
 
-    def _connect(self, deadline: Nanos) -> Pipe:
+    def _connect(self, deadline: Nanos) -> RedisPipeline:
         near, far = socket.socketpair()
         self.ends.append(far)
         far.sendall(b"+first\r\n" if len(self.ends) == 1 else b"+second\r\n")
-        return Pipe(near, near.close, MonotonicClock())
+        return RedisPipeline(near, near.close, MonotonicClock())
 
     def next_status(self) -> bytes:
         return self.connections.turn(lambda pipe: pipe.status(), soon(5))
@@ -49,7 +49,7 @@ def servers() -> Iterator[Servers]:
 
 
 def test_a_connection_without_unread_bytes_is_used_again(servers):
-    def ask(pipe: Pipe) -> bytes:
+    def ask(pipe: RedisPipeline) -> bytes:
         pipe.send([b"request\r\n"])
         servers.ends[0].sendall(b"+again\r\n")
         return pipe.status()
@@ -61,7 +61,7 @@ def test_a_connection_without_unread_bytes_is_used_again(servers):
 
 
 def test_bytes_received_behind_a_reply_end_the_connection(servers):
-    def leave_half_a_value(pipe: Pipe) -> bytes:
+    def leave_half_a_value(pipe: RedisPipeline) -> bytes:
         servers.ends[0].sendall(HALF_A_VALUE)
         return pipe.status()
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvstore.errors import LayoutMismatch
 from kvstore.layout import ELEMENT_BYTES
-from kvstore.repack import plan_fill, read_share
-from kvstore.shards import BlockShape, Box, Part, Span, one_a_rank
+from kvstore.repack import plan_fill, read_shard
+from kvstore.shards import BlockShape, BlockShard, Box, Span, shards_by_rank
 from tests.kv_shapes import a_shape, one_a_layer
 
 LAYOUTS = ["LHND", "LNHD", "HLND", "NLHD", "LKHND", "LKNHD", "KLNHD", "LHKND", "LHDN"]
@@ -31,7 +31,7 @@ def a_whole_block(shape: BlockShape, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
-def index_by_index(shape: BlockShape, block: np.ndarray, part: Part) -> np.ndarray:
+def index_by_index(shape: BlockShape, block: np.ndarray, part: BlockShard) -> np.ndarray:
     """A part's bytes, found the slow way: for each element, where it lies, by the definition of a layout."""
     half = shape.head_dim // 2
     sizes = {"L": part.box.layers.count, "H": part.box.heads.count, "N": shape.block_tokens, "K": 2, "D": half}
@@ -53,7 +53,7 @@ def objects(shape: BlockShape, parts) -> list[np.ndarray]:
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), other_layout=st.sampled_from(LAYOUTS))
 def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp, other_tp, shape, layout, other_layout):
     block = a_whole_block(shape)
-    theirs, ours = one_a_rank(shape, layout, tp), one_a_rank(shape, other_layout, other_tp)
+    theirs, ours = shards_by_rank(shape, layout, tp), shards_by_rank(shape, other_layout, other_tp)
     written = [index_by_index(shape, block, part) for part in theirs]
 
     read, back = objects(shape, ours), objects(shape, theirs)
@@ -73,12 +73,12 @@ def test_ranks_of_another_number_and_layout_get_exactly_their_bytes_and_back(tp,
 )
 def test_a_rank_reads_its_heads_into_a_tensor_a_layer(shape, at_rest, layout, tp):
     block = a_whole_block(shape)
-    whole = index_by_index(shape, block, Part(at_rest, shape.everything))
+    whole = index_by_index(shape, block, BlockShard(at_rest, shape.everything))
 
     for rank in range(tp):
         tensors = one_a_layer(layout, shape.share(tp, rank))
         filled = objects(shape, tensors)
-        read_share(shape, at_rest, tensors).perform([whole], filled)
+        read_shard(shape, at_rest, tensors).perform([whole], filled)
 
         for part, found in zip(tensors, filled, strict=True):
             assert np.array_equal(found, index_by_index(shape, block, part))
@@ -88,7 +88,7 @@ def test_a_rank_reads_its_heads_into_a_tensor_a_layer(shape, at_rest, layout, tp
 @given(shape=shapes, layout=st.sampled_from(LAYOUTS), other=st.sampled_from(LAYOUTS), tp=st.sampled_from([1, 2, 4]))
 def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
     assume(shape.kv_heads % tp == 0)
-    sources, destination = one_a_rank(shape, layout, tp), Part(other, shape.everything)
+    sources, destination = shards_by_rank(shape, layout, tp), BlockShard(other, shape.everything)
     plan = plan_fill(shape, sources, [destination])
     written = [index_by_index(shape, a_whole_block(shape), part) for part in sources]
     by_plan, by_runs = objects(shape, [destination]), objects(shape, [destination])
@@ -105,7 +105,7 @@ def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
 def test_heads_outermost_make_a_share_one_run():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_share(shape, "HLND", [Part("HLND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.share(tp=4, rank=1))])
 
     assert plan.runs().tolist() == [[0, plan.bytes, 0, 0, plan.bytes]]
 
@@ -113,16 +113,16 @@ def test_heads_outermost_make_a_share_one_run():
 def test_a_share_of_heads_before_tokens_is_one_run_a_layer():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_share(shape, "LHND", [Part("LHND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.share(tp=4, rank=1))])
 
     assert plan.run_count == 4
 
 
 def test_replicated_heads_are_taken_from_the_replica_that_is_tried_first():
     shape = a_shape(kv_heads=2)
-    sources = one_a_rank(shape, "LHND", tp=8)
+    sources = shards_by_rank(shape, "LHND", tp=8)
 
-    plan = plan_fill(shape, sources, [Part("LHND", shape.share(tp=8, rank=6))], first=6)
+    plan = plan_fill(shape, sources, [BlockShard("LHND", shape.share(tp=8, rank=6))], first=6)
 
     assert {copy.source for copy in plan.copies} == {6}
 
@@ -131,8 +131,8 @@ def test_an_odd_number_of_elements_is_moved_undivided():
     shape = BlockShape(layers=2, kv_heads=1, block_tokens=3, head_dim=5, element_bytes=2)
     whole = a_whole_block(shape)
 
-    into = objects(shape, [Part("NLHD", shape.everything)])
-    read_share(shape, "LHND", [Part("NLHD", shape.everything)]).perform([whole.reshape(-1)], into)
+    into = objects(shape, [BlockShard("NLHD", shape.everything)])
+    read_shard(shape, "LHND", [BlockShard("NLHD", shape.everything)]).perform([whole.reshape(-1)], into)
 
     assert np.array_equal(into[0], whole.transpose(2, 0, 1, 3, 4).reshape(-1))
 
@@ -143,7 +143,7 @@ def test_an_odd_number_of_elements_is_moved_undivided():
 )
 def test_a_layout_that_is_none_is_refused_by_field(field, layout):
     with pytest.raises(LayoutMismatch) as refused:
-        read_share(a_shape(), "LHND", [Part(layout, a_shape().everything)])
+        read_shard(a_shape(), "LHND", [BlockShard(layout, a_shape().everything)])
 
     assert refused.value.field == field
 
@@ -152,7 +152,7 @@ def test_keys_apart_from_values_need_an_even_number_of_elements():
     shape = BlockShape(layers=1, kv_heads=1, block_tokens=1, head_dim=5, element_bytes=2)
 
     with pytest.raises(LayoutMismatch, match="head_dim is 5"):
-        read_share(shape, "LKHND", [Part("LHND", shape.everything)])
+        read_shard(shape, "LKHND", [BlockShard("LHND", shape.everything)])
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,19 @@ def test_what_no_source_holds_is_refused_before_anything_moves():
     shape = a_shape(kv_heads=4)
 
     with pytest.raises(LayoutMismatch, match="sources do not have"):
-        plan_fill(shape, one_a_rank(shape, "LHND", 4)[:3], [Part("LHND", shape.everything)])
+        plan_fill(shape, shards_by_rank(shape, "LHND", 4)[:3], [BlockShard("LHND", shape.everything)])
     with pytest.raises(LayoutMismatch, match="is not within"):
-        plan_fill(shape, [Part("LHND", shape.everything)], [Part("LHND", Box(Span(0, shape.layers + 1), Span(0, 4)))])
+        plan_fill(
+            shape,
+            [BlockShard("LHND", shape.everything)],
+            [BlockShard("LHND", Box(Span(0, shape.layers + 1), Span(0, 4)))],
+        )
 
 
 @pytest.mark.parametrize("which", ["sources", "destinations"])
 def test_an_object_of_another_size_is_refused_and_nothing_is_written(which):
     shape = a_shape()
-    part = Part("LHND", shape.everything)
+    part = BlockShard("LHND", shape.everything)
     given = {name: objects(shape, [part]) for name in ("sources", "destinations")}
     given[which][0] = given[which][0][:-1]
     given["sources"][0][:] = 1

@@ -5,7 +5,7 @@ import pytest
 from kvstore.admission import ReuseAdmission
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import POLICIES, policy
-from kvstore.replay import Request, distinct_blocks, ideal, optimal, replay
+from kvstore.replay import TraceRequest, distinct_blocks, ideal, optimal, replay
 from tests.slow_caches import SlowLru, SlowS3Fifo, SlowSlru, hit_tokens
 from tests.traces import agentic, conversation
 
@@ -14,7 +14,8 @@ BLOCK = 512
 
 def requests_for(*chains, seconds=60):
     return [
-        Request(Nanos(index * seconds * SECOND), len(chain) * BLOCK, tuple(chain)) for index, chain in enumerate(chains)
+        TraceRequest(Nanos(index * seconds * SECOND), len(chain) * BLOCK, tuple(chain))
+        for index, chain in enumerate(chains)
     ]
 
 
@@ -94,7 +95,7 @@ def test_a_chain_does_not_push_out_its_own_beginning():
 
 
 def test_tokens_beyond_the_prompt_are_no_hits():
-    requests = [Request(Nanos(0), 700, ("a", "b")), Request(Nanos(SECOND), 700, ("a", "b"))]
+    requests = [TraceRequest(Nanos(0), 700, ("a", "b")), TraceRequest(Nanos(SECOND), 700, ("a", "b"))]
 
     assert ideal(requests, block_tokens=BLOCK).hit_tokens == 700
     assert replay(requests, policy("lru"), capacity_blocks=9, block_tokens=BLOCK).hit_tokens == 700

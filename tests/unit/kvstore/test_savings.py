@@ -5,7 +5,7 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import policy
 from kvstore.messages import BlockKey
-from kvstore.savings import LEAST, SAMPLES, Savings
+from kvstore.savings import LEAST, SAMPLES, HitSavings
 from tests.kv_builders import BLOCK_BYTES, a_namespace
 
 SMALL, LARGE = a_namespace(model="small"), a_namespace(model="large")
@@ -27,8 +27,8 @@ def a_key(namespace=SMALL, name="a") -> BlockKey:
     return BlockKey(namespace.digest, f"{name:>16}".encode())
 
 
-def some_savings(**fields) -> tuple[Savings, Below]:
-    savings, below = Savings(memory_bytes_a_second=MEMORY, **fields), Below()
+def some_savings(**fields) -> tuple[HitSavings, Below]:
+    savings, below = HitSavings(memory_bytes_a_second=MEMORY, **fields), Below()
     savings.attach(NAMESPACES.__getitem__, below)
     return savings, below
 

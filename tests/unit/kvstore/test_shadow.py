@@ -7,14 +7,24 @@ import pytest
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import policy
 from kvstore.replay import distinct_blocks, replay
-from kvstore.shadow import FADE_EVERY, HALF_LIFE, Estimate, Scenario, Shadow, sample_names, sample_numbers
+from kvstore.shadow import (
+    FADE_EVERY,
+    HALF_LIFE,
+    GhostCache,
+    GhostCacheScenario,
+    HitRateEstimate,
+    sample_names,
+    sample_numbers,
+)
 from tests.traces import agentic, conversation
 
 SCALES = (0.5, 1, 2, 4)
 
 
 def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
-    shadow = Shadow(capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks, half_life=Nanos(1 << 62))
+    shadow = GhostCache(
+        capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks, half_life=Nanos(1 << 62)
+    )
     for request in trace.requests:
         shadow.looked_up(request.chain, request.arrival)
         shadow.stored(request.chain, request.arrival)
@@ -26,7 +36,7 @@ def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
 def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, share, name, error):
     requests, tokens = trace().requests, trace().block_tokens
     capacity_blocks = int(distinct_blocks(requests) * share)
-    scenarios = [Scenario(name, scale) for scale in SCALES]
+    scenarios = [GhostCacheScenario(name, scale) for scale in SCALES]
 
     estimates = shadowed(trace(), capacity_blocks, scenarios, capacity_blocks // 3).estimates()
 
@@ -38,24 +48,24 @@ def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, shar
 
 
 def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
-    shadow = Shadow(1000, [Scenario("lru", 1), Scenario("lru", 4)], sample_numbers)
+    shadow = GhostCache(1000, [GhostCacheScenario("lru", 1), GhostCacheScenario("lru", 4)], sample_numbers)
     for turn in range(10):
         shadow.looked_up(range(500), Nanos(turn * SECOND))
         shadow.stored(range(500), Nanos(turn * SECOND))
 
     assert shadow.estimates() == [
-        Estimate(policy="lru", scale=1, hit_rate=0.9),
-        Estimate(policy="lru", scale=4, hit_rate=0.9),
+        HitRateEstimate(policy="lru", scale=1, hit_rate=0.9),
+        HitRateEstimate(policy="lru", scale=4, hit_rate=0.9),
     ]
 
 
 def test_a_small_capacity_is_looked_at_as_a_whole():
-    assert Shadow(100, [], sample_numbers).share == 1
-    assert Shadow(1 << 20, [], sample_numbers, sampled_blocks=1 << 10).share == 1 / 1024
+    assert GhostCache(100, [], sample_numbers).share == 1
+    assert GhostCache(1 << 20, [], sample_numbers, sampled_blocks=1 << 10).share == 1 / 1024
 
 
 def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
-    shadow = Shadow(1 << 14, [Scenario("lru", 4)], sample_numbers, sampled_blocks=64)
+    shadow = GhostCache(1 << 14, [GhostCacheScenario("lru", 4)], sample_numbers, sampled_blocks=64)
     for block in range(0, 1_000_000, 100):
         shadow.stored(range(block, block + 100), Nanos(block))
 
@@ -76,7 +86,7 @@ def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
 
 
 def test_what_was_long_ago_counts_less():
-    shadow = Shadow(100, [Scenario("lru")], sample_numbers)
+    shadow = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
     shadow.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
     shadow.stored(range(10), Nanos(FADE_EVERY))
     shadow.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
@@ -88,4 +98,4 @@ def test_what_was_long_ago_counts_less():
 @pytest.mark.parametrize(("scenario", "message"), [(("mru", 1), "'mru' is not one of"), (("lru", 0), "not positive")])
 def test_what_cannot_be_shadowed_is_refused(scenario, message):
     with pytest.raises(ValueError, match=message):
-        Shadow(100, [Scenario(*scenario)], sample_numbers)
+        GhostCache(100, [GhostCacheScenario(*scenario)], sample_numbers)

@@ -2,7 +2,7 @@
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.shadow import HALF_LIFE
-from kvstore.shadows import MAX_NAMESPACES, MAX_SHADOWS, Shadows
+from kvstore.shadows import MAX_GHOST_CACHES, MAX_NAMESPACES, GhostCaches
 from tests.kv_builders import BLOCK_BYTES, a_chain, a_namespace
 
 CHAIN = a_chain(10)
@@ -12,31 +12,31 @@ def namespaces(count: int, of: str = "adapter"):
     return [a_namespace(lora=f"{of}{number}") for number in range(count)]
 
 
-def shadows(*opened) -> Shadows:
-    shadows = Shadows(100 * BLOCK_BYTES, "lru")
+def shadows(*opened) -> GhostCaches:
+    shadows = GhostCaches(100 * BLOCK_BYTES, "lru")
     for namespace in opened:
         shadows.open(namespace)
     return shadows
 
 
-def looked_at(shadows: Shadows) -> set[str]:
+def looked_at(shadows: GhostCaches) -> set[str]:
     return {each.fingerprint for each in shadows.estimates()}
 
 
-def use(shadows: Shadows, namespace, times: int = 1, now: int = 0) -> None:
+def use(shadows: GhostCaches, namespace, times: int = 1, now: int = 0) -> None:
     for _ in range(times):
         shadows.looked_up(namespace.digest, CHAIN, Nanos(now))
         shadows.stored(namespace.digest, CHAIN, Nanos(now))
 
 
 def test_the_first_namespaces_are_looked_at_at_once_and_no_more_than_there_are_places():
-    opened = namespaces(MAX_SHADOWS + 3)
+    opened = namespaces(MAX_GHOST_CACHES + 3)
 
-    assert looked_at(shadows(*opened)) == {each.fingerprint for each in opened[:MAX_SHADOWS]}
+    assert looked_at(shadows(*opened)) == {each.fingerprint for each in opened[:MAX_GHOST_CACHES]}
 
 
 def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least():
-    *first, newcomer = opened = namespaces(MAX_SHADOWS + 1)
+    *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
     found = shadows(*opened)
     for number, namespace in enumerate(first):
         use(found, namespace, times=10 - number)  # the last one three times
@@ -54,7 +54,7 @@ def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least(
 
 
 def test_two_that_are_used_alike_do_not_push_each_other_out():
-    opened = namespaces(MAX_SHADOWS + 1)
+    opened = namespaces(MAX_GHOST_CACHES + 1)
     found = shadows(*opened)
     for _ in range(20):
         for namespace in opened:
@@ -64,7 +64,7 @@ def test_two_that_are_used_alike_do_not_push_each_other_out():
 
 
 def test_what_was_used_long_ago_counts_less():
-    *first, newcomer = opened = namespaces(MAX_SHADOWS + 1)
+    *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
     found = shadows(*opened)
     for namespace in first:
         use(found, namespace, times=100)
@@ -89,4 +89,4 @@ def test_what_is_remembered_is_bounded_and_who_was_forgotten_is_found_again():
     found.open(opened[0])
     use(found, opened[0], times=100, now=SECOND)
     assert opened[0].fingerprint in looked_at(found)
-    assert len(looked_at(found)) == MAX_SHADOWS
+    assert len(looked_at(found)) == MAX_GHOST_CACHES

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from kvstore.errors import LayoutMismatch
-from kvstore.messages import Places, ReservationId, Slot, Slots
+from kvstore.messages import ClientWriteReservation, ReservationId, Slot, Slots
 from kvstore.native import checksums
 from kvstore.shards import BlockShape
-from kvstore.shares import Grant, Share, together, whole
+from kvstore.shares import RankShard, WriteGrant, combined_checksums, whole_checksums
 from tests.kv_builders import a_block
 from tests.kv_shapes import a_shape
 
@@ -16,11 +16,11 @@ SHAPE = a_shape(layers=3, kv_heads=4)
 BLOCK_BYTES = SHAPE.bytes_of(SHAPE.everything)
 
 
-def shares(tp: int, shape: BlockShape = SHAPE) -> list[Share]:
-    return [Share.of_rank(shape, tp=tp, rank=rank) for rank in range(tp)]
+def shares(tp: int, shape: BlockShape = SHAPE) -> list[RankShard]:
+    return [RankShard.of_rank(shape, tp=tp, rank=rank) for rank in range(tp)]
 
 
-def own(share: Share, block: np.ndarray) -> np.ndarray:
+def own(share: RankShard, block: np.ndarray) -> np.ndarray:
     """A rank's bytes of a block, as its memory has them."""
     return np.concatenate([block[start : start + length] for start, length in share.runs])
 
@@ -30,12 +30,12 @@ def in_parts(held: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
 
 
 def test_a_rank_holds_its_heads_of_every_layer():
-    second = Share.of_rank(SHAPE, tp=2, rank=1)
+    second = RankShard.of_rank(SHAPE, tp=2, rank=1)
     layer = BLOCK_BYTES // 3
 
     assert second.runs == tuple((index * layer + layer // 2, layer // 2) for index in range(3))
     assert second.bytes == BLOCK_BYTES // 2
-    assert Share.of_rank(SHAPE, tp=1, rank=0).runs == ((0, BLOCK_BYTES),)
+    assert RankShard.of_rank(SHAPE, tp=1, rank=0).runs == ((0, BLOCK_BYTES),)
 
 
 @pytest.mark.parametrize("sizes", [[], [1, 7, 0, 100], [BLOCK_BYTES // 24]])
@@ -46,7 +46,7 @@ def test_what_all_ranks_put_is_the_block_and_its_checksum(tp, sizes):
     sums = [share.put(in_parts(own(share, block), sizes), place) for share in shares(tp)]
 
     assert place.tobytes() == block.tobytes()
-    assert whole(BLOCK_BYTES, sums) == checksums.extend(0, block)
+    assert whole_checksums(BLOCK_BYTES, sums) == checksums.extend(0, block)
 
 
 def test_ranks_that_hold_the_same_head_hold_the_same_runs():
@@ -57,7 +57,7 @@ def test_ranks_that_hold_the_same_head_hold_the_same_runs():
 
 def test_heads_that_cannot_be_shared_out_are_refused():
     with pytest.raises(LayoutMismatch, match="4 heads cannot be shared out among 3 ranks"):
-        Share.of_rank(SHAPE, tp=3, rank=0)
+        RankShard.of_rank(SHAPE, tp=3, rank=0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -80,7 +80,7 @@ def test_a_byte_that_is_not_what_its_rank_put_there_does_not_fit_the_checksum(at
 
     place[at] ^= 1
 
-    assert whole(BLOCK_BYTES, sums) != checksums.extend(0, place)
+    assert whole_checksums(BLOCK_BYTES, sums) != checksums.extend(0, place)
 
 
 def test_a_share_that_never_arrived_does_not_fit_the_checksum():
@@ -88,24 +88,24 @@ def test_a_share_that_never_arrived_does_not_fit_the_checksum():
     first, second = shares(2)
     sums = [first.put([own(first, block)], place), second.put([own(second, block)], np.zeros(BLOCK_BYTES, np.uint8))]
 
-    assert whole(BLOCK_BYTES, sums) != checksums.extend(0, place)
+    assert whole_checksums(BLOCK_BYTES, sums) != checksums.extend(0, place)
 
 
 def test_only_blocks_that_every_rank_put_have_a_checksum():
-    assert together(BLOCK_BYTES, [{0: 1, 1: 2, 2: 3}, {0: 4, 2: 3}]) == {
-        0: whole(BLOCK_BYTES, [1, 4]),
-        2: whole(BLOCK_BYTES, [3, 3]),
+    assert combined_checksums(BLOCK_BYTES, [{0: 1, 1: 2, 2: 3}, {0: 4, 2: 3}]) == {
+        0: whole_checksums(BLOCK_BYTES, [1, 4]),
+        2: whole_checksums(BLOCK_BYTES, [3, 3]),
     }
-    assert together(BLOCK_BYTES, [{0: 1}, {}]) == {}
+    assert combined_checksums(BLOCK_BYTES, [{0: 1}, {}]) == {}
 
 
 def test_a_grant_reaches_another_process_as_it_is():
     slots = Slots.of([Slot(0, 1), Slot(4096, 2), Slot(8192, 3)])
-    grant = Grant(
+    grant = WriteGrant(
         incarnation="i",
-        places=Places(reservation_id=ReservationId(7), indices=(1, 2, 5), slots=slots, refused=4),
+        places=ClientWriteReservation(reservation_id=ReservationId(7), indices=(1, 2, 5), slots=slots, refused=4),
     )
 
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(grant), type=Grant) == grant
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(grant), type=WriteGrant) == grant
     part = grant.some(1, 9).places
     assert (part.reservation_id, part.indices, list(part.slots)) == (7, (2, 5), [Slot(4096, 2), Slot(8192, 3)])

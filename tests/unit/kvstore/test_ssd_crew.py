@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvstore.monotonic import MonotonicClock
-from kvstore.tiers.ssd.crew import BATCH_RECORDS, LEAST_BATCH_BYTES, Crew, batches
+from kvstore.tiers.ssd.crew import BATCH_RECORDS, LEAST_BATCH_BYTES, DiskThreads, batches
 from tests.kv_builders import soon
 from tests.ssd_disks import Gate, MovedClock
 
@@ -14,7 +14,7 @@ KIB = 1 << 10
 
 @pytest.fixture
 def crew():
-    crew = Crew("test", 3, MonotonicClock())
+    crew = DiskThreads("test", 3, MonotonicClock())
     yield crew
     crew.close()
 
@@ -63,7 +63,7 @@ def test_after_the_deadline_nothing_begins(crew):
 
 def test_what_has_begun_is_waited_for_beyond_the_deadline():
     clock, gate, done = MovedClock(), Gate(), []
-    crew = Crew("test", 2, clock)
+    crew = DiskThreads("test", 2, clock)
 
     def hang(scratch):
         gate()

@@ -4,7 +4,7 @@ import random
 import tracemalloc
 
 from kvstore.clock import Nanos
-from kvstore.tiers.ssd.index import Index
+from kvstore.tiers.ssd.index import SsdIndex
 from kvstore.tiers.ssd.segment import Segment
 
 
@@ -26,7 +26,7 @@ class NoFile:
         raise NotImplementedError
 
 
-def a_segment(index: Index) -> Segment:
+def a_segment(index: SsdIndex) -> Segment:
     segment = Segment(index.slot(), "/kv", f"segment-{index.slot():06}", NoFile())
     index.enroll(segment)
     segment.begin(b"n" * 8, index.slot(), Nanos(0))
@@ -38,7 +38,7 @@ def a_key(number: int) -> bytes:
 
 
 def test_of_two_records_of_one_block_the_later_one_counts():
-    index = Index()
+    index = SsdIndex()
     first, second = a_segment(index), a_segment(index)
     index.add(first, a_key(1), page=1, length=8192)
     index.add(second, a_key(1), page=5, length=8192)
@@ -53,7 +53,7 @@ def test_of_two_records_of_one_block_the_later_one_counts():
 
 
 def test_a_place_that_is_not_the_blocks_any_more_drops_nothing():
-    index = Index()
+    index = SsdIndex()
     segment = a_segment(index)
     index.add(segment, a_key(1), page=1, length=8192)
     old = index.find(a_key(1))
@@ -67,7 +67,7 @@ def test_a_place_that_is_not_the_blocks_any_more_drops_nothing():
 
 def test_it_agrees_with_a_dictionary():
     chance = random.Random(3)
-    index = Index()
+    index = SsdIndex()
     segments = [a_segment(index) for _ in range(4)]
     model: dict[bytes, tuple[Segment, int]] = {}
     page = 0
@@ -93,7 +93,7 @@ def test_it_agrees_with_a_dictionary():
 
 def test_a_block_costs_about_two_hundred_bytes():
     count = 100_000
-    index = Index()
+    index = SsdIndex()
     tracemalloc.start()
     for number in range(count):
         if number % 1000 == 0:

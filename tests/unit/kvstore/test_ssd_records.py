@@ -13,9 +13,9 @@ from kvstore.tiers.ssd.records import (
     HEAD,
     RECORD,
     TRAILER,
-    Footer,
-    Newer,
-    Record,
+    NewerSegmentFormat,
+    RecordHeader,
+    SegmentFooter,
     SegmentHead,
     footer_pages,
     is_discarded,
@@ -38,17 +38,17 @@ def a_page(structure: bytes = b"") -> np.ndarray:
     return np.frombuffer(structure.ljust(PAGE_BYTES, b"\0"), np.uint8).copy()
 
 
-def a_record(**fields) -> Record:
+def a_record(**fields) -> RecordHeader:
     values = {"key": KEY, "page": 7, "length": 8192, "codec_id": 3, "sequence": 1 << 40, "crc32c": 0xDEADBEEF}
-    return Record(**{**values, **fields})
+    return RecordHeader(**{**values, **fields})
 
 
 def a_head() -> SegmentHead:
     return SegmentHead(nonce=NONCE, sequence=9, file_bytes=1 << 30)
 
 
-def a_footer() -> Footer:
-    return Footer(
+def a_footer() -> SegmentFooter:
+    return SegmentFooter(
         nonce=NONCE, sequence=9, last_sequence=99, entries=500, next_page=40, table_pages=5, table_crc32c=0xFEEDFACE
     )
 
@@ -106,7 +106,7 @@ def test_a_record_of_another_life_or_another_place_is_nothing():
 
 def test_another_version_is_told_from_damage():
     body = HEAD.pack(b"FleetSeg", 2, NONCE, 9, 1 << 30)
-    with pytest.raises(Newer):
+    with pytest.raises(NewerSegmentFormat):
         read_segment_head(a_page(body + google_crc32c.value(body).to_bytes(4, "little")))
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from kvstore.messages import BlockChanges
-from kvstore.watchers import NAMES_A_MESSAGE, TooSlow, Watchers
+from kvstore.watchers import NAMES_A_MESSAGE, Watchers, WatcherTooSlow
 from tests.kv_builders import a_chain
 
 DIGEST = b"d" * 16
@@ -41,7 +41,7 @@ async def test_a_slow_watcher_is_cut_and_the_others_are_not():
         watchers.tell([stored(name)])
         assert await anext(quick) == stored(name)
 
-    with pytest.raises(TooSlow):
+    with pytest.raises(WatcherTooSlow):
         await anext(slow)
     watchers.tell([stored(b"d")])
     assert await anext(quick) == stored(b"d")

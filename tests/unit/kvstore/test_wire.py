@@ -4,21 +4,21 @@ import pytest
 from kvstore import wire
 from kvstore.clock import SECOND, Nanos
 from kvstore.errors import InvalidArgument, LayoutMismatch
-from kvstore.layout import Namespace
+from kvstore.layout import KvNamespace
 from kvstore.messages import (
     BlockChanges,
-    Held,
-    Leased,
+    LeasedSlots,
     LeaseId,
     Match,
-    Reservation,
     ReservationId,
-    Reserved,
+    ReservedSlot,
+    SessionPinResult,
     Slot,
     Slots,
     Stats,
     TenantStats,
     TierStatus,
+    WriteReservation,
 )
 from kvstore.settings import StoreSettings
 from kvstore.v1 import blocks_pb2 as pb
@@ -44,7 +44,7 @@ def test_a_namespace_survives_the_wire():
 
 
 def test_every_field_of_a_namespace_is_on_the_wire():
-    assert set(Namespace.__struct_fields__) == {field.name for field in pb.Namespace.DESCRIPTOR.fields}
+    assert set(KvNamespace.__struct_fields__) == {field.name for field in pb.Namespace.DESCRIPTOR.fields}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_condemned_blocks_need_a_generation_each():
 
 def test_a_match_and_a_reservation_survive_the_wire():
     slots = (Slot(4096, (7 << 32) + 1, 0xFFFFFFFF), Slot(0, (7 << 32) + 2, 0))
-    leased = Leased(lease_id=LeaseId((1 << 62) + 1), slots=Slots.of(slots))
-    reservation = Reservation(reservation_id=ReservationId(9), reserved=(Reserved(3, slots[0]),), refused=2)
+    leased = LeasedSlots(lease_id=LeaseId((1 << 62) + 1), slots=Slots.of(slots))
+    reservation = WriteReservation(reservation_id=ReservationId(9), reserved=(ReservedSlot(3, slots[0]),), refused=2)
 
     match = wire.parse_match(wire.match_message(leased), "i", a_chain(3))
 
@@ -145,7 +145,7 @@ def test_a_match_and_a_reservation_survive_the_wire():
     places = wire.parse_reservation(wire.reservation_message(reservation))
 
     assert (places.reservation_id, places.refused) == (reservation.reservation_id, reservation.refused)
-    assert tuple(map(Reserved, places.indices, places.slots)) == reservation.reserved
+    assert tuple(map(ReservedSlot, places.indices, places.slots)) == reservation.reserved
 
 
 def test_a_match_travels_between_processes_as_msgpack():
@@ -179,7 +179,7 @@ def test_settings_that_cannot_be_obeyed_are_refused_by_field(field, value):
 
 
 def test_a_hold_survives_the_wire():
-    held = Held(blocks=7, refused=2)
+    held = SessionPinResult(blocks=7, refused=2)
 
     assert wire.parse_hold(wire.hold_message(held)) == held
 

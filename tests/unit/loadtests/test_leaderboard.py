@@ -9,7 +9,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.hardware.latency import EngineLatency
 from fleet.router.policies.built_in import BUILT_IN, policy
 from fleet.sim.results import EndedRequest
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from loadtests.router import leaderboard
 from loadtests.router.cluster import AnswerGoals, LatencyStepTimes, SimulatedDevice, ideal_rate, outcome, run
 from loadtests.router.traffic import BLOCK_TOKENS, conversations, hot_prefix, recorded, shared_prefixes, unique
@@ -62,7 +62,7 @@ def test_the_default_keeps_shared_prefixes_together_under_load_at_least_as_well_
 
 def test_a_load_of_one_is_what_one_cache_and_no_imbalance_would_keep_up_with():
     """Two prompts of two blocks that begin alike: three blocks and two ends of five tokens to compute, twice one step."""
-    requests = [Request(Nanos(at * SECOND), 25, chain, 1) for at, chain in ((0, (1, 2)), (1, (1, 3)))]
+    requests = [TraceRequest(Nanos(at * SECOND), 25, chain, 1) for at, chain in ((0, (1, 2)), (1, (1, 3)))]
     workload = recorded("two", requests, BLOCK)
     device = SimulatedDevice(
         latency=EngineLatency(prefill_ms_per_token=1.0, step_base_ms=10.0, step_ms_per_sequence=0.0), max_running=2
@@ -167,7 +167,7 @@ def test_the_command_names_what_there_is_not(arguments, capsys):
 
 
 def test_halves_of_a_trace_have_nothing_in_common():
-    requests = [Request(Nanos(at * SECOND), 25, (at, at + 100), 1) for at in range(10)]
+    requests = [TraceRequest(Nanos(at * SECOND), 25, (at, at + 100), 1) for at in range(10)]
     random.Random(0).shuffle(requests)
     trace = recorded("t", sorted(requests, key=lambda each: each.arrival), BLOCK)
 

@@ -8,7 +8,7 @@ from fleet.clock import SECOND, Nanos
 from fleet.roles import Role
 from fleet.sim.planning import plan
 from fleet.sim.scenario import read_scenario
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from loadtests.studies import __main__ as command
 from loadtests.studies import mixes, policies, splitwise, tuning
 from loadtests.studies.bound import bound_of
@@ -60,8 +60,8 @@ def test_splitwises_times_are_its_points_and_lines_between_them():
 CHAIN = (1, 2, 3, 4)
 
 
-def a_request(at: float, chain=CHAIN, answer: int = 10) -> Request:
-    return Request(Nanos(round(at * SECOND)), 512 * len(chain), chain, answer)
+def a_request(at: float, chain=CHAIN, answer: int = 10) -> TraceRequest:
+    return TraceRequest(Nanos(round(at * SECOND)), 512 * len(chain), chain, answer)
 
 
 def test_the_bound_computes_a_block_once_and_knows_when_workers_are_too_few():

@@ -14,7 +14,7 @@ from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from fleet.wire.public import decode_model, encode_model
 from fleet.work import LoraAdapter
-from kvstore.block import salt_for, salt_of_adapter
+from kvstore.block import adapter_salt, tenant_salt
 from tests.builders import MODEL, a_prompt, a_request
 from tests.fake_router import FakeRouter, a_card
 
@@ -58,7 +58,7 @@ async def test_an_adapter_is_its_model_with_a_salt_of_its_own(served, tenant):
     (arrived,) = router.submitted
     assert told.model == "ada"
     assert (arrived.model, arrived.adapter) == (MODEL, LoraAdapter(ModelName("ada"), "1"))
-    assert arrived.salt == salt_of_adapter("ada@1", salt_for(b"secret", tenant))
+    assert arrived.salt == adapter_salt("ada@1", tenant_salt(b"secret", tenant))
     assert generation.token_text(ModelName("ada"), 300) == generation.token_text(MODEL, 300)
 
 

@@ -11,7 +11,7 @@ from fleet.router.eligibility import IneligibleReason
 from fleet.router.impossible import RejectionCause
 from fleet.router.messages import KvChanged, LoadReported, Reject, WorkerDraining
 from fleet.work import KvStored, LoadReport, LoraAdapter
-from kvstore.block import chain, salt_of_adapter
+from kvstore.block import adapter_salt, chain
 from tests.builders import BLOCK_TOKENS, MODEL, a_joined_worker, a_prompt, an_arrival
 from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
@@ -31,7 +31,7 @@ class Fleet(RouterMachineDriver):
         self.send(LoadReported(worker_id=WorkerId(worker_id), load=load))
 
     def ask(self, request_id: str, adapter: LoraAdapter | None, **fields) -> list:
-        salt = b"" if adapter is None else salt_of_adapter(adapter.identity)
+        salt = b"" if adapter is None else adapter_salt(adapter.identity)
         return self.send(an_arrival(request_id=request_id, adapter=adapter, salt=salt, **fields))
 
     def placed(self, request_id: str, adapter: LoraAdapter | None, **fields) -> str:
@@ -133,7 +133,7 @@ def test_an_adapters_blocks_are_no_hit_for_another_nor_for_the_model():
     fleet = Fleet()
     fleet.join_with("d1", ADA, BOB, slots=2)
     prompt = a_prompt(100)
-    names = tuple(chain(prompt, BLOCK_TOKENS, salt=salt_of_adapter(ADA.identity)))
+    names = tuple(chain(prompt, BLOCK_TOKENS, salt=adapter_salt(ADA.identity)))
     fleet.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(names),)))
 
     uncached = {}

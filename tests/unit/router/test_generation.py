@@ -31,7 +31,7 @@ from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from fleet.router.tokenising import MOST, TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
-from kvstore.block import salt_for
+from kvstore.block import tenant_salt
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
 from tests.fake_router import FakeRouter, a_card
 from tests.text_model import END, EOS
@@ -352,7 +352,7 @@ async def test_tenants_get_salts_of_their_own(generations):
     for tenant in ("", "a", "b"):
         await collect(generation.generate(a_request(tenant=tenant)))
 
-    assert [arrived.salt for arrived in router.submitted] == [b"", salt_for(SECRET, "a"), salt_for(SECRET, "b")]
+    assert [arrived.salt for arrived in router.submitted] == [b"", tenant_salt(SECRET, "a"), tenant_salt(SECRET, "b")]
 
 
 async def test_two_running_requests_cannot_have_one_id(generations):
@@ -415,7 +415,7 @@ async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt
         await collect(generation.generate(a_request(), "Bearer other"))
 
     (arrived,) = router.submitted
-    assert (arrived.tenant, arrived.salt) == ("acme", salt_for(SECRET, "acme"))
+    assert (arrived.tenant, arrived.salt) == ("acme", tenant_salt(SECRET, "acme"))
     assert caught.value.reason is Reason.UNAUTHENTICATED
 
 

@@ -16,7 +16,7 @@ from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLo
 from fleet.sim.shell import keys_from_tokens, tokens_from_keys
 from fleet.sim.store import StoreProfile, TierProfile
 from kvstore.messages import POOL_TIER
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import BLOCK, a_plan, a_pool
 
 REQUESTS = 80
@@ -32,7 +32,7 @@ def requests(count=REQUESTS, rate=20.0, seed=1):
         rest = tuple(luck.randrange(1 << 62) for _ in range(luck.randrange(1, 25)))
         chain = luck.choice(beginnings) + rest
         tokens = len(chain) * BLOCK + luck.randrange(BLOCK)
-        yield Request(Nanos(instant), tokens, chain, luck.randrange(1, 150), luck.randrange(1, 10))
+        yield TraceRequest(Nanos(instant), tokens, chain, luck.randrange(1, 150), luck.randrange(1, 10))
 
 
 def sessions(count=20, seed=2):
@@ -42,7 +42,9 @@ def sessions(count=20, seed=2):
         turns, chain = [], tuple(luck.randrange(1 << 62) for _ in range(8))
         for number in range(4):
             chain += tuple(luck.randrange(1 << 62) for _ in range(luck.randrange(1, 12)))
-            request = Request(Nanos(0), len(chain) * BLOCK + luck.randrange(BLOCK), chain, luck.randrange(1, 100), 7)
+            request = TraceRequest(
+                Nanos(0), len(chain) * BLOCK + luck.randrange(BLOCK), chain, luck.randrange(1, 100), 7
+            )
             after = (number - 1,) if number != 2 else (0,)  # the second and the third both follow the first
             turns.append(TraceTurn(request, after if number else (), Nanos(luck.randrange(1, SECOND))))
         yield TraceSession(tuple(turns))

@@ -12,7 +12,7 @@ from fleet.sim.kernel import Kernel
 from fleet.sim.results import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate
 from fleet.sim.workloads import DrawnWorkload, requests_of, sessions_of
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 
@@ -40,8 +40,8 @@ def most_at_once(ended: list[EndedRequest]) -> int:
     return most
 
 
-def a_request(number: int, tokens: int = 64, answer: int = 8, session: int = 0) -> Request:
-    return Request(Nanos(0), tokens, tuple(range(1000 * number, 1000 * number + tokens // BLOCK)), answer, session)
+def a_request(number: int, tokens: int = 64, answer: int = 8, session: int = 0) -> TraceRequest:
+    return TraceRequest(Nanos(0), tokens, tuple(range(1000 * number, 1000 * number + tokens // BLOCK)), answer, session)
 
 
 def test_so_many_users_have_so_many_requests_under_way_and_no_more():

@@ -15,7 +15,7 @@ from fleet.router.settings import RouterSettings
 from fleet.sim.faults import WorkerLost, WorkerSlow
 from fleet.sim.kernel import Kernel
 from fleet.work import Progress
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.builders import a_joined_worker, a_prompt, an_arrival
 from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_world
 from tests.unit.router.driver import START, Dispatch, the
@@ -44,7 +44,7 @@ def watched(plan, steps, count=400, rate=15.0, seed=4):
         prompt = luck.randrange(100, 1500)
         chain = tuple(luck.randrange(1 << 60) for _ in range(prompt // BLOCK))
         at = Nanos(round(instant * SECOND))
-        kernel.at(at, partial(world.send, Request(at, prompt, chain, luck.randrange(20, 200))))
+        kernel.at(at, partial(world.send, TraceRequest(at, prompt, chain, luck.randrange(20, 200))))
     kernel.run()
     assert len(ended) == count
     return expectations
@@ -112,7 +112,7 @@ def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_
     expectations.machine = world.machine
     for number in range(10):
         chain = tuple(1000 * number + index for index in range(8))
-        kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 130, chain, 2)))
+        kernel.at(Nanos(5), partial(world.send, TraceRequest(Nanos(5), 130, chain, 2)))
     kernel.run()
     (first_tokens,) = of_kind(expectations, PredictionKind.TTFT)
     assert first_tokens.predictions == 10
@@ -154,7 +154,7 @@ def test_of_workers_without_a_profile_nothing_is_expected():
     kernel = Kernel(1)
     world, _ = a_world(kernel, a_plan(), expectations)
     expectations.machine = world.machine
-    kernel.at(Nanos(5), partial(world.send, Request(Nanos(5), 100, tuple(range(6)), 5)))
+    kernel.at(Nanos(5), partial(world.send, TraceRequest(Nanos(5), 100, tuple(range(6)), 5)))
     kernel.run()
     assert expectations.expected() == []
 

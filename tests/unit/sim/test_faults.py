@@ -14,7 +14,7 @@ from fleet.sim.kernel import Kernel
 from fleet.sim.results import EndedRequest
 from fleet.sim.run import RunPlan
 from fleet.sim.world import World
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import BLOCK, a_plan, a_pool, a_world
 
 FIRST = WorkerId("both-0")
@@ -36,7 +36,7 @@ class Watched:
         for number in range(requests):
             chain = tuple(1000 * number + index for index in range(prompt // BLOCK))
             at = Nanos(number * SECOND // 20 + 7)
-            self.kernel.at(at, partial(self.world.send, Request(at, prompt, chain, output)))
+            self.kernel.at(at, partial(self.world.send, TraceRequest(at, prompt, chain, output)))
         self.kernel.run()
         self.world.check()
 
@@ -96,7 +96,7 @@ def test_a_slow_worker_is_as_fast_as_before_when_it_is_over():
         world, ended = a_world(kernel, a_plan(a_pool(workers=1), faults=()))
         world.fail(fault)
         at = Nanos(2 * SECOND)
-        kernel.at(at, partial(world.send, Request(at, 300, tuple(range(18)), 40)))
+        kernel.at(at, partial(world.send, TraceRequest(at, 300, tuple(range(18)), 40)))
         kernel.run()
         answers[name] = ended[0].end - at
     assert answers["over"] == answers["never"]

@@ -10,7 +10,7 @@ from fleet.errors import ConfigurationRefused
 from fleet.sim.results import Slo
 from fleet.sim.rows import GROUP, request_row, row_writer
 from fleet.sim.run import simulate
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import BLOCK, a_plan
 from tests.unit.sim.test_results import ended
 
@@ -31,7 +31,7 @@ def test_a_slo_of_the_whole_answer_counts():
 def test_what_was_written_is_a_trace_that_comes_to_the_same(tmp_path):
     chain = tuple(range(1, 9))
     requests = [
-        Request(
+        TraceRequest(
             number * 200_000_000, 128 + number, (*chain, *range(100 * number, 100 * number + number // BLOCK)), 4, 7
         )
         for number in range(1, 40)

@@ -15,7 +15,7 @@ from fleet.sim.network import LinkName, Network
 from fleet.sim.store import AttachedWorker, NodeStore, SimulatedTier, StoreProfile, TierChange, TierProfile
 from kvstore.eviction.policies import policy as named
 from kvstore.messages import POOL_TIER
-from kvstore.replay import Request, replay
+from kvstore.replay import TraceRequest, replay
 from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_run, a_world
 
 POOL = TierProfile(name=POOL_TIER, blocks=1000)
@@ -70,7 +70,9 @@ class Node:
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "slru", "hazard"])
 def test_a_tier_hits_and_evicts_as_the_store_s_own_policies_do(policy):
     chains = [tuple(10 * (number % 7 * number % 5) + index for index in range(1 + number % 6)) for number in range(80)]
-    requests = [Request(Nanos(number * 10 * SECOND), len(chain) * BLOCK, chain) for number, chain in enumerate(chains)]
+    requests = [
+        TraceRequest(Nanos(number * 10 * SECOND), len(chain) * BLOCK, chain) for number, chain in enumerate(chains)
+    ]
     tier = SimulatedTier(TierProfile(name="ssd", blocks=20, policy=policy))
     hits = written = 0
     for request in requests:
@@ -191,7 +193,7 @@ def returning(world, kernel, turns: int = 3) -> None:
     for number in range(12 * turns):
         chain = tuple(1000 * (number % 12) + index for index in range(17))
         at = Nanos(number * SECOND // 2)
-        kernel.at(at, partial(world.send, Request(at, 17 * BLOCK, chain, 4)))
+        kernel.at(at, partial(world.send, TraceRequest(at, 17 * BLOCK, chain, 4)))
     kernel.run()
     world.check()
 

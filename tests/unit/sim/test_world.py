@@ -16,7 +16,7 @@ from fleet.sim.faults import WorkerLost
 from fleet.sim.kernel import Kernel
 from fleet.sim.results import EndedRequest
 from fleet.sim.run import simulate
-from kvstore.replay import Request
+from kvstore.replay import TraceRequest
 from tests.simulated_worlds import a_plan, a_pool, a_run, a_world
 
 
@@ -86,7 +86,7 @@ def test_without_prefill_workers_requests_are_served_by_one_worker_until_there_a
     world.fail(fault)
     for number in range(100):
         chain = tuple(1000 * number + index for index in range(18))
-        kernel.at(Nanos(number * SECOND // 10), partial(world.send, Request(kernel.now(), 300, chain, 20)))
+        kernel.at(Nanos(number * SECOND // 10), partial(world.send, TraceRequest(kernel.now(), 300, chain, 20)))
     kernel.run()
 
     assert len(ended) == 100
@@ -103,10 +103,10 @@ def test_after_ten_cancelled_long_prefills_the_next_request_waits_as_on_an_idle_
         world, ended = a_world(kernel, a_plan(a_pool(workers=1)))
         for number in range(cancelled):
             chain = tuple(1000 * number + index for index in range(250))
-            request_id = world.send(Request(Nanos(0), 4000, chain, 20))
+            request_id = world.send(TraceRequest(Nanos(0), 4000, chain, 20))
             kernel.at(Nanos(SECOND // 100), partial(world.cancel, request_id))
         at = Nanos(SECOND // 50)
-        kernel.at(at, partial(world.send, Request(at, 2000, tuple(range(10**6, 10**6 + 125)), 20)))
+        kernel.at(at, partial(world.send, TraceRequest(at, 2000, tuple(range(10**6, 10**6 + 125)), 20)))
         kernel.run()
         world.check()
         first_tokens += [each.ttft_ms for each in ended]
@@ -136,8 +136,8 @@ def test_gpu_hours_count_the_time_that_workers_are_there():
 def test_sessions_and_recorded_lengths_reach_the_router():
     chain = tuple(range(1, 9))
     requests = [
-        Request(Nanos(0), 128, chain, 4, 7),
-        Request(Nanos(SECOND), 128, chain, 4, 7),
+        TraceRequest(Nanos(0), 128, chain, 4, 7),
+        TraceRequest(Nanos(SECOND), 128, chain, 4, 7),
     ]
     ended: list[EndedRequest] = []
     simulate(a_plan(), iter(requests), told=ended.append)
@@ -149,7 +149,7 @@ def tied(seed: int) -> str:
     """The digest of a run in which requests of one length come four at a time, so that many things happen in one instant."""
     pools = (a_pool(Role.PREFILL, 2), a_pool(Role.DECODE, 2))
     requests = [
-        Request(Nanos(number // 4 * SECOND), 300, tuple(range(20 * number, 20 * number + 18)), 40)
+        TraceRequest(Nanos(number // 4 * SECOND), 300, tuple(range(20 * number, 20 * number + 18)), 40)
         for number in range(60)
     ]
     return simulate(a_plan(*pools, seed=seed, remote_prefill_min_tokens=250), iter(requests)).outcome.digest

@@ -47,11 +47,11 @@ class World:
         self.held: set[bytes] = set()
         self.below: set[bytes] = set()  # in a slower tier; comes up once somebody has patience
         self.on_their_way = False
-        self.risen: dict[str, int] = {}  # told once
+        self.promoted: dict[str, int] = {}  # told once
         self.looks = 0
         self.fetched: list[tuple[list[bytes], float]] = []  # names, patience
         self.asked: list[int] = []
-        self.patience: list[float] = []
+        self.max_wait: list[float] = []
         self.seconds = 0.0
         self.planner = StorePlanner(
             block_tokens=BLOCK,
@@ -62,9 +62,9 @@ class World:
             ranks=ranks,
         )
 
-    def match(self, hashes, *, patience_seconds: float, tenant: bytes) -> Match:
+    def match(self, hashes, *, max_wait_seconds: float, tenant: bytes) -> Match:
         self.asked.append(len(hashes))
-        self.patience.append(patience_seconds)
+        self.max_wait.append(max_wait_seconds)
         prefix = []
         for name in hashes:
             if name not in self.held:
@@ -74,18 +74,20 @@ class World:
         slots = tuple(Slot(0, 0, 0) for _ in prefix)
         loading = 0
         if (missing := [name for name in hashes[len(prefix) :] if name in self.below]) and (
-            patience_seconds or self.on_their_way
+            max_wait_seconds or self.on_their_way
         ):
             self.on_their_way, loading = True, len(missing)
-        risen, self.risen = self.risen, {}
-        return Match(incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots, loading=loading, risen=risen)
+        promoted, self.promoted = self.promoted, {}
+        return Match(
+            incarnation="1", lease_id=lease, names=tuple(prefix), slots=slots, loading=loading, promoted=promoted
+        )
 
     def coming(self, hashes) -> bool:
         self.looks += 1
         return self.on_their_way
 
-    def fetch(self, hashes, *, patience_seconds: float, tenant: bytes) -> None:
-        self.fetched.append((list(hashes), patience_seconds))
+    def fetch(self, hashes, *, max_wait_seconds: float, tenant: bytes) -> None:
+        self.fetched.append((list(hashes), max_wait_seconds))
         self.on_their_way = any(name in self.below for name in hashes)
 
     def arrive(self) -> None:
@@ -299,7 +301,7 @@ def test_counts_say_which_tier_of_the_store_had_the_blocks(good, tiers):
     world = World()
     request = a_request(21)
     world.hold(request, 4)
-    world.risen = {"ssd": 2}
+    world.promoted = {"ssd": 2}
     world.admit(request, local_blocks=1)
     world.planner.loaded({"r": good})
 
@@ -369,7 +371,7 @@ def test_a_request_waits_for_blocks_on_their_way_and_asks_without_patience_after
     world.arrive()
     world.seconds += LOOK_AGAIN_SECONDS
     assert world.planner.look_up(request, 0) == 4 * BLOCK
-    assert (world.looks, world.patience[0] > 0, world.patience[1]) == (2, True, 0)
+    assert (world.looks, world.max_wait[0] > 0, world.max_wait[1]) == (2, True, 0)
     assert world.step(request, 0).releases == [LeaseId(1)], "the lease on the beginning, once there is another"
 
 
@@ -382,12 +384,12 @@ def test_a_request_waits_no_longer_than_computing_would_take():
     world.below |= set(names(request)[:4])
 
     assert world.planner.look_up(request, BLOCK) is None
-    assert world.patience == [pytest.approx(17 * 1.1 / 100)]
-    world.seconds += world.patience[0]
+    assert world.max_wait == [pytest.approx(17 * 1.1 / 100)]
+    world.seconds += world.max_wait[0]
     assert world.planner.look_up(request, BLOCK) == 0
     world.seconds += MATCH_FRESH_SECONDS
     assert world.planner.look_up(request, BLOCK) == 0
-    assert world.patience[1:] == [0, 0], "it has waited once"
+    assert world.max_wait[1:] == [0, 0], "it has waited once"
 
 
 def test_a_request_that_ends_while_it_waits_leaves_no_lease():
@@ -412,8 +414,8 @@ def test_the_store_begins_to_bring_up_what_a_queued_request_will_ask_for():
 
     work = world.step(running, 40)  # leaves no room for the other
 
-    ((asked, patience),) = world.fetched
-    assert (asked, patience > 0, work.releases) == (names(queued)[:4], True, [])
+    ((asked, max_wait),) = world.fetched
+    assert (asked, max_wait > 0, work.releases) == (names(queued)[:4], True, [])
     world.arrive()
     assert world.planner.look_up(queued, 0) == 4 * BLOCK, "all is there when its turn comes"
     world.step(running, 1)
@@ -430,7 +432,7 @@ def test_time_in_the_queue_takes_no_patience_from_a_request():
 
     world.seconds += 60
     assert world.planner.look_up(queued, 0) is None, "they are still on their way"
-    assert world.patience[-1] > 0
+    assert world.max_wait[-1] > 0
 
 
 def test_a_request_whose_turn_comes_at_once_asks_once():

@@ -12,7 +12,7 @@ Rules:
 from msgspec import Struct
 
 from operators import kinds
-from operators.kinds import Kind
+from operators.kinds import ApiKind
 
 OWN_SECRET = "fleet-operator-control"  # noqa: S105 - a name
 """The Secret with the operator's own secret (`operators.control_secrets`)."""
@@ -25,7 +25,7 @@ KEPT = (kinds.NETWORK_POLICY, kinds.POD_MONITOR)
 """For as long as their deployment: they go with it."""
 
 
-class Access(Struct, frozen=True, kw_only=True):
+class RoleRule(Struct, frozen=True, kw_only=True):
     """One rule of a Role."""
 
     group: str
@@ -44,19 +44,19 @@ class Access(Struct, frozen=True, kw_only=True):
 
 
 def _of(
-    kind: Kind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bool = False, names: tuple[str, ...] = ()
-) -> Access:
+    kind: ApiKind, verbs: tuple[str, ...], part: str = "", *, own_namespace: bool = False, names: tuple[str, ...] = ()
+) -> RoleRule:
     resource = f"{kind.plural}/{part}" if part else kind.plural
-    return Access(group=kind.group, resource=resource, verbs=verbs, own_namespace=own_namespace, names=names)
+    return RoleRule(group=kind.group, resource=resource, verbs=verbs, own_namespace=own_namespace, names=names)
 
 
-ACCESS: tuple[Access, ...] = (
+ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.DISAGG_DEPLOYMENT, (*READ, "create", "patch")),
     _of(kinds.ROLE_SCALER, (*READ, "create", "delete")),
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_REQUEST, READ),
-    *(_of(kind, ("patch",), "status") for kind in kinds.CUSTOM),
-    *(_of(kind, CHILD) for kind in (*kinds.SCALED, *REMOVED)),
+    *(_of(kind, ("patch",), "status") for kind in kinds.CUSTOM_KINDS),
+    *(_of(kind, CHILD) for kind in (*kinds.WORKLOAD_KINDS, *REMOVED)),
     *(_of(kind, (*READ, "create", "patch")) for kind in KEPT),
     _of(kinds.POD, (*READ, "patch", "delete")),
     _of(kinds.LEASE, READ),

@@ -17,14 +17,14 @@ from datetime import datetime
 from typing import Any, assert_never
 
 from operators import happenings, kinds
-from operators.happenings import Happening
-from operators.kinds import Kind
-from operators.observe import DELETION_COST, Store
-from operators.ports import Cluster, Denied, Manifest, Missing, Stale, Taken
-from operators.reconcile import Action, Apply, End, Remove, Scale, Value
-from operators.seen import Refusal
-from operators.telemetry import Metrics
-from operators.views import OF_KIND, Custom, Named, Pod, Scaled
+from operators.happenings import KubernetesEvent
+from operators.kinds import ApiKind
+from operators.observe import DELETION_COST, InformerCaches
+from operators.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
+from operators.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.seen import ApiRefusal
+from operators.telemetry import OperatorMetrics
+from operators.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
 
 MOST_SECRETS = 100_000  # that are remembered; one that is forgotten is asked to be made again
 
@@ -33,11 +33,16 @@ class NotLeading(Exception):
     """Somebody else acts, or may soon."""
 
 
-class Hand:
+class Applier:
     """What writes."""
 
     def __init__(
-        self, cluster: Cluster, store: Store, leads: Callable[[], bool], metrics: Metrics, identity: str
+        self,
+        cluster: KubernetesApi,
+        store: InformerCaches,
+        leads: Callable[[], bool],
+        metrics: OperatorMetrics,
+        identity: str,
     ) -> None:
         self._cluster = cluster
         self._store = store
@@ -46,7 +51,7 @@ class Hand:
         self._identity = identity
         self._secrets: dict[tuple[str, str, str], None] = {}  # that were made, the latest last
 
-    async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[Refusal, ...]:
+    async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[ApiRefusal, ...]:
         """What was refused of it.
 
         Raises:
@@ -57,21 +62,21 @@ class Hand:
         for action in actions:
             try:
                 await self._perform(action, namespace)
-            except Denied as error:
+            except RequestDenied as error:
                 match action:
                     case Apply(manifest):
                         kind, name = manifest["kind"], manifest["metadata"]["name"]
                     case Scale(kind, name) | Remove(kind, name):
                         pass
-                    case Value(name) | End(name):
+                    case SetDeletionCost(name) | DeletePod(name):
                         kind = kinds.POD.name
                     case _:
                         assert_never(action)
                 reason = "QuotaExceeded" if "exceeded quota" in str(error) else error.reason
-                refusals.append(Refusal(kind, name, reason, str(error)))
+                refusals.append(ApiRefusal(kind, name, reason, str(error)))
         return tuple(sorted(refusals))
 
-    async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[Refusal, ...]:
+    async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:
         """Make a Secret that never changes, once; returns why it may not be made.
 
         Args:
@@ -88,17 +93,17 @@ class Hand:
             return ()
         self._permit("create")
         try:
-            await self._cluster.create(kinds.SECRET, Named, metadata["namespace"], manifest)
-        except Taken:  # not remembered: it may be that of a deployment of the same name, and go with that
+            await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
+        except NameTaken:  # not remembered: it may be that of a deployment of the same name, and go with that
             return ()
-        except Denied as error:
-            return (Refusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
+        except RequestDenied as error:
+            return (ApiRefusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
         self._secrets[key] = None
         while len(self._secrets) > MOST_SECRETS:
             del self._secrets[next(iter(self._secrets))]
         return ()
 
-    async def write_status(self, kind: Kind, custom: Custom, status: Mapping[str, Any]) -> None:
+    async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
         """Write it in place of what we have written there before.
 
         Raises:
@@ -108,9 +113,11 @@ class Hand:
         metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
         manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, "status": dict(status)}
         self._permit("status")
-        self._store.of(kind, Custom).put(await self._cluster.apply(kind, Custom, manifest, "status"))
+        self._store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
 
-    async def record(self, kind: Kind, about: Named, happened: Sequence[Happening], now: datetime) -> None:
+    async def record(
+        self, kind: ApiKind, about: NamedObject, happened: Sequence[KubernetesEvent], now: datetime
+    ) -> None:
         """Make Events of it; that one was made before, or may not be made, stops nobody.
 
         Raises:
@@ -121,8 +128,8 @@ class Hand:
             made = happenings.manifest(each, kind, about, self._identity, now)
             self._permit("event")
             try:
-                await self._cluster.create(kinds.EVENT, Named, about.metadata.namespace, made)
-            except (Denied, Missing, Taken):
+                await self._cluster.create(kinds.EVENT, NamedObject, about.metadata.namespace, made)
+            except (RequestDenied, ObjectMissing, NameTaken):
                 continue
 
     async def _perform(self, action: Action, namespace: str) -> None:
@@ -131,22 +138,22 @@ class Hand:
                 await self._apply(kinds.BY_NAME[manifest["kind"]], manifest)
             case Scale(name, child, replicas, was):
                 await self._scale(kinds.BY_NAME[name], namespace, child, replicas, was)
-            case Value(pod, cost):
+            case SetDeletionCost(pod, cost):
                 await self._value(namespace, pod, cost)
             case Remove(name, child):
                 await self._remove(kinds.BY_NAME[name], namespace, child)
-            case End(pod):
+            case DeletePod(pod):
                 await self._remove(kinds.POD, namespace, pod)
             case _:
                 assert_never(action)
 
-    async def _apply(self, kind: Kind, manifest: Manifest) -> None:
+    async def _apply(self, kind: ApiKind, manifest: Manifest) -> None:
         """Make it, or bring it up to date: see rule 4.
 
         Raises:
             Stale: It is not the one that is known, or the name was taken by one that is known from now on.
         """
-        view, metadata = OF_KIND[kind], manifest["metadata"]
+        view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
         cache = self._store.of(kind, view)
         found = cache.get(metadata["namespace"], metadata["name"])
         if found is None or kind == kinds.ROLE_SCALER:
@@ -154,12 +161,12 @@ class Hand:
             return
         owners = {each["uid"] for each in metadata.get("ownerReferences", ()) if each.get("controller")}
         if owners and found.metadata.owner_uid not in owners:
-            raise Taken(f"{kind.name} {metadata['name']} is somebody else's since it was decided on")
+            raise NameTaken(f"{kind.name} {metadata['name']} is somebody else's since it was decided on")
         self._permit("apply")
         held = manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
         cache.put(await self._cluster.apply(kind, view, held))
 
-    async def _make(self, kind: Kind, view: type[Named], manifest: Manifest) -> None:
+    async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
         """A RoleScaler is created and not applied: somebody else writes it from then on, and nothing of it is ours."""
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         cache = self._store.of(kind, view)
@@ -167,24 +174,24 @@ class Hand:
         self._permit("create")
         try:
             made = await make(kind, view, namespace, manifest)
-        except Taken as error:
+        except NameTaken as error:
             if (found := await self._cluster.find(kind, view, namespace, name)) is not None:
                 cache.put(found)
-            raise Taken(f"{kind.name} {name} is there already") from error
+            raise NameTaken(f"{kind.name} {name} is there already") from error
         cache.put(made)
 
-    async def _scale(self, kind: Kind, namespace: str, name: str, replicas: int, was: int | None) -> None:
-        cache = self._store.of(kind, Scaled)
+    async def _scale(self, kind: ApiKind, namespace: str, name: str, replicas: int, was: int | None) -> None:
+        cache = self._store.of(kind, WorkloadResource)
         found = cache.get(namespace, name)
         if found is None:
-            raise Stale(f"{kind.name} {name} is not there any more")
+            raise ObjectConflict(f"{kind.name} {name} is not there any more")
         operations: list[Mapping[str, Any]] = [
             {"op": "test", "path": "/metadata/uid", "value": found.metadata.uid},
             {"op": "test", "path": "/spec/replicas", "value": found.spec.replicas if was is None else was},
             {"op": "replace", "path": "/spec/replicas", "value": replicas},
         ]
         self._permit("scale")
-        cache.put(await self._cluster.patch(kind, Scaled, namespace, name, operations))
+        cache.put(await self._cluster.patch(kind, WorkloadResource, namespace, name, operations))
 
     async def _value(self, namespace: str, name: str, cost: int) -> None:
         cache = self._store.of(kinds.POD, Pod)
@@ -200,12 +207,12 @@ class Hand:
         manifest = {"apiVersion": kinds.POD.api_version, "kind": kinds.POD.name, "metadata": metadata}
         cache.put(await self._cluster.apply(kinds.POD, Pod, manifest))
 
-    async def _remove(self, kind: Kind, namespace: str, name: str) -> None:
+    async def _remove(self, kind: ApiKind, namespace: str, name: str) -> None:
         cache = self._store.any(kind)
         if (found := cache.get(namespace, name)) is None:
             return
         self._permit("remove")
-        with suppress(Missing):
+        with suppress(ObjectMissing):
             await self._cluster.delete(kind, namespace, name, found.metadata.uid)
         cache.remove(namespace, name)
 

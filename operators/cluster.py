@@ -24,12 +24,21 @@ from kubernetes.aio.client import ApiClient
 from msgspec import Struct
 
 from operators import kinds
-from operators.kinds import Kind, Served
+from operators.kinds import ApiKind, OptionalKinds
 from operators.kubeconfig import api_configuration
 from operators.nesting import shallow
-from operators.ports import Denied, Listed, Manifest, Missing, Stale, Taken, Told, Unreachable
-from operators.refusals import Status, refuse
-from operators.views import Named, View
+from operators.ports import (
+    ApiServerUnreachable,
+    Manifest,
+    NameTaken,
+    ObjectConflict,
+    ObjectList,
+    ObjectMissing,
+    RequestDenied,
+    WatchEvent,
+)
+from operators.refusals import ApiStatus, refuse
+from operators.views import NamedObject, View
 
 MANAGER = "fleet-operator"
 CALL_SECONDS = 30.0
@@ -57,7 +66,7 @@ class _Page(Struct, frozen=True):
     items: list[msgspec.Raw] | None = None
 
 
-class _Event(Struct, frozen=True):
+class _RawWatchEvent(Struct, frozen=True):
     type: str
     object: msgspec.Raw
 
@@ -69,95 +78,95 @@ class _Resources(Struct, frozen=True):
     resources: list[Resource]
 
 
-class ApiServer:
-    """Implements `operators.ports.Cluster`."""
+class ApiServerClient:
+    """Implements `operators.ports.KubernetesApi`."""
 
     def __init__(self, client: ApiClient, manager: str = MANAGER) -> None:
         self._client = client
         self._manager = manager
 
-    async def served(self) -> Served:
+    async def served(self) -> OptionalKinds:
         found = {}
-        for kind in kinds.OPTIONAL:
+        for kind in kinds.OPTIONAL_KINDS:
             try:
                 content = await self._call("GET", f"/apis/{kind.group}/{kind.version}")
-            except Missing:
+            except ObjectMissing:
                 found[kind] = False
                 continue
             names = {each.name for each in _decoded(content, _Resources).resources}
             found[kind] = kind.plural in names
-        return Served(
+        return OptionalKinds(
             leader_worker_sets=found[kinds.LEADER_WORKER_SET],
             pod_monitors=found[kinds.POD_MONITOR],
             inference_pools=found[kinds.INFERENCE_POOL],
         )
 
-    async def list(self, kind: Kind, of: type[View], namespace: str, selector: str = "") -> Listed[View]:
+    async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:
         items: list[View] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="List") if of is Named else "application/json"
+        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
         while True:
             content = await self._call("GET", kind.path(namespace), query, accept=accept)
             page = _decoded(content, _Page)
             items += [_decoded(each, of) for each in page.items or ()]
             if not page.metadata.continue_:
-                return Listed(tuple(items), page.metadata.resource_version)
+                return ObjectList(tuple(items), page.metadata.resource_version)
             query["continue"] = page.metadata.continue_
 
     async def watch(
-        self, kind: Kind, of: type[View], namespace: str, version: str, selector: str = ""
-    ) -> AsyncGenerator[Told[View], None]:
+        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+    ) -> AsyncGenerator[WatchEvent[View], None]:
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
             "timeoutSeconds": str(WATCH_SECONDS),
         } | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="") if of is Named else "application/json"
+        accept = NAMES_ONLY.format(list="") if of is NamedObject else "application/json"
         within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
         async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
             async for line in _lines(answer):
-                event = _decoded(line, _Event)
+                event = _decoded(line, _RawWatchEvent)
                 if event.type == "ERROR":
-                    refuse(_decoded(event.object, Status))
+                    refuse(_decoded(event.object, ApiStatus))
                 if event.type == "BOOKMARK":
-                    yield Told(_decoded(event.object, _Bookmark).metadata.resource_version)
+                    yield WatchEvent(_decoded(event.object, _Bookmark).metadata.resource_version)
                 else:
                     item = _decoded(event.object, of)
-                    yield Told(item.metadata.resource_version, item, gone=event.type == "DELETED")
+                    yield WatchEvent(item.metadata.resource_version, item, gone=event.type == "DELETED")
 
-    async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View:
+    async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View:
         return _decoded(await self._call("GET", kind.path(namespace, name)), of)
 
-    async def find(self, kind: Kind, of: type[View], namespace: str, name: str) -> View | None:
-        accept = NAMES_ONLY.format(list="List") if of is Named else "application/json"
+    async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
+        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
         content = await self._call(
             "GET", kind.path(namespace), {"fieldSelector": f"metadata.name={name}"}, accept=accept
         )
         return next((_decoded(each, of) for each in _decoded(content, _Page).items or ()), None)
 
-    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+    async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
         query = {"fieldManager": self._manager}
         try:
             return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
-        except Denied as error:
+        except RequestDenied as error:
             if error.reason == "AlreadyExists":
-                raise Taken("there is one of that name already") from error
+                raise NameTaken("there is one of that name already") from error
             raise
 
-    async def make(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+    async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
         """See rule 3."""
         unborn = manifest | {"metadata": manifest["metadata"] | {"namespace": namespace, "resourceVersion": NEVER_BORN}}
         try:
             return await self.apply(kind, of, unborn)
-        except Stale as error:
-            raise Taken("there is one of that name already") from error
+        except ObjectConflict as error:
+            raise NameTaken("there is one of that name already") from error
 
-    async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
+    async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
         query = {"fieldManager": self._manager}
         return _decoded(await self._call("PUT", kind.path(namespace, name), query, body=manifest), of)
 
-    async def apply(self, kind: Kind, of: type[View], manifest: Manifest, part: str = "") -> View:
+    async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"], part)
         query = {"fieldManager": self._manager, "force": "true"}
@@ -165,19 +174,19 @@ class ApiServer:
         return _decoded(content, of)
 
     async def patch(
-        self, kind: Kind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+        self, kind: ApiKind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
     ) -> View:
         query = {"fieldManager": self._manager}
         path = kind.path(namespace, name)
         try:
             content = await self._call("PATCH", path, query, body=list(operations), media="application/json-patch+json")
-        except Denied as error:
+        except RequestDenied as error:
             if error.reason == "Invalid" and any(each["op"] == "test" for each in operations):
-                raise Stale("it is not any more what was patched") from error
+                raise ObjectConflict("it is not any more what was patched") from error
             raise
         return _decoded(content, of)
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+    async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
         options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         options["preconditions"] = {"uid": uid}
         await self._call("DELETE", kind.path(namespace, name), body=options)
@@ -229,9 +238,9 @@ class ApiServer:
                 _refuse_answer(response, await response.read())
             yield response
         except TimeoutError as error:
-            raise Unreachable("no answer in time") from error
+            raise ApiServerUnreachable("no answer in time") from error
         except aiohttp.ClientError as error:
-            raise Unreachable(f"{type(error).__name__}") from error
+            raise ApiServerUnreachable(f"{type(error).__name__}") from error
         finally:
             if response is not None:
                 # What was read to its end goes back to the pool; a stream in its middle is closed.
@@ -246,7 +255,7 @@ class _Bookmark(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def open_api_server(kubeconfig: str, agent: str, manager: str = MANAGER) -> AsyncIterator[ApiServer]:
+async def open_api_client(kubeconfig: str, agent: str, manager: str = MANAGER) -> AsyncIterator[ApiServerClient]:
     """A client of it, while the context is open.
 
     Args:
@@ -261,7 +270,7 @@ async def open_api_server(kubeconfig: str, agent: str, manager: str = MANAGER) -
     configuration.connection_pool_maxsize = MOST_CONNECTIONS
     async with ApiClient(configuration) as client:
         client.user_agent = agent
-        yield ApiServer(client, manager)
+        yield ApiServerClient(client, manager)
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -275,7 +284,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             if line.strip():
                 yield bytes(line)
         if len(kept) > LONGEST_EVENT:
-            raise Unreachable(f"an event is longer than {LONGEST_EVENT} bytes")
+            raise ApiServerUnreachable(f"an event is longer than {LONGEST_EVENT} bytes")
 
 
 def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
@@ -286,13 +295,13 @@ def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
             return msgspec.json.decode(shallow(bytes(content)), type=of)
     except msgspec.DecodeError as error:
         # Where it is, and not what it is: the value may be anything.
-        raise Unreachable(f"an answer that is no {of.__name__}") from error
+        raise ApiServerUnreachable(f"an answer that is no {of.__name__}") from error
 
 
 def _refuse_answer(answer: aiohttp.ClientResponse, content: bytes) -> NoReturn:
     try:
-        status = msgspec.json.decode(content, type=Status)
+        status = msgspec.json.decode(content, type=ApiStatus)
     except msgspec.DecodeError:
-        status = Status()
+        status = ApiStatus()
     after = answer.headers.get("Retry-After", "")
     refuse(msgspec.structs.replace(status, code=answer.status), float(after) if after.isdecimal() else None)

@@ -5,7 +5,7 @@ The definition of them is there, in CEL; tests hold both to the same samples.
 
 from collections.abc import Iterator
 
-from operators.resources.deployment import DisaggDeploymentSpec, EngineKind, KvPath, Role, RoleType, ScalingMode
+from operators.resources.deployment import DisaggDeploymentSpec, EngineKind, KvPath, RoleSpec, RoleType, ScalingMode
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
@@ -45,7 +45,7 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         yield "metadata.name", why
 
 
-def _of_role(role: Role) -> Iterator[str]:
+def _of_role(role: RoleSpec) -> Iterator[str]:
     gpus, degree = role.gpus.per_replica, role.parallelism
     if role.scaling.least > role.scaling.most:
         yield "scaling: least is more than most"

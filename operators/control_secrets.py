@@ -20,9 +20,9 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.children.manifests import Manifest, of_all
-from operators.children.names import CONTROL_SECRET_KEY, Deployment
-from operators.ports import Cluster, ClusterError, Denied, Missing, Taken
-from operators.views import Named, SecretData
+from operators.children.names import CONTROL_SECRET_KEY, DesiredDeployment
+from operators.ports import KubernetesApi, KubernetesError, NameTaken, ObjectMissing, RequestDenied
+from operators.views import NamedObject, SecretData
 
 MASTER_BYTES = 32
 
@@ -30,7 +30,7 @@ MASTER_BYTES = 32
 class ControlSecrets:
     """The operator's own secret, and what follows from it."""
 
-    def __init__(self, cluster: Cluster, namespace: str, name: str, owner: str = "") -> None:
+    def __init__(self, cluster: KubernetesApi, namespace: str, name: str, owner: str = "") -> None:
         """Nothing is read yet.
 
         Args:
@@ -56,7 +56,7 @@ class ControlSecrets:
             return
         try:
             await self._load()
-        except Denied as error:
+        except RequestDenied as error:
             raise UnusableSecret(
                 f"Secret {self._namespace}/{self._name}: {error}; the operator's Role has to allow get and create there"
             ) from error
@@ -64,7 +64,7 @@ class ControlSecrets:
     async def _load(self) -> None:
         try:
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
-        except Missing:
+        except ObjectMissing:
             drawn = base64.b64encode(secrets.token_hex(MASTER_BYTES).encode()).decode()
             metadata = {"name": self._name, "namespace": self._namespace, **await self._owned()}
             made: Manifest = {
@@ -74,7 +74,7 @@ class ControlSecrets:
                 "immutable": True,
                 "data": {CONTROL_SECRET_KEY: drawn},
             }
-            with suppress(Taken):  # another operator was faster
+            with suppress(NameTaken):  # another operator was faster
                 await self._cluster.create(kinds.SECRET, SecretData, self._namespace, made)
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
@@ -84,8 +84,8 @@ class ControlSecrets:
         if not self._owner:
             return {}
         try:
-            uid = (await self._cluster.get(kinds.DEPLOYMENT, Named, self._namespace, self._owner)).metadata.uid
-        except (Denied, Missing):
+            uid = (await self._cluster.get(kinds.DEPLOYMENT, NamedObject, self._namespace, self._owner)).metadata.uid
+        except (RequestDenied, ObjectMissing):
             return {}
         owner = {"apiVersion": kinds.DEPLOYMENT.api_version, "kind": kinds.DEPLOYMENT.name}
         return {"ownerReferences": [owner | {"name": self._owner, "uid": uid}]}
@@ -98,7 +98,7 @@ class ControlSecrets:
         return hmac.digest(self._master, words, hashlib.sha256).hex().encode()
 
 
-class UnusableSecret(ClusterError):
+class UnusableSecret(KubernetesError):
     """The operator's Secret cannot be used as long as nobody changes something: its content, or what the operator may do."""
 
 
@@ -113,7 +113,7 @@ class ControlSecret(Struct, frozen=True):
             return ""
         return f"{deployment}-control-{hashlib.sha256(self.content).hexdigest()[:8]}"
 
-    def manifest(self, deployment: Deployment) -> Manifest:
+    def manifest(self, deployment: DesiredDeployment) -> Manifest:
         """Return the Secret."""
         name = self.name(deployment.name)
         made = of_all(deployment, kinds.SECRET.api_version, kinds.SECRET.name, name, {})

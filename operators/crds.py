@@ -24,7 +24,7 @@ Schema = dict[str, Any]
 MODULES = (parts, deployment, scaler, plan, request)
 
 
-class Column(Struct, frozen=True):
+class PrinterColumn(Struct, frozen=True):
     """What `kubectl get` shows."""
 
     name: str
@@ -33,7 +33,7 @@ class Column(Struct, frozen=True):
     wide: bool = False
 
 
-class Kind(Struct, frozen=True, kw_only=True):
+class CustomKind(Struct, frozen=True, kw_only=True):
     """One of our kinds."""
 
     name: str
@@ -41,7 +41,7 @@ class Kind(Struct, frozen=True, kw_only=True):
     short: str
     spec: type[Struct]
     status: type[Struct]
-    columns: tuple[Column, ...]
+    columns: tuple[PrinterColumn, ...]
     rules: Meta | None = None
     """Of the spec as a whole."""
 
@@ -56,7 +56,7 @@ def _condition(kind: str, field: str = "status") -> str:
 
 
 KINDS = (
-    Kind(
+    CustomKind(
         name="DisaggDeployment",
         plural="disaggdeployments",
         short="dd",
@@ -65,15 +65,15 @@ KINDS = (
         rules=DEPLOYMENT_RULES,
         object_rules=OBJECT_RULES,
         columns=(
-            Column("Ready", _condition("Ready")),
-            Column("Reason", _condition("Ready", "reason")),
-            Column("Roles", ".status.readyRoles"),
-            Column("P:D", ".status.ratio"),
-            Column("GPUs", ".status.gpus", "integer"),
-            Column("Model", ".spec.model.name", wide=True),
+            PrinterColumn("Ready", _condition("Ready")),
+            PrinterColumn("Reason", _condition("Ready", "reason")),
+            PrinterColumn("Roles", ".status.readyRoles"),
+            PrinterColumn("P:D", ".status.ratio"),
+            PrinterColumn("GPUs", ".status.gpus", "integer"),
+            PrinterColumn("Model", ".spec.model.name", wide=True),
         ),
     ),
-    Kind(
+    CustomKind(
         name="RoleScaler",
         plural="rolescalers",
         short="rsc",
@@ -81,25 +81,25 @@ KINDS = (
         status=RoleScalerStatus,
         scale=True,
         columns=(
-            Column("Target", ".spec.target.deployment"),
-            Column("Role", ".spec.target.role"),
-            Column("Desired", ".spec.replicas", "integer"),
-            Column("Current", ".status.replicas", "integer"),
+            PrinterColumn("Target", ".spec.target.deployment"),
+            PrinterColumn("Role", ".spec.target.role"),
+            PrinterColumn("Desired", ".spec.replicas", "integer"),
+            PrinterColumn("Current", ".status.replicas", "integer"),
         ),
     ),
-    Kind(
+    CustomKind(
         name="ServingPlan",
         plural="servingplans",
         short="sp",
         spec=ServingPlanSpec,
         status=ServingPlanStatus,
         columns=(
-            Column("Target", ".spec.deployment"),
-            Column("Mode", ".spec.mode"),
-            Column("Reason", _condition("Settled", "reason")),
+            PrinterColumn("Target", ".spec.deployment"),
+            PrinterColumn("Mode", ".spec.mode"),
+            PrinterColumn("Reason", _condition("Settled", "reason")),
         ),
     ),
-    Kind(
+    CustomKind(
         name="ServingRequest",
         plural="servingrequests",
         short="sr",
@@ -107,16 +107,16 @@ KINDS = (
         status=ServingRequestStatus,
         object_rules=REQUEST_RULES,
         columns=(
-            Column("Model", ".spec.model.name"),
-            Column("Phase", ".status.phase"),
-            Column("Reason", _condition("Feasible", "reason")),
-            Column("Deployment", ".status.deployment"),
+            PrinterColumn("Model", ".spec.model.name"),
+            PrinterColumn("Phase", ".status.phase"),
+            PrinterColumn("Reason", _condition("Feasible", "reason")),
+            PrinterColumn("Deployment", ".status.deployment"),
         ),
     ),
 )
 
 
-def definition(kind: Kind) -> Schema:
+def definition(kind: CustomKind) -> Schema:
     """The CustomResourceDefinition, as the API server takes it."""
     subresources: Schema = {"status": {}}
     if kind.scale:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from operators.views import ContainerStatus, Pod, Scaled
+from operators.views import ContainerStatus, Pod, WorkloadResource
 
 MOST_CHARACTERS = 300
 OURS = "fleet: "
@@ -22,7 +22,7 @@ REFUSED = 3
 """Exit status of a configuration that was refused."""
 
 
-class Reason(IntEnum):
+class TroubleReason(IntEnum):
     """In the order of precedence; names as conditions spell them."""
 
     QuotaExceeded = 1
@@ -46,15 +46,21 @@ class Reason(IntEnum):
 
 
 UNPLACED = frozenset(
-    {Reason.QuotaExceeded, Reason.PodsRefused, Reason.NoSuchGpu, Reason.InsufficientCapacity, Reason.Unschedulable}
+    {
+        TroubleReason.QuotaExceeded,
+        TroubleReason.PodsRefused,
+        TroubleReason.NoSuchGpu,
+        TroubleReason.InsufficientCapacity,
+        TroubleReason.Unschedulable,
+    }
 )
 
 IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 CONFIGURATION = frozenset({"CreateContainerConfigError", "CreateContainerError"})
 
 
-class Trouble(Struct, frozen=True, order=True):
-    reason: Reason
+class PodTrouble(Struct, frozen=True, order=True):
+    reason: TroubleReason
     where: str
     """Pod or controller."""
 
@@ -64,7 +70,9 @@ class Trouble(Struct, frozen=True, order=True):
         return f"{self.where}: {self.message}" if self.message else self.where
 
 
-def troubles(pods: Iterable[Pod], controllers: Iterable[Scaled], products: Sequence[str]) -> tuple[Trouble, ...]:
+def troubles(
+    pods: Iterable[Pod], controllers: Iterable[WorkloadResource], products: Sequence[str]
+) -> tuple[PodTrouble, ...]:
     """All there are, the most telling first; one for each pod at most.
 
     Args:
@@ -77,41 +85,41 @@ def troubles(pods: Iterable[Pod], controllers: Iterable[Scaled], products: Seque
     return tuple(sorted(found))
 
 
-def _refused_pods(controller: Scaled) -> Trouble | None:
+def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
     for each in controller.status.conditions or ():
         if each.type == "ReplicaFailure" and each.status == "True":
             _, quota, rest = each.message.partition("exceeded quota: ")
             if quota:
-                return Trouble(Reason.QuotaExceeded, controller.metadata.name, _short(quota + rest))
-            return Trouble(Reason.PodsRefused, controller.metadata.name, each.reason)
+                return PodTrouble(TroubleReason.QuotaExceeded, controller.metadata.name, _short(quota + rest))
+            return PodTrouble(TroubleReason.PodsRefused, controller.metadata.name, each.reason)
     return None
 
 
-def _of_pod(pod: Pod, products: Sequence[str]) -> Trouble | None:
+def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
     name = pod.metadata.name
     for each in pod.status.conditions or ():
         if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
-            return Trouble(_unplaced(each.message, products), name, _short(each.message))
+            return PodTrouble(_unplaced(each.message, products), name, _short(each.message))
     statuses = (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ()))
     found = (_of_container(name, each, ready=pod.ready) for each in statuses)
     return min((each for each in found if each is not None), default=None)
 
 
-def _unplaced(message: str, products: Sequence[str]) -> Reason:
+def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
     """By the words of kube-scheduler: `0/3 nodes are available: 2 Insufficient nvidia.com/gpu, 1 node(s) didn't match …`."""
     if "Insufficient " in message:
-        return Reason.InsufficientCapacity
+        return TroubleReason.InsufficientCapacity
     if products and "didn't match Pod's node affinity/selector" in message:
-        return Reason.NoSuchGpu
-    return Reason.Unschedulable
+        return TroubleReason.NoSuchGpu
+    return TroubleReason.Unschedulable
 
 
-def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> Trouble | None:
+def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTrouble | None:
     waiting = container.state.waiting
     if waiting is not None and waiting.reason in IMAGE:
-        return Trouble(Reason.ImagePull, pod, f"{container.name}: {waiting.reason}")
+        return PodTrouble(TroubleReason.ImagePull, pod, f"{container.name}: {waiting.reason}")
     if waiting is not None and waiting.reason in CONFIGURATION:
-        return Trouble(Reason.ConfigurationMissing, pod, f"{container.name}: {_short(waiting.message)}")
+        return PodTrouble(TroubleReason.ConfigurationMissing, pod, f"{container.name}: {_short(waiting.message)}")
     ended = container.state.terminated or container.last_state.terminated
     if ended is None or (ended.exit_code == 0 and ended.reason != "OOMKilled"):
         return None
@@ -119,17 +127,19 @@ def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> Troub
     said = said.removeprefix(OURS)
     runs = waiting is None and container.state.terminated is None
     if said.startswith("hub.endpoint:") and not (runs and ready):  # it asks again, for as long as it did before
-        return Trouble(Reason.HubUnreachable, pod, _short(said))
+        return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
     if runs:  # it has got over it
         return None
     times = f"ended {container.restart_count + 1} times, with exit status {ended.exit_code}"
     if ended.reason == "OOMKilled":
-        return Trouble(Reason.OutOfMemory, pod, f"{container.name}: {times}")
+        return PodTrouble(TroubleReason.OutOfMemory, pod, f"{container.name}: {times}")
     if said.startswith("model_dir:"):
-        return Trouble(Reason.ModelNotFound, pod, _short(said))
+        return PodTrouble(TroubleReason.ModelNotFound, pod, _short(said))
     if ended.exit_code == REFUSED:
-        return Trouble(Reason.ConfigurationRefused, pod, _short(said) or times)
-    return Trouble(Reason.CrashLooping, pod, f"{container.name}: {times}" + (f": {_short(said)}" if said else ""))
+        return PodTrouble(TroubleReason.ConfigurationRefused, pod, _short(said) or times)
+    return PodTrouble(
+        TroubleReason.CrashLooping, pod, f"{container.name}: {times}" + (f": {_short(said)}" if said else "")
+    )
 
 
 def _short(text: Any) -> str:

@@ -10,7 +10,7 @@ STOP_SECONDS = 2.0
 
 
 @asynccontextmanager
-async def open_doors(
+async def open_health_server(
     host: str, port: int, ready: Callable[[], bool], unread: Callable[[], Sequence[str]], registry: CollectorRegistry
 ) -> AsyncIterator[str]:
     """Answer while the context is open.

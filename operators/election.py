@@ -19,7 +19,7 @@ from msgspec import Struct
 from fleet.clock import Nanos
 
 
-class Step(StrEnum):
+class ElectionStep(StrEnum):
     CREATE = "create"
     """There is no Lease: make one, held by us."""
 
@@ -28,7 +28,7 @@ class Step(StrEnum):
     WAIT = "wait"
 
 
-class Found(Struct, frozen=True, kw_only=True):
+class ObservedLease(Struct, frozen=True, kw_only=True):
     """The Lease as it was read."""
 
     holder: str
@@ -51,21 +51,21 @@ class Election:
         self._ours: tuple[str, Nanos] | None = None
         """The version in which we last found it to be ours, and when that was."""
 
-    def step(self, found: Found | None, now: Nanos) -> Step:
+    def step(self, found: ObservedLease | None, now: Nanos) -> ElectionStep:
         """What to do with the Lease that was just read; None: there is none."""
         if found is None:
-            return Step.CREATE
+            return ElectionStep.CREATE
         if found.holder == self._identity:
             if self._ours is not None and self._ours[0] != found.version:
                 self._held_since = max(self._ours[1], self._held_since or self._ours[1])
             self._ours = found.version, now
-            return Step.RENEW
+            return ElectionStep.RENEW
         self._held_since = self._ours = None  # somebody has taken it, or it was given back
         if not found.holder:
-            return Step.TAKE
+            return ElectionStep.TAKE
         if self._seen != (found.holder, found.version):
             self._seen, self._seen_at = (found.holder, found.version), now
-        return Step.TAKE if now >= self._seen_at + found.duration else Step.WAIT
+        return ElectionStep.TAKE if now >= self._seen_at + found.duration else ElectionStep.WAIT
 
     def wrote(self, began: Nanos) -> None:
         """The Lease is ours, by a write that began then."""

@@ -15,16 +15,16 @@ from typing import Any
 from msgspec import Struct
 
 from operators import kinds
-from operators.kinds import Kind
+from operators.kinds import ApiKind
 from operators.ports import Manifest
-from operators.reconcile import Action, End, Remove, Scale
+from operators.reconcile import Action, DeletePod, Remove, Scale
 from operators.resources.parts import GROUP, Condition
-from operators.views import Named
+from operators.views import NamedObject
 
-TOLD = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
+RECORDED_CONDITIONS = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
 """Conditions whose turns are recorded."""
 
-WELL = {
+HEALTHY_STATUS = {
     "Ready": "True",
     "Degraded": "False",
     "Scheduled": "True",
@@ -36,41 +36,44 @@ MOST_CHARACTERS = 1000
 CONTROLLER = f"{GROUP}/operator"
 
 
-class Happening(Struct, frozen=True, kw_only=True):
+class KubernetesEvent(Struct, frozen=True, kw_only=True):
     reason: str
     note: str
     warning: bool
     generation: int
 
 
-def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[Happening]:
+def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[KubernetesEvent]:
     """Of conditions whose status or reason is another one."""
     was = {each.type: (each.status, each.reason) for each in before}
     for each in after:
-        if each.type in TOLD and was.get(each.type, (WELL[each.type], "")) != (each.status, each.reason):
-            well = each.status == WELL[each.type]
+        if each.type in RECORDED_CONDITIONS and was.get(each.type, (HEALTHY_STATUS[each.type], "")) != (
+            each.status,
+            each.reason,
+        ):
+            well = each.status == HEALTHY_STATUS[each.type]
             if well and each.type not in was:
                 continue  # nothing has been wrong yet
             note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
-            yield Happening(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
+            yield KubernetesEvent(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
 
 
-def steps(actions: Sequence[Action], generation: int) -> Iterator[Happening]:
+def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:
     """Of scaling."""
     for each in actions:
         match each:
             case Scale(kind, name, replicas, was):
                 note = f"{kind} {name}: {replicas} replicas" + (f", was {was}" if was is not None else "")
-                yield Happening(reason="Scaled", note=note, warning=False, generation=generation)
-            case Remove(kind, name) if kind in {each.name for each in kinds.SCALED}:
-                yield Happening(reason="Removed", note=f"{kind} {name}", warning=False, generation=generation)
-            case End(pod):
-                yield Happening(reason="GroupRestarted", note=f"Pod {pod}", warning=True, generation=generation)
+                yield KubernetesEvent(reason="Scaled", note=note, warning=False, generation=generation)
+            case Remove(kind, name) if kind in {each.name for each in kinds.WORKLOAD_KINDS}:
+                yield KubernetesEvent(reason="Removed", note=f"{kind} {name}", warning=False, generation=generation)
+            case DeletePod(pod):
+                yield KubernetesEvent(reason="GroupRestarted", note=f"Pod {pod}", warning=True, generation=generation)
             case _:
                 pass
 
 
-def manifest(happening: Happening, kind: Kind, about: Named, identity: str, now: datetime) -> Manifest:
+def manifest(happening: KubernetesEvent, kind: ApiKind, about: NamedObject, identity: str, now: datetime) -> Manifest:
     """The Event, in the namespace of what it is about."""
     metadata = about.metadata
     said = f"{metadata.uid} {happening.generation} {happening.reason} {happening.note}"

@@ -16,8 +16,8 @@ from contextlib import aclosing
 from typing import Generic, Never
 
 from operators.cache import Cache
-from operators.kinds import Kind
-from operators.ports import Busy, Cluster, ClusterError, Expired
+from operators.kinds import ApiKind
+from operators.ports import ApiServerBusy, KubernetesApi, KubernetesError, VersionExpired
 from operators.views import View
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Informer(Generic[View]):
 
     def __init__(
         self,
-        cluster: Cluster,
-        kind: Kind,
+        cluster: KubernetesApi,
+        kind: ApiKind,
         view: type[View],
         cache: Cache[View],
-        changed: Callable[[Kind, Sequence[View]], None],
+        changed: Callable[[ApiKind, Sequence[View]], None],
         *,
         namespace: str,
         selector: str = "",
@@ -69,13 +69,13 @@ class Informer(Generic[View]):
                     await self._list()
                 if not await self._watch():
                     pause = self._next_pause()
-            except Expired:
+            except VersionExpired:
                 log.info("too old, listing again", extra={"kind": self._kind.name})
                 self._version = ""
                 pause = self._next_pause()
-            except Busy as error:
+            except ApiServerBusy as error:
                 pause = max(self._next_pause(), error.after_seconds or 0.0)
-            except ClusterError as error:
+            except KubernetesError as error:
                 # What is missing or forbidden may come, or be allowed, later.
                 pause = self._next_pause()
                 if pause == SHORTEST_SECONDS:

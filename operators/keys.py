@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from operators import kinds
-from operators.kinds import Kind
-from operators.observe import Store, deployment_of
-from operators.views import Custom, Named
+from operators.kinds import ApiKind
+from operators.observe import InformerCaches, deployment_of
+from operators.views import CustomObject, NamedObject
 
 
-class Key(Struct, frozen=True, order=True):
+class ReconcileKey(Struct, frozen=True, order=True):
     """A deployment with everything that is about it, or a request for one."""
 
     kind: str
@@ -18,36 +18,36 @@ class Key(Struct, frozen=True, order=True):
     name: str
 
 
-def key_of(namespace: str, deployment: str) -> Key:
-    return Key(kinds.DISAGG_DEPLOYMENT.name, namespace, deployment)
+def deployment_key(namespace: str, deployment: str) -> ReconcileKey:
+    return ReconcileKey(kinds.DISAGG_DEPLOYMENT.name, namespace, deployment)
 
 
-def concerned(kind: Kind, view: Named, store: Store) -> Iterator[Key]:
+def affected_keys(kind: ApiKind, view: NamedObject, store: InformerCaches) -> Iterator[ReconcileKey]:
     """By a change of an object, as it was before or as it is after."""
     metadata = view.metadata
     if kind == kinds.SERVING_REQUEST:
-        yield Key(kind.name, metadata.namespace, metadata.name)
+        yield ReconcileKey(kind.name, metadata.namespace, metadata.name)
         return
     if kind == kinds.DISAGG_DEPLOYMENT:
-        yield key_of(metadata.namespace, metadata.name)
+        yield deployment_key(metadata.namespace, metadata.name)
         if store.any(kinds.SERVING_REQUEST).get(metadata.namespace, metadata.name) is not None:
-            yield Key(kinds.SERVING_REQUEST.name, metadata.namespace, metadata.name)
+            yield ReconcileKey(kinds.SERVING_REQUEST.name, metadata.namespace, metadata.name)
         return
     names = {deployment_of(view)} - {""}
     names |= {each.name for each in metadata.owner_references if each.kind == kinds.DISAGG_DEPLOYMENT.name}
     if not names:  # somebody else's: it may have taken, or given up, a name of ours
-        everybody = store.of(kinds.DISAGG_DEPLOYMENT, Custom)
+        everybody = store.of(kinds.DISAGG_DEPLOYMENT, CustomObject)
         names = {each.metadata.name for each in everybody if _rivals(each, view)}
-    yield from (key_of(metadata.namespace, name) for name in sorted(names))
+    yield from (deployment_key(metadata.namespace, name) for name in sorted(names))
 
 
-def everything(store: Store) -> Iterator[Key]:
+def all_keys(store: InformerCaches) -> Iterator[ReconcileKey]:
     """There is, and what is about something that is not there."""
-    for kind in kinds.CUSTOM:
-        for each in store.of(kind, Custom):
-            yield from concerned(kind, each, store)
+    for kind in kinds.CUSTOM_KINDS:
+        for each in store.of(kind, CustomObject):
+            yield from affected_keys(kind, each, store)
 
 
-def _rivals(deployment: Custom, view: Named) -> bool:
+def _rivals(deployment: CustomObject, view: NamedObject) -> bool:
     ours, theirs = deployment.metadata, view.metadata
     return ours.namespace == theirs.namespace and theirs.name.startswith(ours.name)

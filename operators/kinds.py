@@ -7,7 +7,7 @@ from msgspec import Struct
 from operators.resources.parts import GROUP, VERSION
 
 
-class Kind(Struct, frozen=True):
+class ApiKind(Struct, frozen=True):
     """One kind in one version of its API."""
 
     group: str
@@ -28,45 +28,47 @@ class Kind(Struct, frozen=True):
         return "/".join(each for each in (within, self.plural, name, part) if each)
 
 
-DISAGG_DEPLOYMENT = Kind(GROUP, VERSION, "disaggdeployments", "DisaggDeployment")
-ROLE_SCALER = Kind(GROUP, VERSION, "rolescalers", "RoleScaler")
-SERVING_PLAN = Kind(GROUP, VERSION, "servingplans", "ServingPlan")
-SERVING_REQUEST = Kind(GROUP, VERSION, "servingrequests", "ServingRequest")
-CUSTOM = (DISAGG_DEPLOYMENT, ROLE_SCALER, SERVING_PLAN, SERVING_REQUEST)
+DISAGG_DEPLOYMENT = ApiKind(GROUP, VERSION, "disaggdeployments", "DisaggDeployment")
+ROLE_SCALER = ApiKind(GROUP, VERSION, "rolescalers", "RoleScaler")
+SERVING_PLAN = ApiKind(GROUP, VERSION, "servingplans", "ServingPlan")
+SERVING_REQUEST = ApiKind(GROUP, VERSION, "servingrequests", "ServingRequest")
+CUSTOM_KINDS = (DISAGG_DEPLOYMENT, ROLE_SCALER, SERVING_PLAN, SERVING_REQUEST)
 
-DEPLOYMENT = Kind("apps", "v1", "deployments", "Deployment")
-STATEFUL_SET = Kind("apps", "v1", "statefulsets", "StatefulSet")
-LEADER_WORKER_SET = Kind("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
-SCALED = (DEPLOYMENT, STATEFUL_SET, LEADER_WORKER_SET)
+DEPLOYMENT = ApiKind("apps", "v1", "deployments", "Deployment")
+STATEFUL_SET = ApiKind("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SET = ApiKind("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+WORKLOAD_KINDS = (DEPLOYMENT, STATEFUL_SET, LEADER_WORKER_SET)
 
-CONFIG_MAP = Kind("", "v1", "configmaps", "ConfigMap")
-SERVICE = Kind("", "v1", "services", "Service")
-DISRUPTION_BUDGET = Kind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
-NETWORK_POLICY = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
-POD_MONITOR = Kind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
-INFERENCE_POOL = Kind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
-NAMED = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, INFERENCE_POOL)
+CONFIG_MAP = ApiKind("", "v1", "configmaps", "ConfigMap")
+SERVICE = ApiKind("", "v1", "services", "Service")
+DISRUPTION_BUDGET = ApiKind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+NETWORK_POLICY = ApiKind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+POD_MONITOR = ApiKind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
+INFERENCE_POOL = ApiKind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+SUPPORTING_KINDS = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, INFERENCE_POOL)
 """Of which names, owners and digests are all that is looked at."""
 
-POD = Kind("", "v1", "pods", "Pod")
-SECRET = Kind("", "v1", "secrets", "Secret")
-LEASE = Kind("coordination.k8s.io", "v1", "leases", "Lease")
-EVENT = Kind("events.k8s.io", "v1", "events", "Event")
+POD = ApiKind("", "v1", "pods", "Pod")
+SECRET = ApiKind("", "v1", "secrets", "Secret")
+LEASE = ApiKind("coordination.k8s.io", "v1", "leases", "Lease")
+EVENT = ApiKind("events.k8s.io", "v1", "events", "Event")
 
-OPTIONAL = (LEADER_WORKER_SET, POD_MONITOR, INFERENCE_POOL)
+OPTIONAL_KINDS = (LEADER_WORKER_SET, POD_MONITOR, INFERENCE_POOL)
 """That a cluster may lack."""
 
-BY_NAME: Mapping[str, Kind] = {each.name: each for each in (*CUSTOM, *SCALED, *NAMED, POD, LEASE, EVENT)}
+BY_NAME: Mapping[str, ApiKind] = {
+    each.name: each for each in (*CUSTOM_KINDS, *WORKLOAD_KINDS, *SUPPORTING_KINDS, POD, LEASE, EVENT)
+}
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class OptionalKinds(Struct, frozen=True, kw_only=True):
     """Which of the optional kinds the API server has."""
 
     leader_worker_sets: bool = True
     pod_monitors: bool = False
     inference_pools: bool = False
 
-    def has(self, kind: Kind) -> bool:
+    def has(self, kind: ApiKind) -> bool:
         by_kind = {
             LEADER_WORKER_SET: self.leader_worker_sets,
             POD_MONITOR: self.pod_monitors,

@@ -8,7 +8,7 @@ from kubernetes.aio.config.config_exception import ConfigException
 from kubernetes.aio.config.incluster_config import load_incluster_config
 from kubernetes.aio.config.kube_config import load_kube_config
 
-from operators.ports import ClusterError
+from operators.ports import KubernetesError
 
 UNUSABLE = (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
 """What the client raises for a file that is none of kubectl's."""
@@ -28,15 +28,17 @@ async def api_configuration(kubeconfig: str) -> Configuration:
         try:
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except (ConfigException, OSError) as error:
-            raise ClusterError(f"kubeconfig: is needed outside of a pod: {error}") from error
+            raise KubernetesError(f"kubeconfig: is needed outside of a pod: {error}") from error
         return configuration
     if not Path(kubeconfig).exists():  # noqa: ASYNC240 - once, at the start
-        raise ClusterError(f"kubeconfig: {kubeconfig}: No such file; name the one that kubectl reaches the cluster by")
+        raise KubernetesError(
+            f"kubeconfig: {kubeconfig}: No such file; name the one that kubectl reaches the cluster by"
+        )
     try:
         await load_kube_config(  # type: ignore[no-untyped-call]
             config_file=kubeconfig, client_configuration=configuration
         )
     except UNUSABLE as error:
         why = " ".join(str(error).split())
-        raise ClusterError(f"kubeconfig: {kubeconfig}: cannot be used as one: {why}") from error
+        raise KubernetesError(f"kubeconfig: {kubeconfig}: cannot be used as one: {why}") from error
     return configuration

@@ -16,21 +16,27 @@ from typing import Any, Never
 
 from fleet.clock import SECOND, Clock, Nanos
 from operators import kinds
-from operators.election import Election, Found, Step
-from operators.ports import Cluster, ClusterError, Denied, Missing, Stale, Wall
+from operators.election import Election, ElectionStep, ObservedLease
+from operators.ports import KubernetesApi, KubernetesError, ObjectConflict, ObjectMissing, RequestDenied, WallClock
 from operators.settings import LeaseSettings
-from operators.views import Lease, Named
+from operators.views import KubernetesLease, NamedObject
 
 log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
 
 
-class Leader:
+class LeaseLeader:
     """One candidate for one Lease."""
 
     def __init__(
-        self, cluster: Cluster, settings: LeaseSettings, namespace: str, identity: str, clock: Clock, wall: Wall
+        self,
+        cluster: KubernetesApi,
+        settings: LeaseSettings,
+        namespace: str,
+        identity: str,
+        clock: Clock,
+        wall: WallClock,
     ) -> None:
         self.changed = asyncio.Event()
         """Set when it begins to act, and when it has made the Lease anew, with which goes what belonged to the one before; cleared by whoever
@@ -61,9 +67,9 @@ class Leader:
                     await self._round()
             except TimeoutError:
                 log.warning("the lease was not answered for in time", extra={"lease": self._settings.name})
-            except ClusterError as error:
+            except KubernetesError as error:
                 # That somebody was faster is everyday life; anything else may be for ever, as a right that is missing.
-                level = logging.DEBUG if isinstance(error, Stale) else logging.WARNING
+                level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
                 log.log(level, "the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
             self._tell()
             await asyncio.sleep(self._settings.retry_seconds)
@@ -77,29 +83,29 @@ class Leader:
             async with asyncio.timeout(GOODBYE_SECONDS):
                 lease = await self._read()
                 if lease is not None and lease.spec.holder_identity == self._identity:
-                    await self._write(lease, Step.RENEW, holder="")
+                    await self._write(lease, ElectionStep.RENEW, holder="")
                     log.info("gave the lease back", extra={"lease": self._settings.name})
-        except (ClusterError, TimeoutError):
+        except (KubernetesError, TimeoutError):
             log.info("the lease was not given back, it will end", extra={"lease": self._settings.name})
 
     async def _round(self) -> None:
         lease = await self._read()
         began = self._clock.now()
         step = self._election.step(None if lease is None else _found(lease), began)
-        self.waits = step is Step.WAIT
+        self.waits = step is ElectionStep.WAIT
         if self.waits:
             return
-        if step is not Step.RENEW or self._owner_uid is None:
+        if step is not ElectionStep.RENEW or self._owner_uid is None:
             self._owner_uid = await self._owner()
         await self._write(lease, step, holder=self._identity)
         self._election.wrote(began)
-        if step is Step.CREATE:
+        if step is ElectionStep.CREATE:
             self.changed.set()
 
-    async def _read(self) -> Lease | None:
+    async def _read(self) -> KubernetesLease | None:
         try:
-            return await self._cluster.get(kinds.LEASE, Lease, self._namespace, self._settings.name)
-        except Missing:
+            return await self._cluster.get(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name)
+        except ObjectMissing:
             return None
 
     async def _owner(self) -> str:
@@ -107,20 +113,21 @@ class Leader:
         if not (name := self._settings.owner):
             return ""
         try:
-            return (await self._cluster.get(kinds.DEPLOYMENT, Named, self._namespace, name)).metadata.uid
-        except Denied as error:
+            return (await self._cluster.get(kinds.DEPLOYMENT, NamedObject, self._namespace, name)).metadata.uid
+        except RequestDenied as error:
             log.warning("the lease will stay behind", extra={"owner": name, "cause": str(error)})
             return ""
 
-    async def _write(self, lease: Lease | None, step: Step, holder: str) -> None:
+    async def _write(self, lease: KubernetesLease | None, step: ElectionStep, holder: str) -> None:
         now = self._wall().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         before = None if lease is None else lease.spec
         spec: dict[str, Any] = {
             "holderIdentity": holder,
             "leaseDurationSeconds": self._settings.duration_seconds if holder else 1,
-            "acquireTime": before.acquire_time if before is not None and step is Step.RENEW else now,
+            "acquireTime": before.acquire_time if before is not None and step is ElectionStep.RENEW else now,
             "renewTime": now,
-            "leaseTransitions": ((before.lease_transitions or 0) if before is not None else 0) + (step is Step.TAKE),
+            "leaseTransitions": ((before.lease_transitions or 0) if before is not None else 0)
+            + (step is ElectionStep.TAKE),
         }
         metadata: dict[str, Any] = {"name": self._settings.name, "namespace": self._namespace}
         if self._owner_uid:
@@ -133,10 +140,10 @@ class Leader:
             "spec": spec,
         }
         if lease is None:
-            await self._cluster.create(kinds.LEASE, Lease, self._namespace, manifest)
+            await self._cluster.create(kinds.LEASE, KubernetesLease, self._namespace, manifest)
         else:
             metadata["resourceVersion"] = lease.metadata.resource_version
-            await self._cluster.replace(kinds.LEASE, Lease, self._namespace, self._settings.name, manifest)
+            await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
     def _tell(self) -> None:
         leads = self.leads()
@@ -147,8 +154,8 @@ class Leader:
                 self.changed.set()
 
 
-def _found(lease: Lease) -> Found:
-    return Found(
+def _found(lease: KubernetesLease) -> ObservedLease:
+    return ObservedLease(
         holder=lease.spec.holder_identity or "",
         version=lease.metadata.resource_version,
         duration=Nanos((lease.spec.lease_duration_seconds or 1) * SECOND),

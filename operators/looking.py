@@ -8,54 +8,54 @@ import msgspec
 
 from fleet.clock import SECOND, Clock, Nanos
 from operators import happenings, kinds, others, requested
-from operators.acting import Hand
-from operators.children.names import Deployment
+from operators.acting import Applier
+from operators.children.names import DesiredDeployment
 from operators.children.pods import Images
 from operators.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
-from operators.keys import Key, key_of
-from operators.kinds import Kind, Served
+from operators.keys import ReconcileKey, deployment_key
+from operators.kinds import ApiKind, OptionalKinds
 from operators.leader import rfc3339
-from operators.observe import Store, conditions_of, observe, scalers_of
-from operators.pace import Pace
-from operators.ports import Wall
+from operators.observe import InformerCaches, conditions_of, observe, scalers_of
+from operators.pace import StatusRateLimiter
+from operators.ports import WallClock
 from operators.prober import Prober
 from operators.proposals import propose
-from operators.queue import AT_ONCE
+from operators.queue import IMMEDIATELY
 from operators.reconcile import reconcile
-from operators.registrations import SKEW_SECONDS, Told
+from operators.registrations import SKEW_SECONDS, ReportedWorkers
 from operators.resources.deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.resources.parts import Condition
 from operators.resources.request import ServingRequestSpec
-from operators.seen import Refusal
-from operators.status import PASSING, TRUE, held_up, misread
-from operators.telemetry import LookOutcome
-from operators.views import Custom, Lease
+from operators.seen import ApiRefusal
+from operators.status import PASSING, TRUE, misread, with_obstacle
+from operators.telemetry import ReconcileOutcome
+from operators.views import CustomObject, KubernetesLease
 
-RESTLESS = 20
+WRITES_BEFORE_PAUSE = 20
 """Looks in a row that wrote something, after which there is a pause between two: somebody may be undoing it."""
 
-TROUBLED = Nanos(15 * SECOND)
+TROUBLE_RECHECK = Nanos(15 * SECOND)
 """Between two looks at what does not come up: time alone may call for something."""
 
-FOLLOWING = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
+DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
 """Conditions that follow from replicas that are asked for, and from whether it is Ready."""
 
-UNDER_WAY = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
+PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
 """Reasons of Ready one after the other while a change goes on: which it is at the moment is told in no hurry."""
 
 NOTHING = Condition(type="Ready", status="Unknown", reason="")
-AFTER_THE_END = Nanos(SECOND // 10)
+AFTER_LEASE_END = Nanos(SECOND // 10)
 
 
-class Look:
+class Controller:
     def __init__(
         self,
-        store: Store,
-        hand: Hand,
+        store: InformerCaches,
+        hand: Applier,
         images: Images,
         clock: Clock,
-        wall: Wall,
-        again: Callable[[Key, Nanos], None],
+        wall: WallClock,
+        again: Callable[[ReconcileKey, Nanos], None],
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
@@ -69,10 +69,12 @@ class Look:
         self._wall = wall
         self._again = again
         self._prober = prober
-        self._pace: Pace[Key] = Pace()
-        self._restless: dict[Key, int] = {}
+        self._pace: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
+        self._restless: dict[ReconcileKey, int] = {}
 
-    async def at(self, key: Key, told: Told | None, served: Served, *, afresh: bool = False) -> LookOutcome:
+    async def at(
+        self, key: ReconcileKey, told: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
+    ) -> ReconcileOutcome:
         """How it ended.
 
         Args:
@@ -87,38 +89,38 @@ class Look:
         """
         if key.kind == kinds.SERVING_REQUEST.name:
             return await self._at_request(key, afresh=afresh)
-        custom = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom).get(key.namespace, key.name)
+        custom = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             self._restless.pop(key, None)
             self._pace.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
             await self._at_others(key, None, None)
-            return LookOutcome.SETTLED
+            return ReconcileOutcome.SETTLED
         try:
             spec = msgspec.convert(custom.spec, DisaggDeploymentSpec)
         except msgspec.ValidationError as error:
             await self._misread(key, custom, error)
-            return LookOutcome.SETTLED
+            return ReconcileOutcome.SETTLED
         try:
             await self._secrets.load()
         except UnusableSecret as error:  # without it pods would have to trust everybody, so what runs stays as it is
             await self._held_up(key, custom, str(error))
-            return LookOutcome.REFUSED
-        wish = Deployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
+            return ReconcileOutcome.REFUSED
+        wish = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
         wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
         shown = None if self._prober is None else self._prober.of(key)
         seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
         decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
         refusals = await self._hand.perform(decided.actions, key.namespace)
-        denied: tuple[Refusal, ...] = ()
+        denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # After the rest, since nothing tells that it was made: pods wait for it, and those that are ready have it.
             denied = await self._hand.make_secret(secret.manifest(wish), again=afresh)
             refusals = (*refusals, *denied)
             if not _is_ready(decided.status):  # one that was there may be its predecessor's, and about to go
-                self._again(key, TROUBLED)
+                self._again(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # what was ready before them need not be now
             seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
@@ -133,30 +135,32 @@ class Look:
             steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
             await self._hand.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
         self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
-        return LookOutcome.REFUSED if refusals else LookOutcome.ACTED if acted else LookOutcome.SETTLED
+        return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
 
-    async def _at_request(self, key: Key, *, afresh: bool) -> LookOutcome:
-        custom = self._store.of(kinds.SERVING_REQUEST, Custom).get(key.namespace, key.name)
+    async def _at_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
+        custom = self._store.of(kinds.SERVING_REQUEST, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
-            return LookOutcome.SETTLED
+            return ReconcileOutcome.SETTLED
         try:
             asked = msgspec.convert(custom.spec, ServingRequestSpec)
         except msgspec.ValidationError as error:
             said = requested.misread(custom, _where(error), self._now())
             await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
-            return LookOutcome.SETTLED
-        deployments, reply = self._store.of(kinds.DISAGG_DEPLOYMENT, Custom), propose(asked)
+            return ReconcileOutcome.SETTLED
+        deployments, reply = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject), propose(asked)
         there = deployments.get(key.namespace, key.name)
         actions = requested.actions(custom, asked, reply, there, afresh=afresh)
         refusals = await self._hand.perform(actions, key.namespace)
         if actions and not refusals:  # what a write answered is known, so that no watch wakes it
-            self._again(key_of(key.namespace, key.name), AT_ONCE)
+            self._again(deployment_key(key.namespace, key.name), IMMEDIATELY)
         there = deployments.get(key.namespace, key.name)
         said = requested.status(custom, asked, reply, there, refusals, self._now())
         await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
-        return LookOutcome.REFUSED if refusals else LookOutcome.ACTED if actions else LookOutcome.SETTLED
+        return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if actions else ReconcileOutcome.SETTLED
 
-    async def _at_others(self, key: Key, wish: Deployment | None, status: DisaggDeploymentStatus | None) -> None:
+    async def _at_others(
+        self, key: ReconcileKey, wish: DesiredDeployment | None, status: DisaggDeploymentStatus | None
+    ) -> None:
         """RoleScalers and plans of a deployment, whether it is there or not."""
         now = self._now()
         for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
@@ -171,34 +175,34 @@ class Look:
                 now,
             )
             await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
-        for plan in self._store.of(kinds.SERVING_PLAN, Custom).of(key.namespace, key.name).values():
+        for plan in self._store.of(kinds.SERVING_PLAN, CustomObject).of(key.namespace, key.name).values():
             planned = others.plan_status(conditions_of(plan), plan.metadata.generation, wish is not None, now)
             await self._write_status(key, kinds.SERVING_PLAN, plan, planned)
 
-    async def _misread(self, key: Key, custom: Custom, error: msgspec.ValidationError) -> None:
+    async def _misread(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
         conditions = misread(conditions_of(custom), custom.metadata.generation, _where(error), self._now())
         said = DisaggDeploymentStatus(observed_generation=custom.metadata.generation, conditions=conditions)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
         await self._at_others(key, None, None)
 
-    async def _held_up(self, key: Key, custom: Custom, problem: str) -> None:
+    async def _held_up(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
         """Say in the status that the deployment's control secret is missing; all else in it stays as it was."""
         generation = custom.metadata.generation
         try:
             before = msgspec.convert(custom.status, DisaggDeploymentStatus)
         except msgspec.ValidationError:
             before = DisaggDeploymentStatus(observed_generation=generation)
-        conditions = held_up(conditions_of(custom), generation, problem, self._now())
+        conditions = with_obstacle(conditions_of(custom), generation, problem, self._now())
         said = msgspec.structs.replace(before, observed_generation=generation, conditions=conditions)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
 
-    async def _write_status(self, key: Key, kind: Kind, custom: Custom, said: Any) -> None:
+    async def _write_status(self, key: ReconcileKey, kind: ApiKind, custom: CustomObject, said: Any) -> None:
         """If it differs from what is there, and when `operators.pace` says; else `key` is looked at again then."""
         try:
             there = _sorted(msgspec.convert(custom.status, type(said)))
         except msgspec.ValidationError:
             there = None
-        written, here = Key(kind.name, custom.metadata.namespace, custom.metadata.name), _sorted(said)
+        written, here = ReconcileKey(kind.name, custom.metadata.namespace, custom.metadata.name), _sorted(said)
         if there == here:
             self._pace.rests(written)
             return
@@ -214,24 +218,24 @@ class Look:
         await self._hand.record(kind, custom, tuple(happenings.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
             # What we write wakes nobody (`operators.cache`, rule 1), and a request is as ready as its deployment.
-            self._again(Key(kinds.SERVING_REQUEST.name, key.namespace, key.name), AT_ONCE)
+            self._again(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
 
-    def _look_again(self, key: Key, acted: bool, *, troubled: bool) -> None:
+    def _look_again(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
         if acted:
             self._restless[key] = self._restless.get(key, 0) + 1
-            self._again(key, AT_ONCE if self._restless[key] < RESTLESS else SECOND)
+            self._again(key, IMMEDIATELY if self._restless[key] < WRITES_BEFORE_PAUSE else SECOND)
             return
         self._restless.pop(key, None)
         if troubled:
-            self._again(key, TROUBLED)
+            self._again(key, TROUBLE_RECHECK)
         now = self._wall()
         ends = [
             each.renewed + timedelta(seconds=(each.spec.lease_duration_seconds or 0) + SKEW_SECONDS) - now
-            for each in self._store.of(kinds.LEASE, Lease).of(key.namespace, key.name).values()
+            for each in self._store.of(kinds.LEASE, KubernetesLease).of(key.namespace, key.name).values()
             if each.spec.holder_identity
         ]
         if upcoming := [each for each in ends if each > timedelta(0)]:
-            self._again(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_THE_END))
+            self._again(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_LEASE_END))
 
     def _now(self) -> str:
         return rfc3339(self._wall())
@@ -275,9 +279,9 @@ def _told(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[t
 def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
     """Without those that say what others say too, and without how far a change has come."""
     return [
-        (each.type, each.status, "" if each.reason in UNDER_WAY else each.reason)
+        (each.type, each.status, "" if each.reason in PROGRESS_REASONS else each.reason)
         for each in conditions
-        if each.type not in FOLLOWING
+        if each.type not in DERIVED_CONDITIONS
     ]
 
 

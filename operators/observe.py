@@ -23,39 +23,39 @@ from operators import kinds
 from operators.cache import Cache
 from operators.children.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, ROUTER, TYPE
 from operators.diagnosis import troubles
-from operators.kinds import Kind, Served
-from operators.probing import Running, Shown
+from operators.kinds import ApiKind, OptionalKinds
+from operators.probing import ProbeEvidence, RunningPod
 from operators.reconcile import DIGEST
-from operators.registrations import Registration, Told, WorkerLease, registered, unknown_to
+from operators.registrations import ReportedWorkers, WorkerLease, WorkerRegistration, partly_unknown, registered
 from operators.resources.deployment import DisaggDeploymentSpec, RoleType
 from operators.resources.parts import Condition
-from operators.scaling import Replicas
-from operators.seen import Child, RouterSeen, Seen, Worth
-from operators.views import OF_KIND, Custom, Lease, Named, Pod, Scaled, View
+from operators.scaling import RevisionReplicas
+from operators.seen import ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
+from operators.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod, View, WorkloadResource
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
-HALF_SECONDS = 60
+PARTIAL_GROUP_SECONDS = 60
 """A group that has not found nodes for all of its pods after one to two times this gives its GPUs back, and tries again. Not all at once:
 two groups that each hold half of the nodes that the other one needs would do so for ever."""
 
-TOGETHER_SECONDS = 60
+GROUP_REJOIN_SECONDS = 60
 """For a pod that has begun anew to be taken back by the others of its group."""
 
-Kept = TypeVar("Kept", bound=Named)
+Kept = TypeVar("Kept", bound=NamedObject)
 
 
-class Store:
+class InformerCaches:
     """A cache for each kind."""
 
     def __init__(self) -> None:
-        self._caches: dict[Kind, Cache[Named]] = {kind: Cache(deployment_of) for kind in OF_KIND}
+        self._caches: dict[ApiKind, Cache[NamedObject]] = {kind: Cache(deployment_of) for kind in VIEW_OF_KIND}
 
-    def of(self, kind: Kind, view: type[View]) -> Cache[View]:
-        assert OF_KIND[kind] is view, f"{kind.name} is kept as {OF_KIND[kind].__name__}"
+    def of(self, kind: ApiKind, view: type[View]) -> Cache[View]:
+        assert VIEW_OF_KIND[kind] is view, f"{kind.name} is kept as {VIEW_OF_KIND[kind].__name__}"
         return cast(Cache[View], self._caches[kind])
 
-    def any(self, kind: Kind) -> Cache[Named]:
+    def any(self, kind: ApiKind) -> Cache[NamedObject]:
         return self._caches[kind]
 
     def sizes(self) -> Mapping[str, int]:
@@ -63,10 +63,10 @@ class Store:
         return {kind.name: len(cache) for kind, cache in self._caches.items()}
 
 
-class Foreign(Struct, frozen=True):
+class ForeignObjects(Struct, frozen=True):
     """Kinds and names that are taken in a namespace by what a deployment does not own. Looked up, never made a list of."""
 
-    store: Store
+    store: InformerCaches
     namespace: str
     uid: str
 
@@ -78,14 +78,14 @@ class Foreign(Struct, frozen=True):
 
 
 def observe(
-    store: Store,
-    custom: Custom,
+    store: InformerCaches,
+    custom: CustomObject,
     spec: DisaggDeploymentSpec,
-    told: Told | None,
+    told: ReportedWorkers | None,
     now: datetime,
-    served: Served,
-    shown: Shown | None = None,
-) -> Seen:
+    served: OptionalKinds,
+    shown: ProbeEvidence | None = None,
+) -> ObservedState:
     """What there is of one deployment.
 
     Args:
@@ -106,25 +106,27 @@ def observe(
             duration_seconds=each.spec.lease_duration_seconds or 0,
             annotations=each.metadata.annotations,
         )
-        for each in store.of(kinds.LEASE, Lease).of(namespace, name).values()
+        for each in store.of(kinds.LEASE, KubernetesLease).of(namespace, name).values()
     )
     known = registered(leases, told, now)
     routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
     heard = None if told is None else {router: workers for router, workers in told.items() if router in routers}
-    partly = unknown_to(leases, heard, now)
+    partly = partly_unknown(leases, heard, now)
     controllers = [
-        (kind, each) for kind in kinds.SCALED for each in _owned(store.of(kind, Scaled).of(namespace, name), uid)
+        (kind, each)
+        for kind in kinds.WORKLOAD_KINDS
+        for each in _owned(store.of(kind, WorkloadResource).of(namespace, name), uid)
     ]
     router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
-    return Seen(
+    return ObservedState(
         children=tuple(_children(controllers, pods, known, partly, now)),
         digests={
             (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
-            for kind in (*kinds.SCALED, *kinds.NAMED)
+            for kind in (*kinds.WORKLOAD_KINDS, *kinds.SUPPORTING_KINDS)
             for each in _owned(store.any(kind).of(namespace, name), uid)
         },
-        foreign=Foreign(store, namespace, uid),
+        foreign=ForeignObjects(store, namespace, uid),
         scalers={role: each.spec.get("replicas", 1) for role, each in scalers_of(store, namespace, name).items()},
         own_scalers=frozenset(
             each.metadata.name for each in _owned(store.any(kinds.ROLE_SCALER).of(namespace, name), uid)
@@ -148,16 +150,16 @@ def observe(
     )
 
 
-def deployment_of(item: Named) -> str:
+def deployment_of(item: NamedObject) -> str:
     """Whose business an object is, by its name; empty: nobody's of ours."""
-    if isinstance(item, Custom):
+    if isinstance(item, CustomObject):
         target = item.spec.get("target")
         name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
         return name if isinstance(name, str) else ""
     return item.metadata.labels.get(INSTANCE, "")
 
 
-def conditions_of(custom: Custom) -> tuple[Condition, ...]:
+def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
     """As last written; none where somebody else wrote something else there."""
     try:
         return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
@@ -165,10 +167,10 @@ def conditions_of(custom: Custom) -> tuple[Condition, ...]:
         return ()
 
 
-def scalers_of(store: Store, namespace: str, deployment: str) -> dict[str, Custom]:
+def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[str, CustomObject]:
     """RoleScalers of a deployment, by role; of two for one role, the one with the name that we would give it, or the first by name."""
-    found: dict[str, Custom] = {}
-    for name, each in sorted(store.of(kinds.ROLE_SCALER, Custom).of(namespace, deployment).items(), reverse=True):
+    found: dict[str, CustomObject] = {}
+    for name, each in sorted(store.of(kinds.ROLE_SCALER, CustomObject).of(namespace, deployment).items(), reverse=True):
         role = str(each.spec.get("target", {}).get("role"))
         if role not in found or found[role].metadata.name != f"{deployment}-{role}":
             found[role] = each
@@ -186,29 +188,31 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _running(pods: Iterable[Pod]) -> tuple[Running, ...]:
-    return tuple(sorted(Running(pod.metadata.name, pod.restarts, pod.metadata.uid) for pod in pods))
+def _running(pods: Iterable[Pod]) -> tuple[RunningPod, ...]:
+    return tuple(sorted(RunningPod(pod.metadata.name, pod.restarts, pod.metadata.uid) for pod in pods))
 
 
 def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
     return (each for each in named.values() if each.metadata.owner_uid == uid)
 
 
-def _routes(kind: Kind, controller: Scaled) -> bool:
+def _routes(kind: ApiKind, controller: WorkloadResource) -> bool:
     """Of routers: they change in place."""
     return kind == kinds.DEPLOYMENT and REVISION not in controller.metadata.labels
 
 
-def _is_of(item: Named, role: str) -> bool:
+def _is_of(item: NamedObject, role: str) -> bool:
     return item.metadata.labels.get(ROLE) == role
 
 
-def _router(role: str, controllers: Iterable[tuple[Kind, Scaled]], pods: Iterable[Pod]) -> RouterSeen | None:
+def _router(
+    role: str, controllers: Iterable[tuple[ApiKind, WorkloadResource]], pods: Iterable[Pod]
+) -> ObservedRouter | None:
     for kind, each in controllers:
         if _routes(kind, each) and _is_of(each, role):
             current = each.status.observed_generation >= each.metadata.generation
             ready = [pod for pod in routers_of(pods) if pod.ready and _is_of(pod, role)]
-            return RouterSeen(
+            return ObservedRouter(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
@@ -221,19 +225,19 @@ def _router(role: str, controllers: Iterable[tuple[Kind, Scaled]], pods: Iterabl
 
 
 def _children(
-    controllers: Iterable[tuple[Kind, Scaled]],
+    controllers: Iterable[tuple[ApiKind, WorkloadResource]],
     pods: Iterable[Pod],
-    known: Mapping[str, Registration] | None,
+    known: Mapping[str, WorkerRegistration] | None,
     partly: Container[str],
     now: datetime,
-) -> Iterator[Child]:
+) -> Iterator[ObservedChild]:
     """One for each role and revision that has a controller, or pods that are left of one."""
     by_child: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
         if REVISION in labels and ROLE in labels and labels.get(TYPE) != RoleType.ROUTER:
             by_child.setdefault((labels[ROLE], labels[REVISION]), []).append(pod)
-    groups: dict[tuple[str, str], list[Scaled]] = {}
+    groups: dict[tuple[str, str], list[WorkloadResource]] = {}
     for kind, each in controllers:
         labels = each.metadata.labels
         if REVISION not in labels:
@@ -251,12 +255,12 @@ def _children(
 
 def _group_child(
     key: tuple[str, str],
-    sets: Iterable[Scaled],
+    sets: Iterable[WorkloadResource],
     pods: Sequence[Pod],
-    known: Mapping[str, Registration] | None,
+    known: Mapping[str, WorkerRegistration] | None,
     partly: Container[str],
     now: datetime,
-) -> Child:
+) -> ObservedChild:
     """Of StatefulSets, each of which is one replica."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
@@ -264,14 +268,16 @@ def _group_child(
     told = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
-        if _half(members, now - timedelta(seconds=HALF_SECONDS + crc32(name.encode()) % HALF_SECONDS)):
+        if _half(
+            members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
+        ):
             halves.append(name)
         registrations = [told[pod.metadata.name] for pod in members if pod.metadata.name in told]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
             ready.append(name)
         if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
             warm[name] = sum(blocks)
-        left_behind += _left_behind(members, now - timedelta(seconds=TOGETHER_SECONDS))
+        left_behind += _left_behind(members, now - timedelta(seconds=GROUP_REJOIN_SECONDS))
     child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, partly, sizes)
     return msgspec.structs.replace(
         child,
@@ -310,10 +316,10 @@ def _child(
     key: tuple[str, str],
     asked: int,
     pods: Iterable[Pod],
-    known: Mapping[str, Registration] | None,
+    known: Mapping[str, WorkerRegistration] | None,
     partly: Container[str],
     sizes: Mapping[str, int] | None = None,
-) -> Child:
+) -> ObservedChild:
     replicas: dict[str, list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
@@ -331,11 +337,11 @@ def _child(
         if known is not None
         and any(pod.metadata.name in known and pod.metadata.name not in partly for pod in alive[group])
     ]
-    return Child(
+    return ObservedChild(
         kind=kind,
         name=name,
         role=key[0],
-        replicas=Replicas(
+        replicas=RevisionReplicas(
             revision=key[1],
             asked=asked,
             pods=len(alive),
@@ -356,9 +362,11 @@ def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
     return len(every) >= size and all(pod.ready for pod in every)
 
 
-def _worths(pods: Iterable[Pod], known: Mapping[str, Registration]) -> dict[tuple[str, str], tuple[Worth, ...]]:
+def _worths(
+    pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
+) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
     """Of single pods, by role and revision: what it would cost to lose each."""
-    found: dict[tuple[str, str], list[Worth]] = {}
+    found: dict[tuple[str, str], list[PodDeletionCost]] = {}
     for pod in pods:
         labels = pod.metadata.labels
         if (
@@ -370,6 +378,6 @@ def _worths(pods: Iterable[Pod], known: Mapping[str, Registration]) -> dict[tupl
         ):
             continue
         warm = known[pod.metadata.name].warm_blocks if pod.metadata.name in known else None
-        worth = Worth(pod=pod.metadata.name, blocks=warm, said=pod.metadata.annotations.get(DELETION_COST))
+        worth = PodDeletionCost(pod=pod.metadata.name, blocks=warm, said=pod.metadata.annotations.get(DELETION_COST))
         found.setdefault((labels[ROLE], labels[REVISION]), []).append(worth)
     return {key: tuple(sorted(each, key=lambda worth: worth.pod)) for key, each in found.items()}

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from operators.children.names import Deployment, pod_selector
+from operators.children.names import DesiredDeployment, pod_selector
 from operators.resources.deployment import DisaggDeploymentStatus, ScalingMode
 from operators.resources.parts import Condition
 from operators.resources.plan import ServingPlanStatus
 from operators.resources.scaler import RoleScalerStatus
-from operators.status import FALSE, TRUE, Said, condition
+from operators.status import FALSE, TRUE, ConditionUpdate, condition
 
 NO_PLANNER = "no planner is installed, so nothing is decided by this; replicas stay as they are asked for"
 
@@ -19,7 +19,7 @@ def scaler_status(
     generation: int,
     asked: int,
     role: str,
-    wish: Deployment | None,
+    wish: DesiredDeployment | None,
     status: DisaggDeploymentStatus | None,
     now: str,
 ) -> RoleScalerStatus:
@@ -37,7 +37,7 @@ def scaler_status(
     """
     target = next((each for each in wish.spec.roles if each.name == role), None) if wish is not None else None
     there = next((each for each in status.roles if each.name == role), None) if status is not None else None
-    said: list[Said] = []
+    said: list[ConditionUpdate] = []
     if wish is None or target is None:
         text = f"no role {role} in a DisaggDeployment of that name"
         said.append(("Bound", FALSE, "NoTarget", text))
@@ -68,7 +68,7 @@ def scaler_status(
 
 def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
     """Of a ServingPlan, as long as nobody plans."""
-    target: Said = (
+    target: ConditionUpdate = (
         ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
     )
     said = (target, ("Settled", FALSE, "NoPlanner", NO_PLANNER))

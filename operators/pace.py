@@ -27,7 +27,7 @@ MOST = 4096
 """Writes that are remembered before those are forgotten that do not matter any more."""
 
 
-class Pace(Generic[Key]):
+class StatusRateLimiter(Generic[Key]):
     def __init__(self) -> None:
         self._written: dict[Key, Nanos] = {}
         self._brief: dict[Key, Nanos] = {}  # since when

@@ -6,23 +6,23 @@ from typing import Any, Generic, Protocol
 
 from msgspec import Struct
 
-from operators.kinds import Kind, Served
-from operators.probing import Completion, Failure, Probe
-from operators.registrations import Registration
+from operators.kinds import ApiKind, OptionalKinds
+from operators.probing import Probe, ProbeCompletion, ProbeFailure
+from operators.registrations import WorkerRegistration
 from operators.views import View
 
 Manifest = dict[str, Any]
 
 
-class ClusterError(Exception):
+class KubernetesError(Exception):
     """The API server did not do what it was asked. What it says is fit for logs and conditions: no value of a specification is in it."""
 
 
-class Unreachable(ClusterError):
+class ApiServerUnreachable(KubernetesError):
     """Nobody answered, the answer broke off, or the server failed: later, again."""
 
 
-class Busy(ClusterError):
+class ApiServerBusy(KubernetesError):
     """Later, again, and not before it says."""
 
     def __init__(self, message: str, after_seconds: float | None = None) -> None:
@@ -30,23 +30,23 @@ class Busy(ClusterError):
         self.after_seconds = after_seconds
 
 
-class Stale(ClusterError):
+class ObjectConflict(KubernetesError):
     """The object is not any more what the request was made for: look again."""
 
 
-class Taken(Stale):
+class NameTaken(ObjectConflict):
     """What was to be made is there already: look at it."""
 
 
-class Missing(ClusterError):
+class ObjectMissing(KubernetesError):
     """There is no such object, or no such kind."""
 
 
-class Expired(ClusterError):
+class VersionExpired(KubernetesError):
     """The server does not remember changes since then: list again."""
 
 
-class Denied(ClusterError):
+class RequestDenied(KubernetesError):
     """It will not be done as long as nobody changes something: a bad field, a quota, a right that is missing."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -54,7 +54,7 @@ class Denied(ClusterError):
         self.reason = reason
 
 
-class Listed(Struct, Generic[View], frozen=True):
+class ObjectList(Struct, Generic[View], frozen=True):
     """All of a kind."""
 
     items: tuple[View, ...]
@@ -62,7 +62,7 @@ class Listed(Struct, Generic[View], frozen=True):
     """To watch from."""
 
 
-class Told(Struct, Generic[View], frozen=True):
+class WatchEvent(Struct, Generic[View], frozen=True):
     """What a watch says."""
 
     version: str
@@ -74,54 +74,54 @@ class Told(Struct, Generic[View], frozen=True):
     gone: bool = False
 
 
-class Cluster(Protocol):
+class KubernetesApi(Protocol):
     """An API server. Every call has a deadline, and raises nothing but ClusterError."""
 
-    async def served(self) -> Served: ...
+    async def served(self) -> OptionalKinds: ...
 
-    async def list(self, kind: Kind, of: type[View], namespace: str, selector: str = "") -> Listed[View]: ...
+    async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]: ...
 
     def watch(
-        self, kind: Kind, of: type[View], namespace: str, version: str, selector: str = ""
-    ) -> AsyncGenerator[Told[View], None]:
+        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+    ) -> AsyncGenerator[WatchEvent[View], None]:
         """Changes after a version, until the server ends the stream, which it does now and then."""
         ...
 
-    async def get(self, kind: Kind, of: type[View], namespace: str, name: str) -> View: ...
+    async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View: ...
 
-    async def find(self, kind: Kind, of: type[View], namespace: str, name: str) -> View | None:
+    async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
         """The newest, with no other right than to list the kind; None: there is none of that name."""
         ...
 
-    async def create(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+    async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
         """Taken where the name is not free."""
         ...
 
-    async def make(self, kind: Kind, of: type[View], namespace: str, manifest: Manifest) -> View:
+    async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
         """Server-side apply of what is not there; Taken where the name is not free."""
         ...
 
-    async def replace(self, kind: Kind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
+    async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
-    async def apply(self, kind: Kind, of: type[View], manifest: Manifest, part: str = "") -> View:
+    async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
         """Server-side apply, as the operator; what others say of the same fields gives way. `part`: the status."""
         ...
 
     async def patch(
-        self, kind: Kind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+        self, kind: ApiKind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
     ) -> View:
         """JSON patch; Stale where a `test` in it fails."""
         ...
 
-    async def delete(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
+    async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
         """Only the object with this uid."""
         ...
 
 
-class Routers(Protocol):
+class RouterReports(Protocol):
     """What the routers of deployments say of their workers."""
 
-    async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
+    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         """Return the workers that the router at a host:port gives requests to; None where it does not answer.
 
         Args:
@@ -131,15 +131,15 @@ class Routers(Protocol):
         ...
 
 
-class Clients(Protocol):
+class ProbeSender(Protocol):
     """One who uses the routers of deployments as everybody does."""
 
-    async def ask(self, probe: Probe) -> Completion | Failure:
+    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
         """Send a request for a token. Has a deadline, and raises nothing."""
         ...
 
 
-class Wall(Protocol):
+class WallClock(Protocol):
     """The time of day."""
 
     def __call__(self) -> datetime: ...

@@ -14,9 +14,17 @@ from contextlib import nullcontext
 from typing import Never
 
 from operators import probing
-from operators.keys import Key
-from operators.ports import Clients
-from operators.probing import Aim, Completion, Failure, Probe, Shown, Subject, Wanted
+from operators.keys import ReconcileKey
+from operators.ports import ProbeSender
+from operators.probing import (
+    PendingProbes,
+    Probe,
+    ProbeCompletion,
+    ProbeEvidence,
+    ProbeFailure,
+    ProbeSubject,
+    ProbeTarget,
+)
 
 FIRST_PAUSE_SECONDS = 0.5
 
@@ -24,11 +32,11 @@ FIRST_PAUSE_SECONDS = 0.5
 class Prober:
     def __init__(
         self,
-        clients: Clients,
+        clients: ProbeSender,
         at_once: int,
         longest_seconds: float,
         leads: Callable[[], bool],
-        heard: Callable[[Key], None],
+        heard: Callable[[ReconcileKey], None],
     ) -> None:
         """`heard` is told of whom something else is known than before."""
         self._clients = clients
@@ -37,16 +45,16 @@ class Prober:
         self._heard = heard
         self._asking = asyncio.Semaphore(at_once)
         self._asking_again = asyncio.Semaphore(max(1, at_once // 2))
-        self._shown: dict[Key, Shown] = {}
-        self._subjects: dict[Key, Subject] = {}
-        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._shown: dict[ReconcileKey, ProbeEvidence] = {}
+        self._subjects: dict[ReconcileKey, ProbeSubject] = {}
+        self._tasks: dict[ReconcileKey, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
 
-    def of(self, key: Key) -> Shown:
+    def of(self, key: ReconcileKey) -> ProbeEvidence:
         """What is known of a deployment."""
-        return self._shown.get(key, Shown())
+        return self._shown.get(key, ProbeEvidence())
 
-    def want(self, key: Key, wanted: Wanted | None) -> None:
+    def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
         """Show what is wanted of a deployment; None: nothing, for now."""
         if wanted is None:
             self._end(key)
@@ -58,7 +66,7 @@ class Prober:
         self._shown[key] = wanted.shown
         self._begin(key, wanted.subject)
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: ReconcileKey) -> None:
         self._end(key)
         self._shown.pop(key, None)
 
@@ -74,16 +82,16 @@ class Prober:
                 self._group = None
         raise AssertionError("the wait has no end")
 
-    def _begin(self, key: Key, subject: Subject) -> None:
+    def _begin(self, key: ReconcileKey, subject: ProbeSubject) -> None:
         if self._group is not None and probing.wanted(subject, self.of(key)):
             self._tasks[key] = self._group.create_task(self._show(key, subject))
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: ReconcileKey) -> None:
         self._subjects.pop(key, None)
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
 
-    async def _show(self, key: Key, subject: Subject) -> None:
+    async def _show(self, key: ReconcileKey, subject: ProbeSubject) -> None:
         pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
         while aims := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
@@ -96,20 +104,22 @@ class Prober:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
 
-    def _learn(self, key: Key, subject: Subject, aim: Aim, answer: Completion | Failure) -> bool:
+    def _learn(
+        self, key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion | ProbeFailure
+    ) -> bool:
         """Whether there should be a pause."""
         before = self.of(key)
-        if isinstance(answer, Failure):
+        if isinstance(answer, ProbeFailure):
             after = probing.failed(before, subject, aim, answer)
         else:
             after = probing.answered(before, subject, aim, answer)
         self._shown[key] = after
         if after.told != before.told or not probing.unanswered(subject, after):
             self._heard(key)
-        return isinstance(answer, Failure) or aim in after.unhanded
+        return isinstance(answer, ProbeFailure) or aim in after.unhanded
 
 
-def _probe(key: Key, subject: Subject, aim: Aim, number: int) -> Probe:
+def _probe(key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, number: int) -> Probe:
     """The next one, of so many: routers take turns."""
     return Probe(
         namespace=key.namespace,

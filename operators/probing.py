@@ -10,7 +10,7 @@ Rules:
 4. One failure may be a Service that has not heard of its pods yet: the second one of its sort in a row is told, and is so until there is an answer, or
    two in a row of the other sort.
 5. A router that wants a key which nobody has given has shown nothing: that is not known, and not a failure.
-6. Nor is it one when a router lets a probe in no more than anybody else, since it has no room (`Failure.busy`): such a router lives, and is busy with
+6. Nor is it one when a router lets a probe in no more than anybody else, since it has no room (`ProbeFailure.busy`): such a router lives, and is busy with
    requests of others. Where all workers have answered before, behind other routers, that is enough; of a worker that never has, it says nothing.
 """
 
@@ -27,7 +27,7 @@ HALF = 8
 """Characters of a digest: what is behind the routers, and then the routers."""
 
 
-class Running(Struct, frozen=True, order=True):
+class RunningPod(Struct, frozen=True, order=True):
     """A pod, and how often its containers have begun anew. Names of pods may come again, uids do not."""
 
     pod: str
@@ -35,27 +35,27 @@ class Running(Struct, frozen=True, order=True):
     uid: str = ""
 
 
-class Aim(Struct, frozen=True, order=True):
+class ProbeTarget(Struct, frozen=True, order=True):
     """One request that is to be answered."""
 
     role: str
-    worker: Running
+    worker: RunningPod
     """That has to answer."""
 
     pair: bool = False
     """A prefill worker has to compute the prompt."""
 
 
-class Subject(Struct, frozen=True, kw_only=True):
+class ProbeSubject(Struct, frozen=True, kw_only=True):
     """The pods that requests pass through."""
 
     service: str
     """Of the routers, for clients."""
 
     model: str
-    routers: tuple[Running, ...]
-    prefills: tuple[Running, ...]
-    aims: tuple[Aim, ...]
+    routers: tuple[RunningPod, ...]
+    prefills: tuple[RunningPod, ...]
+    aims: tuple[ProbeTarget, ...]
     doors: tuple[str, ...] = ()
     """IP addresses of the routers: where a key is sent. In no digest: who answers is no other one at another address."""
 
@@ -94,14 +94,14 @@ class Probe(Struct, frozen=True, kw_only=True):
     """IP address of a router; empty: none is known."""
 
 
-class Completion(Struct, frozen=True):
+class ProbeCompletion(Struct, frozen=True):
     """A completion."""
 
     handed: bool | None = None
     """Whether the blocks of the prompt came from another worker; None: that cannot be told, or was not asked for."""
 
 
-class Failure(Struct, frozen=True):
+class ProbeFailure(Struct, frozen=True):
     """No completion."""
 
     status: int
@@ -118,20 +118,20 @@ class Failure(Struct, frozen=True):
         return f"{self.status} {self.text}" if self.status else self.text
 
 
-class Shown(Struct, frozen=True, kw_only=True):
+class ProbeEvidence(Struct, frozen=True, kw_only=True):
     """What the probes of one deployment have shown so far."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """Roles, and what stood before them (`Subject.around`, `Subject.pools`) at their last answers."""
+    """Roles, and what stood before them (`ProbeSubject.around`, `ProbeSubject.pools`) at their last answers."""
 
-    answered: frozenset[Aim] = frozenset()
-    unhanded: frozenset[Aim] = frozenset()
+    answered: frozenset[ProbeTarget] = frozenset()
+    unhanded: frozenset[ProbeTarget] = frozenset()
     """Of these: those that computed a prompt which they should have taken over."""
 
-    unclear: frozenset[Aim] = frozenset()
+    unclear: frozenset[ProbeTarget] = frozenset()
     """And those of which it cannot be told."""
 
-    failure: Failure | None = None
+    failure: ProbeFailure | None = None
     """Of the last probe."""
 
     about: str = ""
@@ -140,23 +140,23 @@ class Shown(Struct, frozen=True, kw_only=True):
     failures: int = 0
     """Of its sort, busy or not, in a row."""
 
-    told: Failure | None = None
+    told: ProbeFailure | None = None
     """The failure that may be told."""
 
     failed: str = ""
     """The worker that it is about."""
 
 
-class Wanted(Struct, frozen=True):
+class PendingProbes(Struct, frozen=True):
     """What is still to be shown, and what is known already; nothing is sent where all is."""
 
-    subject: Subject
-    shown: Shown
+    subject: ProbeSubject
+    shown: ProbeEvidence
 
 
-def unanswered(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
+def unanswered(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
     """Those without whose answers it is not Ready, in order."""
-    found: dict[str, list[Aim]] = {}
+    found: dict[str, list[ProbeTarget]] = {}
     for aim in subject.aims:
         asked = found.setdefault(aim.role, [])
         if aim not in shown.answered:
@@ -168,19 +168,19 @@ def unanswered(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
     return tuple(aim for role in found.values() for aim in role)
 
 
-def vouched(subject: Subject, shown: Shown) -> bool:
+def missing_only_routers(subject: ProbeSubject, shown: ProbeEvidence) -> bool:
     """Whether nothing is missing but an answer through these routers: workers, and what computes their prompts, have answered before."""
     before = {(role, pools) for role, _, pools in shown.through}
     return all(aim in shown.answered and (aim.role, subject.pools) in before for aim in unanswered(subject, shown))
 
 
-def wanted(subject: Subject, shown: Shown) -> tuple[Aim, ...]:
+def wanted(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
     """Those to be asked, in order: they have not answered yet, or did without taking blocks over."""
     missing = unanswered(subject, shown)
     return missing + tuple(aim for aim in subject.aims if aim in shown.unhanded and aim not in missing)
 
 
-def answered(shown: Shown, subject: Subject, aim: Aim, answer: Completion) -> Shown:
+def answered(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion) -> ProbeEvidence:
     """After an answer."""
     others = {each for each in shown.through if each[0] != aim.role}
     through = others | {(aim.role, subject.around, subject.pools)}
@@ -189,10 +189,12 @@ def answered(shown: Shown, subject: Subject, aim: Aim, answer: Completion) -> Sh
         unhanded |= {aim}
     if aim.pair and answer.handed is None:
         unclear |= {aim}
-    return Shown(through=frozenset(through), answered=shown.answered | {aim}, unhanded=unhanded, unclear=unclear)
+    return ProbeEvidence(
+        through=frozenset(through), answered=shown.answered | {aim}, unhanded=unhanded, unclear=unclear
+    )
 
 
-def failed(shown: Shown, subject: Subject, aim: Aim, failure: Failure) -> Shown:
+def failed(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
     """After a failure: what was shown before stays so."""
     alike = shown.failure is not None and shown.failure.busy == failure.busy
     failures = shown.failures + 1 if alike else 1
@@ -202,7 +204,7 @@ def failed(shown: Shown, subject: Subject, aim: Aim, failure: Failure) -> Shown:
     return msgspec.structs.replace(shown, told=failure, failed=aim.worker.pod)
 
 
-def kept(subject: Subject, shown: Shown) -> Shown:
+def kept(subject: ProbeSubject, shown: ProbeEvidence) -> ProbeEvidence:
     """What counts of it: answers of pods that are there, and failures of just these."""
     if shown.failure is not None and shown.about != subject.digest:
         shown = msgspec.structs.replace(shown, failure=None, about="", failures=0, told=None, failed="")
@@ -214,7 +216,7 @@ def kept(subject: Subject, shown: Shown) -> Shown:
     )
 
 
-def recalled(subject: Subject, proved: str, handed: str) -> Shown | None:
+def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
     """What was shown by whoever wrote the status; None: nothing of this.
 
     Args:
@@ -226,7 +228,7 @@ def recalled(subject: Subject, proved: str, handed: str) -> Shown | None:
         return None
     around = subject.around if proved == subject.digest else ""
     pairs = frozenset(aim for aim in subject.aims if aim.pair)
-    return Shown(
+    return ProbeEvidence(
         through=frozenset((aim.role, around, subject.pools) for aim in subject.aims),
         answered=frozenset(subject.aims),
         unhanded=pairs if handed == "False" else frozenset(),

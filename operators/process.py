@@ -10,14 +10,14 @@ from prometheus_client import CollectorRegistry
 from fleet.clock import Clock
 from fleet.errors import ConfigurationRefused
 from kvstore.addresses import host_port
-from operators.cluster import open_api_server
+from operators.cluster import open_api_client
 from operators.control_secrets import ControlSecrets
-from operators.doors import open_doors
-from operators.leader import Leader
-from operators.ports import Clients, ClusterError, Routers, Wall
+from operators.doors import open_health_server
+from operators.leader import LeaseLeader
+from operators.ports import KubernetesError, ProbeSender, RouterReports, WallClock
 from operators.server import Operator
 from operators.settings import OperatorSettings
-from operators.telemetry import Gauges, Metrics
+from operators.telemetry import OperatorGauges, OperatorMetrics
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 async def serve_operator(
     settings: OperatorSettings,
-    routers: Routers | None,
-    clients: Clients | None,
+    routers: RouterReports | None,
+    clients: ProbeSender | None,
     clock: Clock,
-    wall: Wall,
+    wall: WallClock,
     registry: CollectorRegistry,
     announce: Callable[[Mapping[str, str]], None],
     stop: asyncio.Event,
@@ -55,13 +55,13 @@ async def serve_operator(
         host, port = host_port(settings.listen)
     except ValueError as error:
         raise ConfigurationRefused(f"listen: {error}") from error
-    metrics = Metrics(registry)
+    metrics = OperatorMetrics(registry)
     try:
-        async with open_api_server(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
-            leader = Leader(cluster, settings.lease, namespace, settings.identity, clock, wall)
+        async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
+            leader = LeaseLeader(cluster, settings.lease, namespace, settings.identity, clock, wall)
             secrets = ControlSecrets(cluster, namespace, settings.control_secret, settings.lease.owner)
             operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients, secrets=secrets)
-            gauges = Gauges(
+            gauges = OperatorGauges(
                 leads=leader.leads,
                 waiting=operator.waiting,
                 objects=operator.store.sizes,
@@ -69,12 +69,12 @@ async def serve_operator(
                 ready=operator.by_readiness,
             )
             registry.register(gauges)
-            async with open_doors(host, port, operator.ready, operator.unread, registry) as address:
+            async with open_health_server(host, port, operator.ready, operator.unread, registry) as address:
                 announce({"http": address})
                 await operator.run(stop)
     except OSError as error:
         raise ConfigurationRefused(f"listen: {settings.listen}: {error.strerror}") from error
-    except ClusterError as error:
+    except KubernetesError as error:
         raise ConfigurationRefused(str(error)) from error
 
 

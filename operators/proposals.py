@@ -44,14 +44,14 @@ from operators.resources.deployment import (
     KvPath,
     KvTransfer,
     Parallelism,
-    Role,
+    RoleSpec,
     RoleType,
     Rollout,
     Routing,
 )
 from operators.resources.deployment import Gpus as RoleGpus
-from operators.resources.parts import GpuVendor, Objective
-from operators.resources.request import Figure, ServingRequestSpec, Target
+from operators.resources.parts import GpuVendor, ServingObjective
+from operators.resources.request import GoalName, ProposalFigure, ServingRequestSpec
 
 VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
 TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
@@ -66,7 +66,7 @@ ANSWERS = 2
 """So many times as long as an answer takes may a worker have to finish what it does before it ends."""
 
 MOST_REPLICAS = 10_000
-"""Of a role, as `operators.resources.deployment.Role` has it."""
+"""Of a role, as `operators.resources.deployment.RoleSpec` has it."""
 
 LARGEST = 128 << 10
 """Bytes of JSON, of podTemplate and modelConfig each. With two roles that is four of these in an object, and twice as much again for who owns which
@@ -86,7 +86,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
     spec: DisaggDeploymentSpec
     reason: str
     message: str
-    figures: tuple[Figure, ...]
+    figures: tuple[ProposalFigure, ...]
     basis: str
 
 
@@ -95,7 +95,7 @@ class Infeasible(Struct, frozen=True, kw_only=True):
 
     reason: str
     message: str
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[ProposalFigure, ...] = ()
     basis: str = ""
 
 
@@ -148,7 +148,7 @@ def _demand(asked: ServingRequestSpec) -> Demand:
     return Demand(request=request, rate=work.requests_per_minute / MINUTE, clients=work.concurrency)
 
 
-def _goals(objective: Objective) -> LatencyGoals:
+def _goals(objective: ServingObjective) -> LatencyGoals:
     return LatencyGoals(
         ttft=objective.ttft_ms / 1000, tpot=objective.tpot_ms / 1000, percentile=objective.percentile / 100
     )
@@ -159,11 +159,11 @@ def _goals(objective: Objective) -> LatencyGoals:
 
 def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Proposal:
     objective, estimate = asked.objective, found.estimate
-    per_minute = Target.CONCURRENCY if asked.workload.concurrency else Target.RATE
+    per_minute = GoalName.CONCURRENCY if asked.workload.concurrency else GoalName.RATE
     load = asked.workload.concurrency or asked.workload.requests_per_minute
     most = found.most if asked.workload.concurrency else found.most * MINUTE
-    first = _figure(Target.TTFT, objective.ttft_ms, found.ttft * 1000, estimate.ttft_error)
-    token = _figure(Target.TPOT, objective.tpot_ms, found.tpot * 1000, estimate.tpot_error)
+    first = _figure(GoalName.TTFT, objective.ttft_ms, found.ttft * 1000, estimate.ttft_error)
+    token = _figure(GoalName.TPOT, objective.tpot_ms, found.tpot * 1000, estimate.tpot_error)
     pools = " and ".join(f"{pool.replicas} x {NAMES[pool.role]}" for pool in found.pools)
     surely = all(each.predicted * (100 + each.error_percent) <= 100 * each.asked for each in (first, token))
     text = (
@@ -179,8 +179,8 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
         figures=(
             first,
             token,
-            Figure(goal=Target.GPUS, asked=asked.hardware.count, predicted=found.gpus, met=True),
-            Figure(goal=per_minute, asked=load, predicted=max(load, floor(most)), met=True),
+            ProposalFigure(goal=GoalName.GPUS, asked=asked.hardware.count, predicted=found.gpus, met=True),
+            ProposalFigure(goal=per_minute, asked=load, predicted=max(load, floor(most)), met=True),
         ),
         basis=_basis(estimate),
     )
@@ -200,7 +200,7 @@ def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> 
     routing = Routing(disaggregate_above_tokens=min(Routing().disaggregate_above_tokens, new_tokens // 2))
     return DisaggDeploymentSpec(
         model=asked.model,
-        roles=(Role(name="router", type=RoleType.ROUTER, replicas=ROUTERS), *roles),
+        roles=(RoleSpec(name="router", type=RoleType.ROUTER, replicas=ROUTERS), *roles),
         image=asked.image,
         kv_transfer=KvTransfer(paths=(KvPath.DIRECT,)),
         routing=routing if len(found.pools) > 1 else Routing(),
@@ -210,9 +210,9 @@ def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> 
 
 def _role(
     asked: ServingRequestSpec, found: Sizing, pool: SizedPool, rollout: Rollout, drain: Drain, template: dict[str, Any]
-) -> Role:
+) -> RoleSpec:
     tensor = found.placement.parallelism.tp
-    return Role(
+    return RoleSpec(
         name=NAMES[pool.role],
         type=TYPES[pool.role],
         replicas=pool.replicas,
@@ -276,9 +276,9 @@ def _misshapen(template: dict[str, Any]) -> str:
     return ""
 
 
-def _figure(goal: Target, asked: int, milliseconds: float, error: float) -> Figure:
+def _figure(goal: GoalName, asked: int, milliseconds: float, error: float) -> ProposalFigure:
     predicted = ceil(milliseconds)
-    return Figure(
+    return ProposalFigure(
         goal=goal, asked=asked, predicted=predicted, error_percent=ceil(100 * error), met=milliseconds <= asked
     )
 
@@ -299,7 +299,7 @@ def _infeasible(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply,
                 f"spec.workload: promptTokens and answerTokens are {ceil(why.wanted):,} together, and the model takes {ceil(why.best):,}; "
                 "ask for shorter ones, or take a model with a longer context"
             )
-            figure = Figure(goal=Target.CONTEXT, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
+            figure = ProposalFigure(goal=GoalName.CONTEXT, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
             return Infeasible(reason="ContextTooLong", message=text, figures=(figure,))
         case SizingGoal.GPUS:
             return _too_few(asked, why)
@@ -319,7 +319,7 @@ def _too_large(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, 
         f"spec.hardware: for the weights and one request's KV an engine {needs}, in one node, and {have}; take {_others(fitting)}, "
         "narrower weights (fp8, fp4), or shorter requests"
     )
-    figure = Figure(goal=Target.GPUS_PER_NODE, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
+    figure = ProposalFigure(goal=GoalName.GPUS_PER_NODE, asked=ceil(why.wanted), predicted=ceil(why.best), met=False)
     return Infeasible(reason="ModelDoesNotFit", message=text, figures=(figure,))
 
 
@@ -334,8 +334,8 @@ def _too_few(asked: ServingRequestSpec, why: Shortfall) -> Infeasible:
         f"there are would do for {most:,} {of}; take more of them, faster ones, or looser goals"
     )
     figures = (
-        Figure(goal=Target.GPUS, asked=ceil(why.wanted), predicted=ceil(why.best), met=False),
-        Figure(goal=Target.CONCURRENCY if waiting else Target.RATE, asked=load, predicted=most, met=False),
+        ProposalFigure(goal=GoalName.GPUS, asked=ceil(why.wanted), predicted=ceil(why.best), met=False),
+        ProposalFigure(goal=GoalName.CONCURRENCY if waiting else GoalName.RATE, asked=load, predicted=most, met=False),
     )
     return Infeasible(reason="TooFewGpus", message=text, figures=figures)
 
@@ -351,7 +351,7 @@ def _too_slow(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, w
         f"{'shorter prompts, more of them cached, ' if first else ''}or a looser goal"
     )
     asked_ms = asked.objective.ttft_ms if first else asked.objective.tpot_ms
-    figure = _figure(Target.TTFT if first else Target.TPOT, asked_ms, why.best * 1000, 0.0)
+    figure = _figure(GoalName.TTFT if first else GoalName.TPOT, asked_ms, why.best * 1000, 0.0)
     return Infeasible(reason="TtftOutOfReach" if first else "TpotOutOfReach", message=text, figures=(figure,))
 
 

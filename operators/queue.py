@@ -17,7 +17,7 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 
 Key = TypeVar("Key", bound=Hashable)
 
-AT_ONCE = Nanos(0)
+IMMEDIATELY = Nanos(0)
 SHORTEST = Nanos(20 * MILLISECOND)
 LONGEST = Nanos(60 * SECOND)
 MOST_DOUBLINGS = 16
@@ -39,7 +39,7 @@ class WorkQueue(Generic[Key]):
     def __len__(self) -> int:
         return len(self._due) + len(self._in_hand)
 
-    def add(self, key: Key, now: Nanos, after: Nanos = AT_ONCE) -> None:
+    def add(self, key: Key, now: Nanos, after: Nanos = IMMEDIATELY) -> None:
         """Have it looked at, `after` so long at the latest."""
         at = max(Nanos(now + after), self._not_before.get(key, now))
         if key in self._in_hand:

@@ -24,21 +24,21 @@ from msgspec import Struct
 
 from operators import kinds
 from operators.children.manifests import Manifest
-from operators.children.names import Deployment, child_name
+from operators.children.names import DesiredDeployment, child_name
 from operators.children.pods import Images, is_foreign
 from operators.children.shared import shared
 from operators.children.workloads import group, grouped, revision, role_scaler, workers
-from operators.probing import Wanted
-from operators.resources.deployment import DisaggDeploymentStatus, Role, RoleType, ScalingMode
+from operators.probing import PendingProbes
+from operators.resources.deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
 from operators.resources.parts import GROUP
-from operators.scaling import Bounds, Change, Pool, Side, next_changes, targets
-from operators.seen import Child, Seen
+from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
+from operators.seen import ObservedChild, ObservedState
 from operators.status import status
 
 DIGEST = f"{GROUP}/digest"
-SIDES = {RoleType.PREFILL: Side.PREFILL, RoleType.DECODE: Side.DECODE}
+SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
 CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
-MOST_WORTH = 2**31 - 1  # as Kubernetes limits the annotation
+MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
 
 
 class Apply(Struct, frozen=True, tag=True):
@@ -56,7 +56,7 @@ class Scale(Struct, frozen=True, tag=True):
     was: int | None = None
 
 
-class Value(Struct, frozen=True, tag=True):
+class SetDeletionCost(Struct, frozen=True, tag=True):
     """Say what it would cost to lose a pod, so that of those that go the cheapest go."""
 
     pod: str
@@ -68,23 +68,23 @@ class Remove(Struct, frozen=True, tag=True):
     name: str
 
 
-class End(Struct, frozen=True, tag=True):
+class DeletePod(Struct, frozen=True, tag=True):
     """A pod, which its controller then makes anew."""
 
     pod: str
 
 
-Action = Apply | Scale | Value | Remove | End
+Action = Apply | Scale | SetDeletionCost | Remove | DeletePod
 
 
 class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
-    wanted: Wanted | None = None
+    wanted: PendingProbes | None = None
     """What probes are to show; None: nothing yet."""
 
 
-def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Reconciled:
+def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now: str) -> Reconciled:
     """One step.
 
     Args:
@@ -110,14 +110,14 @@ def reconcile(wish: Deployment, seen: Seen, images: Images, now: str) -> Reconci
         wanted += [with_digest(each) for each in _present(wish, seen, present, images) if each not in wanted]
     applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
     actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
-    actions += _farewells(wish, seen, possible, wanted)
+    actions += _pruned(wish, seen, possible, wanted)
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
     said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
     return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
-def _present(wish: Deployment, seen: Seen, present: str, images: Images) -> Iterator[Manifest]:
+def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
     """The children of the present revision, with the replicas that they have."""
     for role in wish.workers:
         for each in seen.children:
@@ -132,7 +132,7 @@ def _present(wish: Deployment, seen: Seen, present: str, images: Images) -> Iter
 
 
 def _changed(
-    wish: Deployment, role: Role, change: Change, seen: Seen, images: Images
+    wish: DesiredDeployment, role: RoleSpec, change: ReplicaChange, seen: ObservedState, images: Images
 ) -> tuple[list[Manifest], list[Action]]:
     """What to apply, and what else to do, so that a revision of a role is asked for so many replicas."""
     child = next(
@@ -162,17 +162,17 @@ def _index(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _by_worth(child: Child) -> list[str]:
+def _by_worth(child: ObservedChild) -> list[str]:
     """Groups in the order in which they are to go: such as do not serve, then the least warm ones, then the last ones."""
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
-def _worths(child: Child, seen: Seen) -> list[Value]:
+def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
     """Of the pods some of which are to go, where it is known and not said yet."""
     return [
-        Value(each.pod, cost)
+        SetDeletionCost(each.pod, cost)
         for each in seen.worths.get((child.role, child.replicas.revision), ())
-        if each.blocks is not None and str(cost := min(each.blocks, MOST_WORTH)) != each.said
+        if each.blocks is not None and str(cost := min(each.blocks, MOST_DELETION_COST)) != each.said
     ]
 
 
@@ -187,7 +187,7 @@ def _key(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
-def _differs(manifest: Manifest, seen: Seen) -> bool:
+def _differs(manifest: Manifest, seen: ObservedState) -> bool:
     if seen.afresh:
         return True
     replicas = manifest.get("spec", {}).get("replicas")
@@ -197,17 +197,17 @@ def _differs(manifest: Manifest, seen: Seen) -> bool:
     return seen.digests.get(_key(manifest)) != digest
 
 
-def _scalers(wish: Deployment, seen: Seen) -> list[Manifest]:
+def _scalers(wish: DesiredDeployment, seen: ObservedState) -> list[Manifest]:
     """Those that are missing."""
     return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
 
 
-def _scaled(wish: Deployment) -> Iterator[Role]:
+def _scaled(wish: DesiredDeployment) -> Iterator[RoleSpec]:
     """Roles with a RoleScaler."""
     return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
-def _wished(wish: Deployment, role: Role, seen: Seen) -> int:
+def _wished(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState) -> int:
     if wish.spec.suspend:
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
@@ -216,10 +216,10 @@ def _wished(wish: Deployment, role: Role, seen: Seen) -> int:
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 
-def _pool(wish: Deployment, role: Role, seen: Seen, present: str) -> Pool:
-    return Pool(
+def _pool(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState, present: str) -> ScaledRole:
+    return ScaledRole(
         name=role.name,
-        side=SIDES.get(role.type, Side.ALONE),
+        side=SIDES.get(role.type, PairSide.ALONE),
         target=_wished(wish, role, seen),
         gpus=role.gpus.per_replica,
         surge=role.rollout.max_surge,
@@ -229,9 +229,9 @@ def _pool(wish: Deployment, role: Role, seen: Seen, present: str) -> Pool:
     )
 
 
-def _bounds(wish: Deployment) -> Bounds:
+def _bounds(wish: DesiredDeployment) -> ScalingBounds:
     balance = wish.spec.balance
-    return Bounds(
+    return ScalingBounds(
         gpu_budget=balance.gpu_budget,
         least=_ratio(balance.ratio.least),
         most=_ratio(balance.ratio.most),
@@ -244,7 +244,9 @@ def _ratio(text: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequence[Manifest]) -> list[Action]:
+def _pruned(
+    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
+) -> list[Action]:
     """Of children that nobody needs any more, and of whatever else is ours and not wanted.
 
     That is of a role that is gone, say; or settings without a child, because their operator was killed in between.
@@ -265,7 +267,7 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
             actions += [Remove(each.kind, name) for name in names if name]
             continue
         actions += [Remove(each.kind, name) for name in each.halves[-1:]]
-        actions += [End(pod) for pod in each.left_behind if each.role in foreign]
+        actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in seen.old_routers]
     own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
@@ -274,7 +276,7 @@ def _farewells(wish: Deployment, seen: Seen, pools: Sequence[Pool], wanted: Sequ
     return actions + [Remove(kind, name) for kind, name in own]
 
 
-def _emptied(child: Child) -> list[Action]:
+def _emptied(child: ObservedChild) -> list[Action]:
     if child.kind == "StatefulSet":
         return [Remove(child.kind, name) for name in child.members]
     return [Scale(child.kind, child.name, 0, child.replicas.asked)]

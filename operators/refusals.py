@@ -9,7 +9,14 @@ from typing import NoReturn
 
 from msgspec import Struct
 
-from operators.ports import Busy, Denied, Expired, Missing, Stale, Unreachable
+from operators.ports import (
+    ApiServerBusy,
+    ApiServerUnreachable,
+    ObjectConflict,
+    ObjectMissing,
+    RequestDenied,
+    VersionExpired,
+)
 
 MOST_CAUSES = 8
 # What a server may say after the value that it refuses: requirements, without a quotation.
@@ -24,26 +31,26 @@ FIELD = re.compile(
 )
 
 
-class Cause(Struct, frozen=True):
+class StatusCause(Struct, frozen=True):
     field: str = ""
     reason: str = ""
     message: str = ""
 
 
-class Details(Struct, frozen=True):
-    causes: list[Cause] | None = None
+class StatusDetails(Struct, frozen=True):
+    causes: list[StatusCause] | None = None
 
 
-class Status(Struct, frozen=True):
+class ApiStatus(Struct, frozen=True):
     """How a server says no."""
 
     reason: str = ""
     message: str = ""
     code: int = 0
-    details: Details | None = None
+    details: StatusDetails | None = None
 
 
-def refuse(status: Status, after_seconds: float | None = None) -> NoReturn:
+def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
     """Say what a status means for whoever asked.
 
     Raises:
@@ -51,21 +58,21 @@ def refuse(status: Status, after_seconds: float | None = None) -> NoReturn:
     """
     match status.code:
         case 404:
-            raise Missing(status.reason or "NotFound")
+            raise ObjectMissing(status.reason or "NotFound")
         case 409 if status.reason != "AlreadyExists":
-            raise Stale(status.reason or "Conflict")
+            raise ObjectConflict(status.reason or "Conflict")
         case 410:
-            raise Expired(status.reason or "Expired")
+            raise VersionExpired(status.reason or "Expired")
         case 429:
-            raise Busy("too many requests", after_seconds)
+            raise ApiServerBusy("too many requests", after_seconds)
         case 400 | 403 | 405 | 409 | 413 | 415 | 422:
-            raise Denied(status.reason or str(status.code), spoken(status))
+            raise RequestDenied(status.reason or str(status.code), public_message(status))
         case 503 if after_seconds is not None:
-            raise Busy("the server is not ready", after_seconds)
-    raise Unreachable(f"status {status.code} {status.reason}".strip())
+            raise ApiServerBusy("the server is not ready", after_seconds)
+    raise ApiServerUnreachable(f"status {status.code} {status.reason}".strip())
 
 
-def spoken(status: Status) -> str:
+def public_message(status: ApiStatus) -> str:
     """What may be repeated of a refusal: the fields, what is required of them, and which quota or right was not enough."""
     said = []
     for cause in (status.details.causes if status.details else None) or ():

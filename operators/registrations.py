@@ -6,7 +6,7 @@ Rules:
    below; `spec.holderIdentity` is the pod's name too. It renews the Lease while it serves and deletes it, or gives it up (an empty
    holder), when it has drained. The annotation WARM says how many blocks its caches hold, for whoever has to choose a pod to end.
 2. Or the routers say it: whoever asks their control API passes on what each was told. Both are believed; one is enough. A worker that
-   some routers know and others do not gets requests, but is not registered: see `unknown_to`.
+   some routers know and others do not gets requests, but is not registered: see `partly_unknown`.
 3. A Lease that has not been renewed for its duration counts for nothing. When it was renewed is when the operator was told of it, by its own
    clock; only of Leases that were there before the operator their own time counts, until the next renewal, and clocks may differ by SKEW_SECONDS.
 4. Where neither has said anything yet, nothing is known, which is something else than that no worker is registered.
@@ -29,7 +29,7 @@ WARM = f"{GROUP}/warm-blocks"
 SKEW_SECONDS = 5
 
 
-class Registration(Struct, frozen=True, kw_only=True):
+class WorkerRegistration(Struct, frozen=True, kw_only=True):
     """What is known of one worker."""
 
     pod: str
@@ -37,7 +37,7 @@ class Registration(Struct, frozen=True, kw_only=True):
     """In its caches; None: not told."""
 
 
-Told = Mapping[str, tuple[Registration, ...]]
+ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
 """What routers say, by their pods."""
 
 
@@ -55,7 +55,9 @@ def labels(deployment: str, role: str, revision: str) -> dict[str, str]:
     return {REGISTRATION: WORKER, INSTANCE: deployment, ROLE: role, REVISION: revision}
 
 
-def registered(leases: Iterable[WorkerLease], told: Told | None, now: datetime) -> dict[str, Registration] | None:
+def registered(
+    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+) -> dict[str, WorkerRegistration] | None:
     """Workers of one deployment that any router gives requests to, by pod; None where nothing is known.
 
     Args:
@@ -69,11 +71,15 @@ def registered(leases: Iterable[WorkerLease], told: Told | None, now: datetime) 
     found = {each.pod: each for router in (told or {}).values() for each in router}
     for lease in every:
         if lease.holder and now < ends(lease):
-            found[lease.holder] = Registration(pod=lease.holder, warm_blocks=_warm(lease, found.get(lease.holder)))
+            found[lease.holder] = WorkerRegistration(
+                pod=lease.holder, warm_blocks=_warm(lease, found.get(lease.holder))
+            )
     return found
 
 
-def unknown_to(leases: Iterable[WorkerLease], told: Told | None, now: datetime) -> dict[str, tuple[str, ...]]:
+def partly_unknown(
+    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+) -> dict[str, tuple[str, ...]]:
     """Workers that some routers know and others do not, with these others; whoever has a Lease is found by all. Arguments as above."""
     routers = {router: {each.pod for each in workers} for router, workers in (told or {}).items()}
     leased = {lease.holder for lease in leases if lease.holder and now < ends(lease)}
@@ -84,7 +90,7 @@ def unknown_to(leases: Iterable[WorkerLease], told: Told | None, now: datetime) 
     }
 
 
-def _warm(lease: WorkerLease, told: Registration | None) -> int | None:
+def _warm(lease: WorkerLease, told: WorkerRegistration | None) -> int | None:
     """As the Lease says; where it does not, as the router does."""
     warm = lease.annotations.get(WARM, "")
     return int(warm) if warm.isdecimal() else None if told is None else told.warm_blocks

@@ -19,9 +19,9 @@ from operators.reconcile import DIGEST, Apply, with_digest
 from operators.resources.deployment import RoleType
 from operators.resources.parts import GROUP, VERSION
 from operators.resources.request import ServingRequestSpec, ServingRequestStatus
-from operators.seen import Refusal
-from operators.status import FALSE, TRUE, Said, condition
-from operators.views import Custom
+from operators.seen import ApiRefusal
+from operators.status import FALSE, TRUE, ConditionUpdate, condition
+from operators.views import CustomObject
 
 Manifest = dict[str, Any]
 
@@ -42,7 +42,7 @@ def proposed(name: str, reply: Reply) -> Manifest:
 
 
 def actions(
-    request: Custom, asked: ServingRequestSpec, reply: Reply, there: Custom | None, *, afresh: bool = False
+    request: CustomObject, asked: ServingRequestSpec, reply: Reply, there: CustomObject | None, *, afresh: bool = False
 ) -> tuple[Apply, ...]:
     """What to write.
 
@@ -62,11 +62,11 @@ def actions(
 
 
 def status(
-    request: Custom,
+    request: CustomObject,
     asked: ServingRequestSpec,
     reply: Reply,
-    there: Custom | None,
-    refusals: Sequence[Refusal],
+    there: CustomObject | None,
+    refusals: Sequence[ApiRefusal],
     now: str,
 ) -> ServingRequestStatus:
     """What it says.
@@ -80,7 +80,7 @@ def status(
         now: RFC 3339.
     """
     feasible = isinstance(reply, Proposal)
-    conditions: list[Said] = [
+    conditions: list[ConditionUpdate] = [
         ("Feasible", TRUE if feasible else FALSE, reply.reason, reply.message),
         ("Proposed", TRUE, "Proposed", "") if feasible else ("Proposed", FALSE, reply.reason, "nothing to propose"),
         _applied(request, asked, reply, there, refusals),
@@ -99,7 +99,7 @@ def status(
     )
 
 
-def misread(request: Custom, problem: str, now: str) -> ServingRequestStatus:
+def misread(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
     """Of a request that this operator does not understand: it was written for another version."""
     return ServingRequestStatus(
         observed_generation=request.metadata.generation,
@@ -108,20 +108,20 @@ def misread(request: Custom, problem: str, now: str) -> ServingRequestStatus:
     )
 
 
-def _dated(request: Custom, conditions: Sequence[Said], now: str) -> tuple[Any, ...]:
+def _dated(request: CustomObject, conditions: Sequence[ConditionUpdate], now: str) -> tuple[Any, ...]:
     before, generation = conditions_of(request), request.metadata.generation
     return tuple(condition(before, generation, now, each) for each in conditions)
 
 
-def _foreign(request: Custom, there: Custom | None) -> bool:
+def _foreign(request: CustomObject, there: CustomObject | None) -> bool:
     return there is not None and there.metadata.owner_uid != request.metadata.uid
 
 
-def _digest(there: Custom) -> str:
+def _digest(there: CustomObject) -> str:
     return there.metadata.annotations.get(DIGEST, "")
 
 
-def _manifest(request: Custom, reply: Proposal, there: Custom | None) -> Manifest:
+def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None) -> Manifest:
     made = proposed(request.metadata.name, reply)
     made["metadata"] |= {
         "namespace": request.metadata.namespace,
@@ -142,7 +142,7 @@ def _manifest(request: Custom, reply: Proposal, there: Custom | None) -> Manifes
     return whole
 
 
-def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manifest]:
+def _leaving(roles: Sequence[Manifest], there: CustomObject | None) -> Iterator[Manifest]:
     """Roles of before, as long as there is anything of them."""
     if there is None:
         return
@@ -158,8 +158,12 @@ def _leaving(roles: Sequence[Manifest], there: Custom | None) -> Iterator[Manife
 
 
 def _applied(
-    request: Custom, asked: ServingRequestSpec, reply: Reply, there: Custom | None, refusals: Sequence[Refusal]
-) -> Said:
+    request: CustomObject,
+    asked: ServingRequestSpec,
+    reply: Reply,
+    there: CustomObject | None,
+    refusals: Sequence[ApiRefusal],
+) -> ConditionUpdate:
     if _foreign(request, there):
         text = "a DisaggDeployment of this name is not of this request; delete it, or give the request another name"
         return "Applied", FALSE, "NameTaken", text
@@ -176,7 +180,7 @@ def _applied(
     return "Applied", TRUE, "Applied", ""
 
 
-def _ready(applied: Said, there: Custom | None) -> Said:
+def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
     """As the deployment is, if it is the one that should be."""
     _, holds, reason, message = applied
     if holds != TRUE or there is None:

@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Struct
 
 
-class Side(StrEnum):
+class PairSide(StrEnum):
     """What a role does beside another one."""
 
     PREFILL = "prefill"
@@ -35,7 +35,7 @@ class Side(StrEnum):
     ALONE = "alone"
 
 
-class Replicas(Struct, frozen=True, kw_only=True):
+class RevisionReplicas(Struct, frozen=True, kw_only=True):
     """Of one role and revision."""
 
     revision: str
@@ -67,11 +67,11 @@ class Replicas(Struct, frozen=True, kw_only=True):
         return min(self.ready, self.asked)
 
 
-class Pool(Struct, frozen=True, kw_only=True):
+class ScaledRole(Struct, frozen=True, kw_only=True):
     """A role as it is, and as it should be."""
 
     name: str
-    side: Side
+    side: PairSide
     target: int
     gpus: int
     """Of one replica."""
@@ -81,7 +81,7 @@ class Pool(Struct, frozen=True, kw_only=True):
     revision: str
     """The present one."""
 
-    replicas: tuple[Replicas, ...] = ()
+    replicas: tuple[RevisionReplicas, ...] = ()
 
     @property
     def asked(self) -> int:
@@ -101,7 +101,7 @@ class Pool(Struct, frozen=True, kw_only=True):
         return self.target if self.least_serving <= self.asked <= self.target + self.surge else self.asked
 
 
-class Bounds(Struct, frozen=True, kw_only=True):
+class ScalingBounds(Struct, frozen=True, kw_only=True):
     gpu_budget: int = 0
     """0: none."""
 
@@ -112,7 +112,7 @@ class Bounds(Struct, frozen=True, kw_only=True):
     max_step: int = 1
 
 
-class Change(Struct, frozen=True, order=True):
+class ReplicaChange(Struct, frozen=True, order=True):
     """Ask for so many replicas of a role's revision."""
 
     role: str
@@ -120,7 +120,7 @@ class Change(Struct, frozen=True, order=True):
     replicas: int
 
 
-def targets(pools: Sequence[Pool], bounds: Bounds) -> list[Pool]:
+def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRole]:
     """The pools with targets that are possible: what is asked for, less what budget and ratio forbid; never more.
 
     Where the budget is too small, replicas are taken from the role that asks for most GPUs, the last one of a role last of all.
@@ -138,7 +138,7 @@ def targets(pools: Sequence[Pool], bounds: Bounds) -> list[Pool]:
     return [msgspec.structs.replace(pool, target=wanted[pool.name]) for pool in pools]
 
 
-def next_changes(pools: Sequence[Pool], bounds: Bounds) -> list[Change]:
+def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ReplicaChange]:
     """What to ask for now; nothing when all is as it should be, or when something that is under way has to end first.
 
     Targets must be possible: see `targets`.
@@ -150,7 +150,7 @@ def next_changes(pools: Sequence[Pool], bounds: Bounds) -> list[Change]:
     if now == before and not any(each.changing for pool in pools for each in pool.replicas):
         now = _one_move(before, before, bounds, orphans=True) or before
     return sorted(
-        Change(name, each.revision, each.asked)
+        ReplicaChange(name, each.revision, each.asked)
         for name, pool in now.items()
         for each in pool.replicas
         if each.asked != next((old.asked for old in before[name].replicas if old.revision == each.revision), 0)
@@ -158,8 +158,8 @@ def next_changes(pools: Sequence[Pool], bounds: Bounds) -> list[Change]:
 
 
 def _one_move(
-    now: dict[str, Pool], before: dict[str, Pool], bounds: Bounds, *, orphans: bool
-) -> dict[str, Pool] | None:
+    now: dict[str, ScaledRole], before: dict[str, ScaledRole], bounds: ScalingBounds, *, orphans: bool
+) -> dict[str, ScaledRole] | None:
     """The pools after one more allowed step; None when there is none. `orphans`: it may leave others without a partner."""
     held_by_ratio = False
     for direction in (-1, 1):
@@ -176,12 +176,12 @@ def _one_move(
     return _together(now, bounds, orphans) if held_by_ratio and now == before else None
 
 
-def _steps(pool: Pool, direction: int) -> Iterator[Pool]:
+def _steps(pool: ScaledRole, direction: int) -> Iterator[ScaledRole]:
     """The pool with one replica less of a revision that has too many, or one more of the present one."""
     present = next((each for each in pool.replicas if each.revision == pool.revision), None)
     if direction > 0:
         if (present.asked if present else 0) < pool.target:
-            yield _asking(pool, present or Replicas(revision=pool.revision, asked=0), +1)
+            yield _asking(pool, present or RevisionReplicas(revision=pool.revision, asked=0), +1)
         return
     olds = [each for each in pool.replicas if each.revision != pool.revision and each.asked]
     # What serves nobody goes first: of a revision that never came up, say.
@@ -191,12 +191,12 @@ def _steps(pool: Pool, direction: int) -> Iterator[Pool]:
         yield _asking(pool, present, -1)
 
 
-def _asking(pool: Pool, of: Replicas, more: int) -> Pool:
+def _asking(pool: ScaledRole, of: RevisionReplicas, more: int) -> ScaledRole:
     others = tuple(each for each in pool.replicas if each.revision != of.revision)
     return msgspec.structs.replace(pool, replicas=(*others, msgspec.structs.replace(of, asked=of.asked + more)))
 
 
-def _allowed(now: dict[str, Pool], state: dict[str, Pool], bounds: Bounds, orphans: bool) -> bool:
+def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> bool:
     """By rules 3 to 5."""
     gpus = sum(pool.there * pool.gpus for pool in state.values())
     if bounds.gpu_budget and gpus > max(bounds.gpu_budget, sum(pool.there * pool.gpus for pool in now.values())):
@@ -212,18 +212,18 @@ def _allowed(now: dict[str, Pool], state: dict[str, Pool], bounds: Bounds, orpha
     return True
 
 
-def _least_serving(state: dict[str, Pool], pool: Pool) -> int:
+def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
     """None where the other side may have no replicas: then none of these can serve."""
-    alone = pool.side is Side.ALONE
-    needed = alone or any(each.least_serving for each in state.values() if each.side not in (Side.ALONE, pool.side))
+    alone = pool.side is PairSide.ALONE
+    needed = alone or any(each.least_serving for each in state.values() if each.side not in (PairSide.ALONE, pool.side))
     return pool.least_serving if needed else 0
 
 
-def _serving(state: dict[str, Pool], pool: Pool) -> int:
+def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
     """Replicas of the pool that can serve: of revisions that the other side has as well."""
-    if pool.side is Side.ALONE:
+    if pool.side is PairSide.ALONE:
         return sum(each.staying for each in pool.replicas)
-    other = Side.DECODE if pool.side is Side.PREFILL else Side.PREFILL
+    other = PairSide.DECODE if pool.side is PairSide.PREFILL else PairSide.PREFILL
     partners = {
         each.revision
         for each_pool in state.values()
@@ -234,9 +234,9 @@ def _serving(state: dict[str, Pool], pool: Pool) -> int:
     return sum(each.staying for each in pool.replicas if each.revision in partners)
 
 
-def _together(now: dict[str, Pool], bounds: Bounds, orphans: bool) -> dict[str, Pool] | None:
+def _together(now: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> dict[str, ScaledRole] | None:
     """The nearest state on the straight way to the targets in which the ratio is kept."""
-    ways = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not Side.ALONE}
+    ways = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
     longest = max((abs(way) for way in ways.values()), default=0)
     for part in range(1, longest + 1):
         state = dict(now)
@@ -248,37 +248,37 @@ def _together(now: dict[str, Pool], bounds: Bounds, orphans: bool) -> dict[str, 
     return None
 
 
-def _moved_by(pool: Pool, before: Pool) -> int:
+def _moved_by(pool: ScaledRole, before: ScaledRole) -> int:
     asked = {each.revision: each.asked for each in before.replicas}
     return max((abs(each.asked - asked.get(each.revision, 0)) for each in pool.replicas), default=0)
 
 
-def _ratio_kept(now: dict[str, Pool], state: dict[str, Pool], bounds: Bounds) -> bool:
-    def sides(pools: dict[str, Pool]) -> tuple[int, int]:
+def _ratio_kept(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: ScalingBounds) -> bool:
+    def sides(pools: dict[str, ScaledRole]) -> tuple[int, int]:
         return _sides(list(pools.values()), {name: pool.counted for name, pool in pools.items()})
 
     meant = _sides(list(now.values()), {name: pool.target for name, pool in now.items()})
     return _outside(sides(state), bounds) <= max(_outside(sides(now), bounds), _outside(meant, bounds))
 
 
-def _sides(pools: Sequence[Pool], count: dict[str, int]) -> tuple[int, int]:
+def _sides(pools: Sequence[ScaledRole], count: dict[str, int]) -> tuple[int, int]:
     """Prefill and decode replicas."""
-    prefill = sum(count[pool.name] for pool in pools if pool.side is Side.PREFILL)
-    return prefill, sum(count[pool.name] for pool in pools if pool.side is Side.DECODE)
+    prefill = sum(count[pool.name] for pool in pools if pool.side is PairSide.PREFILL)
+    return prefill, sum(count[pool.name] for pool in pools if pool.side is PairSide.DECODE)
 
 
-def _too_many(sides: tuple[int, int], bounds: Bounds) -> Side | None:
+def _too_many(sides: tuple[int, int], bounds: ScalingBounds) -> PairSide | None:
     prefill, decode = sides
     if not prefill or not decode:
         return None
     if prefill * bounds.most[1] > decode * bounds.most[0]:
-        return Side.PREFILL
+        return PairSide.PREFILL
     if prefill * bounds.least[1] < decode * bounds.least[0]:
-        return Side.DECODE
+        return PairSide.DECODE
     return None
 
 
-def _outside(sides: tuple[int, int], bounds: Bounds) -> float:
+def _outside(sides: tuple[int, int], bounds: ScalingBounds) -> float:
     """How far out of bounds a ratio is; 0 inside."""
     prefill, decode = sides
     if not prefill or not decode:

@@ -4,14 +4,14 @@ from collections.abc import Container, Mapping
 
 from msgspec import Struct
 
-from operators.diagnosis import Trouble
-from operators.kinds import Served
-from operators.probing import Running, Shown
+from operators.diagnosis import PodTrouble
+from operators.kinds import OptionalKinds
+from operators.probing import ProbeEvidence, RunningPod
 from operators.resources.parts import Condition
-from operators.scaling import Replicas
+from operators.scaling import RevisionReplicas
 
 
-class Child(Struct, frozen=True, kw_only=True):
+class ObservedChild(Struct, frozen=True, kw_only=True):
     """Of one role and revision, as it is."""
 
     kind: str
@@ -19,14 +19,14 @@ class Child(Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    replicas: Replicas
+    replicas: RevisionReplicas
     ready_pods: int = 0
     """Replicas that are ready, whether their router knows them or not."""
 
     registered: int = 0
     """Replicas that all routers know, whether they are ready or not."""
 
-    serving: tuple[Running, ...] = ()
+    serving: tuple[RunningPod, ...] = ()
     """Pods that routers give requests to, of replicas that are ready; by name."""
 
     members: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Child(Struct, frozen=True, kw_only=True):
     """Pods that go on although one of their group has begun anew, and the group has not come together since."""
 
 
-class RouterSeen(Struct, frozen=True, kw_only=True):
+class ObservedRouter(Struct, frozen=True, kw_only=True):
     """The Deployment of routers, and what is reported of its present specification."""
 
     name: str
@@ -55,14 +55,14 @@ class RouterSeen(Struct, frozen=True, kw_only=True):
     replicas: int = 0
     ready: int = 0
     updated: int = 0
-    pods: tuple[Running, ...] = ()
+    pods: tuple[RunningPod, ...] = ()
     """Ready ones, by name."""
 
     addresses: tuple[str, ...] = ()
     """IP addresses of these, as their nodes say."""
 
 
-class Worth(Struct, frozen=True, kw_only=True):
+class PodDeletionCost(Struct, frozen=True, kw_only=True):
     """What it would cost to lose a pod."""
 
     pod: str
@@ -73,7 +73,7 @@ class Worth(Struct, frozen=True, kw_only=True):
     """What its annotation says."""
 
 
-class Refusal(Struct, frozen=True, order=True):
+class ApiRefusal(Struct, frozen=True, order=True):
     """A write that the API server will not do."""
 
     kind: str
@@ -82,10 +82,10 @@ class Refusal(Struct, frozen=True, order=True):
     message: str
 
 
-class Seen(Struct, frozen=True, kw_only=True):
+class ObservedState(Struct, frozen=True, kw_only=True):
     """What a cluster has of a deployment."""
 
-    children: tuple[Child, ...] = ()
+    children: tuple[ObservedChild, ...] = ()
     digests: Mapping[tuple[str, str], str] = {}
     """Of what the deployment owns, by kind and name."""
 
@@ -102,7 +102,7 @@ class Seen(Struct, frozen=True, kw_only=True):
     """As last written: a condition keeps its instant for as long as its status is the same."""
 
     generation: int = 0
-    router: RouterSeen | None = None
+    router: ObservedRouter | None = None
     """None: there is no Deployment of routers."""
 
     old_routers: tuple[str, ...] = ()
@@ -117,21 +117,21 @@ class Seen(Struct, frozen=True, kw_only=True):
     silent: tuple[str, ...] = ()
     """Pods of routers that are ready, and have not said which workers they know although others have."""
 
-    shown: Shown | None = None
+    shown: ProbeEvidence | None = None
     """What probes have shown; None: none are sent."""
 
     proved: str = ""
     """Digest of the pods of which the status says that they have answered."""
 
-    troubles: tuple[Trouble, ...] = ()
+    troubles: tuple[PodTrouble, ...] = ()
     """Why pods do not run, the most telling first."""
 
-    worths: Mapping[tuple[str, str], tuple[Worth, ...]] = {}
+    worths: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
     """Of pods, by role and revision."""
 
-    refusals: tuple[Refusal, ...] = ()
+    refusals: tuple[ApiRefusal, ...] = ()
     """Of the last attempts."""
 
-    served: Served = Served()
+    served: OptionalKinds = OptionalKinds()
     afresh: bool = False
     """Take nothing for granted: what should be there is applied, even if its digest says that it is."""

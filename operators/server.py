@@ -20,22 +20,31 @@ import msgspec
 
 from fleet.clock import SECOND, Clock, Nanos
 from operators import kinds
-from operators.acting import Hand, NotLeading
+from operators.acting import Applier, NotLeading
 from operators.control_secrets import ControlSecrets
-from operators.hearsay import Hearsay
+from operators.hearsay import RouterPoller
 from operators.informer import Informer
-from operators.keys import Key, concerned, everything, key_of
-from operators.kinds import Kind, Served
-from operators.leader import Leader
-from operators.looking import Look
-from operators.observe import Store, conditions_of, routers_of
-from operators.ports import Busy, Clients, Cluster, ClusterError, Missing, Routers, Stale, Wall
+from operators.keys import ReconcileKey, affected_keys, all_keys, deployment_key
+from operators.kinds import ApiKind, OptionalKinds
+from operators.leader import LeaseLeader
+from operators.looking import Controller
+from operators.observe import InformerCaches, conditions_of, routers_of
+from operators.ports import (
+    ApiServerBusy,
+    KubernetesApi,
+    KubernetesError,
+    ObjectConflict,
+    ObjectMissing,
+    ProbeSender,
+    RouterReports,
+    WallClock,
+)
 from operators.prober import Prober
-from operators.queue import AT_ONCE, WorkQueue
+from operators.queue import IMMEDIATELY, WorkQueue
 from operators.registrations import SELECTOR
 from operators.settings import OperatorSettings
-from operators.telemetry import LookOutcome, Metrics
-from operators.views import OF_KIND, Custom, Lease, Named, Pod
+from operators.telemetry import OperatorMetrics, ReconcileOutcome
+from operators.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod
 
 log = logging.getLogger(__name__)
 
@@ -53,45 +62,49 @@ class Operator:
     def __init__(
         self,
         settings: OperatorSettings,
-        cluster: Cluster,
-        routers: Routers | None,
-        leader: Leader,
+        cluster: KubernetesApi,
+        routers: RouterReports | None,
+        leader: LeaseLeader,
         clock: Clock,
-        wall: Wall,
-        metrics: Metrics,
-        clients: Clients | None = None,
+        wall: WallClock,
+        metrics: OperatorMetrics,
+        clients: ProbeSender | None = None,
         *,
         secrets: ControlSecrets,
     ) -> None:
         """`routers` None: only Leases of workers say which are registered. `clients` None: no probes are sent."""
-        self.store = Store()
+        self.store = InformerCaches()
         self.leader = leader
         self._settings = settings
         self._cluster = cluster
         self._clock = clock
         self._wall = wall
         self._metrics = metrics
-        self._queue: WorkQueue[Key] = WorkQueue(settings.most_objects)
+        self._queue: WorkQueue[ReconcileKey] = WorkQueue(settings.most_objects)
         self._woken = asyncio.Event()
-        hand = Hand(cluster, self.store, leader.leads, metrics, settings.identity)
+        hand = Applier(cluster, self.store, leader.leads, metrics, settings.identity)
         probe = settings.probe
         self._prober = (
             Prober(clients, probe.at_once, probe.longest_pause_seconds, leader.leads, self._add)
             if clients is not None and probe.enabled
             else None
         )
-        self._look = Look(self.store, hand, settings.images, clock, wall, self._add, self._prober, secrets=secrets)
+        self._look = Controller(
+            self.store, hand, settings.images, clock, wall, self._add, self._prober, secrets=secrets
+        )
         asked = routers is not None and settings.ask_routers
         self._hearsay = (
-            Hearsay(routers, self._routers_of, secrets.of, settings.ask_routers_seconds, settings.at_once, self._add)
+            RouterPoller(
+                routers, self._routers_of, secrets.of, settings.ask_routers_seconds, settings.at_once, self._add
+            )
             if routers is not None and asked
             else None
         )
-        self._generations: dict[Key, int] = {}
-        self._afresh: set[Key] = set()
-        self._informers: dict[tuple[Kind, str], Informer[Any]] = {}
+        self._generations: dict[ReconcileKey, int] = {}
+        self._afresh: set[ReconcileKey] = set()
+        self._informers: dict[tuple[ApiKind, str], Informer[Any]] = {}
         self._following: list[asyncio.Task[Any]] = []
-        self._served = Served(leader_worker_sets=False)
+        self._served = OptionalKinds(leader_worker_sets=False)
         self._stopping = False
 
     # What others ask.
@@ -122,7 +135,7 @@ class Operator:
 
     def look_at_everything(self, *, afresh: bool = False) -> None:
         """Soon; `afresh`: and write everything again, whatever it looks like."""
-        for key in everything(self.store):
+        for key in all_keys(self.store):
             if afresh:
                 self._afresh.add(key)
             self._add(key)
@@ -160,11 +173,11 @@ class Operator:
         while True:
             try:
                 served = await self._cluster.served()
-            except ClusterError as error:
+            except KubernetesError as error:
                 log.warning("the API server does not say what it serves", extra={"cause": str(error)})
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            for kind in (each for each in OF_KIND if served.has(each)):
+            for kind in (each for each in VIEW_OF_KIND if served.has(each)):
                 for namespace in self._settings.namespaces or ("",):
                     if (kind, namespace) not in self._informers:
                         informer = self._informers[kind, namespace] = self._informer(kind, namespace)
@@ -175,13 +188,13 @@ class Operator:
                 self.look_at_everything()
             await asyncio.sleep(DISCOVER_SECONDS)
 
-    def _informer(self, kind: Kind, namespace: str) -> Informer[Any]:
-        view = OF_KIND[kind]
+    def _informer(self, kind: ApiKind, namespace: str) -> Informer[Any]:
+        view = VIEW_OF_KIND[kind]
         cache, selector = self.store.of(kind, view), SELECTORS.get(kind, "")
         more: dict[str, Any] = {"heard": self._heard} if kind == kinds.LEASE else {}
         return Informer(self._cluster, kind, view, cache, self._changed, namespace=namespace, selector=selector, **more)
 
-    def _heard(self, lease: Lease, before: Lease | None, news: bool) -> Lease:
+    def _heard(self, lease: KubernetesLease, before: KubernetesLease | None, news: bool) -> KubernetesLease:
         return lease.heard(self._wall(), before, news=news)
 
     async def _begin(self) -> None:
@@ -211,21 +224,21 @@ class Operator:
                 self._queue.done(key)
                 self._add(key)
                 continue
-            except ClusterError as error:
-                outcome, pause = LookOutcome.FAILED, _pause(error)
+            except KubernetesError as error:
+                outcome, pause = ReconcileOutcome.FAILED, _pause(error)
                 # That somebody else was faster is everyday life.
-                level = logging.DEBUG if isinstance(error, Stale | Missing) else logging.WARNING
+                level = logging.DEBUG if isinstance(error, ObjectConflict | ObjectMissing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
                 log.log(level, "later, again", extra={"deployment": f"{key.namespace}/{key.name}", "cause": cause})
             except Exception:  # supervisor: what is wrong with one deployment must not end the work on the others
                 log.exception("a look crashed", extra={"deployment": f"{key.namespace}/{key.name}"})
-                outcome = LookOutcome.CRASHED
+                outcome = ReconcileOutcome.CRASHED
             self._ended(key, outcome, began, pause)
 
-    def _ended(self, key: Key, outcome: LookOutcome, began: Nanos, pause: Nanos | None) -> None:
+    def _ended(self, key: ReconcileKey, outcome: ReconcileOutcome, began: Nanos, pause: Nanos | None) -> None:
         now = self._clock.now()
         self._metrics.looked(outcome, (now - began) / SECOND)
-        if outcome in {LookOutcome.SETTLED, LookOutcome.ACTED}:
+        if outcome in {ReconcileOutcome.SETTLED, ReconcileOutcome.ACTED}:
             self._afresh.discard(key)
             self._queue.done(key)
         else:
@@ -235,7 +248,7 @@ class Operator:
     def _acts(self) -> bool:
         return self.leader.leads() and self.ready()
 
-    def _take(self) -> Key | None:
+    def _take(self) -> ReconcileKey | None:
         if not self._acts():
             return None
         key = self._queue.take(self._clock.now())
@@ -259,15 +272,15 @@ class Operator:
 
     # What wakes what.
 
-    def _changed(self, kind: Kind, views: Sequence[Named]) -> None:
+    def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
         """Told by caches, before and after."""
         for view in views:
-            for key in concerned(kind, view, self.store):
+            for key in affected_keys(kind, view, self.store):
                 self._add(key)
             if kind == kinds.DISAGG_DEPLOYMENT:
-                self._wished(key_of(view.metadata.namespace, view.metadata.name), view)
+                self._wished(deployment_key(view.metadata.namespace, view.metadata.name), view)
 
-    def _wished(self, key: Key, view: Named) -> None:
+    def _wished(self, key: ReconcileKey, view: NamedObject) -> None:
         """What is wished has changed, or is wished no more."""
         if self.store.any(kinds.DISAGG_DEPLOYMENT).get(key.namespace, key.name) is None:
             self._generations.pop(key, None)
@@ -278,15 +291,15 @@ class Operator:
             self._queue.hasten(key, self._clock.now())
             self._woken.set()
 
-    def _add(self, key: Key, after: Nanos = AT_ONCE) -> None:
+    def _add(self, key: ReconcileKey, after: Nanos = IMMEDIATELY) -> None:
         self._queue.add(key, self._clock.now(), after)
         self._woken.set()
 
-    def _routers_of(self, key: Key) -> Iterator[Pod]:
+    def _routers_of(self, key: ReconcileKey) -> Iterator[Pod]:
         return routers_of(self.store.of(kinds.POD, Pod).of(key.namespace, key.name).values())
 
-    def _deployments(self) -> list[Custom]:
-        return list(self.store.of(kinds.DISAGG_DEPLOYMENT, Custom))
+    def _deployments(self) -> list[CustomObject]:
+        return list(self.store.of(kinds.DISAGG_DEPLOYMENT, CustomObject))
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
@@ -296,7 +309,7 @@ async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
         task.cancel()
 
 
-def _pause(error: ClusterError) -> Nanos | None:
+def _pause(error: KubernetesError) -> Nanos | None:
     """That the server asks for."""
-    after = error.after_seconds if isinstance(error, Busy) else None
+    after = error.after_seconds if isinstance(error, ApiServerBusy) else None
     return None if after is None else Nanos(int(after * SECOND))

@@ -13,13 +13,23 @@ Rules:
 
 from collections.abc import Iterator, Sequence
 
-from operators.children.names import Deployment, router_service
+from operators.children.names import DesiredDeployment, router_service
 from operators.diagnosis import UNPLACED
-from operators.probing import Aim, Running, Shown, Subject, Wanted, kept, recalled, unanswered, vouched
+from operators.probing import (
+    PendingProbes,
+    ProbeEvidence,
+    ProbeSubject,
+    ProbeTarget,
+    RunningPod,
+    evidence_from_status,
+    kept,
+    missing_only_routers,
+    unanswered,
+)
 from operators.resources.deployment import DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
 from operators.resources.parts import Condition
-from operators.scaling import Pool, Side
-from operators.seen import Refusal, Seen
+from operators.scaling import PairSide, ScaledRole
+from operators.seen import ApiRefusal, ObservedState
 
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4
@@ -29,21 +39,21 @@ PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
-Said = tuple[str, str, str, str]
+ConditionUpdate = tuple[str, str, str, str]
 """Type, status, reason, message."""
 
 
 def status(
-    wish: Deployment,
-    seen: Seen,
-    pools: Sequence[Pool],
-    possible: Sequence[Pool],
+    wish: DesiredDeployment,
+    seen: ObservedState,
+    pools: Sequence[ScaledRole],
+    possible: Sequence[ScaledRole],
     taken: Sequence[str],
     present: str,
     routers: int,
     at_rest: bool,
     now: str,
-) -> tuple[DisaggDeploymentStatus, Wanted | None]:
+) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
     """The status that there should be, and what probes are to show; None: nothing yet, or none are sent.
 
     Args:
@@ -65,9 +75,9 @@ def status(
     unregistered = [each for each in workers if each.registered < each.desired]
     hindrance = next(_hindrances(wish, seen, taken, behind, unregistered, old), None)
     wanted = None if hindrance or wish.spec.suspend else _wanted(wish, seen, possible, present)
-    ready: Said = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, seen, wanted)
+    ready: ConditionUpdate = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, seen, wanted)
     progressing = bool(behind or unregistered)
-    said: list[Said] = [
+    said: list[ConditionUpdate] = [
         ready,
         ("Progressing", TRUE if progressing else FALSE, ready[2] if progressing and hindrance else "Settled", ""),
         _degraded(seen, taken),
@@ -77,14 +87,16 @@ def status(
         _limited(pools, possible, [pool.name for pool in possible if at_rest and _stuck(pool)]),
         _rebalancing(possible, present, at_rest),
     ]
-    sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in Side}
+    sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in PairSide}
     answered = wanted is not None and not unanswered(wanted.subject, wanted.shown)
     found = DisaggDeploymentStatus(
         observed_generation=seen.generation,
         current_revision="" if old else present,
         update_revision=present,
         roles=roles,
-        ratio=f"{sides[Side.PREFILL]}:{sides[Side.DECODE]}" if sides[Side.PREFILL] or sides[Side.DECODE] else "",
+        ratio=f"{sides[PairSide.PREFILL]}:{sides[PairSide.DECODE]}"
+        if sides[PairSide.PREFILL] or sides[PairSide.DECODE]
+        else "",
         gpus=sum(pool.there * pool.gpus for pool in possible),
         ready_roles=f"{len(roles) - len({each.name for each in (*behind, *unregistered)})}/{len(roles)}",
         proved=wanted.subject.digest if wanted is not None and answered else seen.proved,
@@ -95,18 +107,20 @@ def status(
 
 def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
     """Conditions of an object whose specification this operator does not understand: it was written for another version."""
-    said: Said = ("Ready", FALSE, "SpecificationRefused", problem)
+    said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
     return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
 
 
-def held_up(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
+def with_obstacle(
+    seen_conditions: Sequence[Condition], generation: int, problem: str, now: str
+) -> tuple[Condition, ...]:
     """Conditions of a deployment that is left as it is because the operator has no control secret for it."""
-    said: Said = ("Ready", FALSE, "ControlSecretUnusable", problem)
+    said: ConditionUpdate = ("Ready", FALSE, "ControlSecretUnusable", problem)
     new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
     return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
 
 
-def condition(before: Sequence[Condition], generation: int, now: str, said: Said) -> Condition:
+def condition(before: Sequence[Condition], generation: int, now: str, said: ConditionUpdate) -> Condition:
     kind, holds, reason, message = said
     was = next((each for each in before if each.type == kind), None)
     return Condition(
@@ -119,7 +133,7 @@ def condition(before: Sequence[Condition], generation: int, now: str, said: Said
     )
 
 
-def _role(pool: Pool, seen: Seen, present: str) -> RoleStatus:
+def _role(pool: ScaledRole, seen: ObservedState, present: str) -> RoleStatus:
     children = [each for each in seen.children if each.role == pool.name]
     return RoleStatus(
         name=pool.name,
@@ -132,7 +146,7 @@ def _role(pool: Pool, seen: Seen, present: str) -> RoleStatus:
     )
 
 
-def _router(wish: Deployment, seen: Seen, desired: int) -> RoleStatus:
+def _router(wish: DesiredDeployment, seen: ObservedState, desired: int) -> RoleStatus:
     there = seen.router
     if there is None:
         return RoleStatus(name=wish.router.name, desired=desired, draining=0 if desired else 1)
@@ -151,8 +165,8 @@ def _whole(role: RoleStatus) -> bool:
 
 
 def _hindrances(
-    wish: Deployment,
-    seen: Seen,
+    wish: DesiredDeployment,
+    seen: ObservedState,
     taken: Sequence[str],
     behind: Sequence[RoleStatus],
     unregistered: Sequence[RoleStatus],
@@ -176,33 +190,35 @@ def _hindrances(
         yield "RouterSilent", _silent(seen)
 
 
-def _wanted(wish: Deployment, seen: Seen, pools: Sequence[Pool], present: str) -> Wanted | None:
+def _wanted(
+    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], present: str
+) -> PendingProbes | None:
     """What is to be shown of a deployment in whose way nothing stands, and what of it is known."""
     if seen.shown is None or seen.router is None:
         return None
     serving = {each.role: each.serving for each in seen.children if each.replicas.revision == present}
-    prefills = tuple(each for pool in pools if pool.side is Side.PREFILL for each in serving.get(pool.name, ()))
+    prefills = tuple(each for pool in pools if pool.side is PairSide.PREFILL for each in serving.get(pool.name, ()))
     pair = bool(prefills) and KvPath.DIRECT in wish.spec.kv_transfer.paths
-    subject = Subject(
+    subject = ProbeSubject(
         service=router_service(wish),
         model=wish.spec.model.name,
         routers=seen.router.pods,
         doors=seen.router.addresses,
         prefills=prefills,
         aims=tuple(
-            Aim(pool.name, worker, pair and pool.side is Side.DECODE)
+            ProbeTarget(pool.name, worker, pair and pool.side is PairSide.DECODE)
             for pool in pools
-            if pool.side is not Side.PREFILL
+            if pool.side is not PairSide.PREFILL
             for worker in serving.get(pool.name, ())
         ),
     )
     shown = kept(subject, seen.shown)
-    if unanswered(subject, shown) and (seen.proved == subject.digest or shown == Shown()):
-        shown = recalled(subject, seen.proved, _before(seen, "KVPathReady")[1]) or shown
-    return Wanted(subject, shown)
+    if unanswered(subject, shown) and (seen.proved == subject.digest or shown == ProbeEvidence()):
+        shown = evidence_from_status(subject, seen.proved, _before(seen, "KVPathReady")[1]) or shown
+    return PendingProbes(subject, shown)
 
 
-def _served(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
+def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
     """Ready, where only an answer may be missing."""
     if wish.spec.suspend:
         return "Ready", FALSE, "Suspended", ""
@@ -218,7 +234,7 @@ def _served(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
         words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
-        return "Ready", TRUE if vouched(subject, shown) else UNKNOWN, "Saturated", words
+        return "Ready", TRUE if missing_only_routers(subject, shown) else UNKNOWN, "Saturated", words
     if failure is None:
         return "Ready", FALSE, "ServedProbePending", what
     if failure.wants_key:
@@ -231,7 +247,7 @@ def _served(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
     return "Ready", FALSE, "ServedProbeFailed", f"{shown.failed}: {failure}"
 
 
-def _degraded(seen: Seen, taken: Sequence[str]) -> Said:
+def _degraded(seen: ObservedState, taken: Sequence[str]) -> ConditionUpdate:
     if taken:
         return "Degraded", TRUE, "NameTaken", f"not made by this deployment: {', '.join(taken)}"
     if seen.refusals:
@@ -246,14 +262,14 @@ def _degraded(seen: Seen, taken: Sequence[str]) -> Said:
     return "Degraded", FALSE, "None", ""
 
 
-def _scheduled(seen: Seen) -> Said:
+def _scheduled(seen: ObservedState) -> ConditionUpdate:
     unplaced = [each for each in seen.troubles if each.reason in UNPLACED]
     if unplaced:
         return "Scheduled", FALSE, unplaced[0].reason.name, "; ".join(map(str, unplaced[:MOST_TOLD]))
     return "Scheduled", TRUE, "AllPodsPlaced", ""
 
 
-def _registered(seen: Seen, unregistered: Sequence[RoleStatus]) -> Said:
+def _registered(seen: ObservedState, unregistered: Sequence[RoleStatus]) -> ConditionUpdate:
     if not unregistered:
         if seen.silent:
             return "RolesRegistered", UNKNOWN, "NotTold", _silent(seen)
@@ -263,14 +279,14 @@ def _registered(seen: Seen, unregistered: Sequence[RoleStatus]) -> Said:
     return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered, seen)
 
 
-def _kv_path(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
+def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
     """Whether each worker that answers took over blocks that a prefill worker had computed."""
     if not any(role.type is RoleType.PREFILL for role in wish.workers):
         return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
     if KvPath.DIRECT not in wish.spec.kv_transfer.paths:
         text = "workers keep blocks of their own, and nothing brings those of a prefill worker to a decode worker; add direct"
         return "KVPathReady", FALSE, "NoPath", text
-    subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, Shown())
+    subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, ProbeEvidence())
     pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
     if not pairs or any(aim not in shown.answered for aim in pairs):
         was = _before(seen, "KVPathReady")
@@ -295,17 +311,19 @@ def _kv_path(wish: Deployment, seen: Seen, wanted: Wanted | None) -> Said:
     return "KVPathReady", TRUE, "HandedOver", "each worker that answers took over blocks of a prefill worker"
 
 
-def _rebalancing(pools: Sequence[Pool], present: str, at_rest: bool) -> Said:
+def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
     """Whether the number of prefill replicas, or of decode replicas, moves beside the other. A rollout by itself moves neither."""
-    pairs = [pool for pool in pools if pool.side is not Side.ALONE]
-    asked = {side: sum(pool.asked for pool in pairs if pool.side is side) for side in (Side.PREFILL, Side.DECODE)}
+    pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
+    asked = {
+        side: sum(pool.asked for pool in pairs if pool.side is side) for side in (PairSide.PREFILL, PairSide.DECODE)
+    }
     moving = {
         pool.name: pool for pool in pairs if (pool.asked if _settled(pool, present) else pool.counted) != pool.target
     }
     leaving = {pool.name: pool for pool in pairs if _leaving(pool, present)}
     if at_rest or not all(asked.values()) or not (moving or leaving):
         return "Rebalancing", FALSE, "Settled", ""
-    ratio = f"prefill to decode: {asked[Side.PREFILL]}:{asked[Side.DECODE]}"
+    ratio = f"prefill to decode: {asked[PairSide.PREFILL]}:{asked[PairSide.DECODE]}"
     meant = [sum(pool.target for pool in pairs if pool.side is side) for side in asked]
     text = f"{ratio}, to be {meant[0]}:{meant[1]}"
     if any(pool.asked > pool.target for pool in moving.values()):
@@ -315,17 +333,17 @@ def _rebalancing(pools: Sequence[Pool], present: str, at_rest: bool) -> Said:
     return "Rebalancing", TRUE, "Growing", text
 
 
-def _settled(pool: Pool, present: str) -> bool:
+def _settled(pool: ScaledRole, present: str) -> bool:
     """Whether it has replicas of the present revision alone."""
     return not any(each.asked for each in pool.replicas if each.revision != present)
 
 
-def _leaving(pool: Pool, present: str) -> int:
+def _leaving(pool: ScaledRole, present: str) -> int:
     """Pods of the present revision that drain: in a rollout those of another one do."""
     return sum(each.leaving for each in pool.replicas if each.revision == present)
 
 
-def _limited(pools: Sequence[Pool], possible: Sequence[Pool], stuck: Sequence[str]) -> Said:
+def _limited(pools: Sequence[ScaledRole], possible: Sequence[ScaledRole], stuck: Sequence[str]) -> ConditionUpdate:
     if stuck:
         text = f"{', '.join(stuck)}: no step is left within gpuBudget, ratio, maxSurge and maxUnavailable; allow more of one"
         return "ScalingLimited", TRUE, "NoRoom", text
@@ -339,35 +357,35 @@ def _limited(pools: Sequence[Pool], possible: Sequence[Pool], stuck: Sequence[st
     return "ScalingLimited", FALSE, "Unlimited", ""
 
 
-def _stuck(pool: Pool) -> bool:
+def _stuck(pool: ScaledRole) -> bool:
     """Whether it would have to change, were there a way."""
     return pool.asked != pool.target or any(each.asked for each in pool.replicas if each.revision != pool.revision)
 
 
-def _refused(refusals: Sequence[Refusal]) -> str:
+def _refused(refusals: Sequence[ApiRefusal]) -> str:
     return "; ".join(f"{each.kind} {each.name}: {each.message}" for each in refusals[:MOST_TOLD])
 
 
-def _troubled(seen: Seen) -> str:
+def _troubled(seen: ObservedState) -> str:
     more = len(seen.troubles) - MOST_TOLD
     return "; ".join(map(str, seen.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
 
 
-def _unregistered(roles: Sequence[RoleStatus], seen: Seen) -> str:
+def _unregistered(roles: Sequence[RoleStatus], seen: ObservedState) -> str:
     short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
     partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in seen.partly.items()]
     return "; ".join((*short, *partly[:MOST_TOLD]))
 
 
-def _silent(seen: Seen) -> str:
+def _silent(seen: ObservedState) -> str:
     return f"{', '.join(seen.silent[:MOST_TOLD])}: has not said which workers it knows"
 
 
-def _named(workers: Sequence[Running]) -> str:
+def _named(workers: Sequence[RunningPod]) -> str:
     return ", ".join(each.pod for each in workers[:MOST_TOLD])
 
 
-def _before(seen: Seen, kind: str) -> Said:
+def _before(seen: ObservedState, kind: str) -> ConditionUpdate:
     """A condition as it was written last; empty: it was not."""
     was = next((each for each in seen.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class LookOutcome(StrEnum):
+class ReconcileOutcome(StrEnum):
     """How a look at a deployment went."""
 
     SETTLED = "settled"
@@ -24,7 +24,7 @@ class LookOutcome(StrEnum):
     """Because of a fault of ours."""
 
 
-class Metrics:
+class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._looks = Counter(
@@ -34,10 +34,10 @@ class Metrics:
             "fleet_operator_writes", "Writes to the API server, by what for", ["write"], registry=registry
         )
         self._seconds = Histogram("fleet_operator_reconcile_seconds", "Of one look", buckets=BUCKETS, registry=registry)
-        for outcome in LookOutcome:
+        for outcome in ReconcileOutcome:
             self._looks.labels(outcome)
 
-    def looked(self, outcome: LookOutcome, seconds: float) -> None:
+    def looked(self, outcome: ReconcileOutcome, seconds: float) -> None:
         self._looks.labels(outcome).inc()
         self._seconds.observe(seconds)
 
@@ -45,7 +45,7 @@ class Metrics:
         self._writes.labels(write).inc()
 
 
-class Gauges:
+class OperatorGauges:
     """What is so at the moment of a scrape. Register it with a `CollectorRegistry`."""
 
     def __init__(

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from operators import kinds
-from operators.kinds import Kind
+from operators.kinds import ApiKind
 from operators.nesting import DEEPEST, prune
 from operators.resources.parts import GROUP
 
@@ -24,14 +24,14 @@ class _View(Struct, frozen=True, kw_only=True, rename="camel"):
     """Of part of an object, as the API spells it."""
 
 
-class Owner(_View, frozen=True):
+class OwnerReference(_View, frozen=True):
     kind: str
     name: str
     uid: str
     controller: bool | None = False
 
 
-class Metadata(_View, frozen=True):
+class ObjectMetadata(_View, frozen=True):
     name: str
     namespace: str = ""
     uid: str = ""
@@ -39,7 +39,7 @@ class Metadata(_View, frozen=True):
     generation: int = 0
     labels: Mapping[str, str] = {}
     annotations: Mapping[str, str] = {}
-    owner_references: tuple[Owner, ...] = ()
+    owner_references: tuple[OwnerReference, ...] = ()
     deletion_timestamp: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,17 +64,17 @@ class Metadata(_View, frozen=True):
         return int(self.resource_version) if self.resource_version.isdecimal() else 0
 
 
-class Named(_View, frozen=True):
+class NamedObject(_View, frozen=True):
     """Something that is only to be recognised."""
 
-    metadata: Metadata
+    metadata: ObjectMetadata
 
     def essence(self) -> Self:
         """What has to differ for a change to be one."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 
-class SecretData(Named, frozen=True):
+class SecretData(NamedObject, frozen=True):
     """A Secret of our own, with what is in it."""
 
     data: Mapping[str, str] = {}
@@ -88,11 +88,11 @@ class ObjectCondition(_View, frozen=True):
     last_transition_time: datetime | None = None
 
 
-class ScaledSpec(_View, frozen=True):
+class WorkloadSpec(_View, frozen=True):
     replicas: int = 1
 
 
-class ScaledStatus(_View, frozen=True):
+class WorkloadStatus(_View, frozen=True):
     observed_generation: int = 0
     replicas: int = 0
     ready_replicas: int = 0
@@ -100,19 +100,19 @@ class ScaledStatus(_View, frozen=True):
     conditions: tuple[ObjectCondition, ...] | None = ()
 
 
-class Scaled(Named, frozen=True):
+class WorkloadResource(NamedObject, frozen=True):
     """A Deployment, StatefulSet or LeaderWorkerSet."""
 
-    spec: ScaledSpec = ScaledSpec()
-    status: ScaledStatus = ScaledStatus()
+    spec: WorkloadSpec = WorkloadSpec()
+    status: WorkloadStatus = WorkloadStatus()
 
 
-class Waiting(_View, frozen=True):
+class ContainerWaiting(_View, frozen=True):
     reason: str = ""
     message: str = ""
 
 
-class Terminated(_View, frozen=True):
+class ContainerTerminated(_View, frozen=True):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
@@ -120,8 +120,8 @@ class Terminated(_View, frozen=True):
 
 
 class ContainerState(_View, frozen=True):
-    waiting: Waiting | None = None
-    terminated: Terminated | None = None
+    waiting: ContainerWaiting | None = None
+    terminated: ContainerTerminated | None = None
 
 
 class ContainerStatus(_View, frozen=True):
@@ -139,7 +139,7 @@ class PodStatus(_View, frozen=True):
     init_container_statuses: tuple[ContainerStatus, ...] | None = ()
 
 
-class Pod(Named, frozen=True):
+class Pod(NamedObject, frozen=True):
     status: PodStatus = PodStatus()
 
     @property
@@ -173,7 +173,7 @@ class LeaseSpec(_View, frozen=True):
     lease_transitions: int | None = None
 
 
-class Lease(Named, frozen=True):
+class KubernetesLease(NamedObject, frozen=True):
     spec: LeaseSpec = LeaseSpec()
     lapses: int = 0
     """How often it had ended, and was renewed after all."""
@@ -205,7 +205,7 @@ class Lease(Named, frozen=True):
         )
 
 
-class Custom(Named, frozen=True):
+class CustomObject(NamedObject, frozen=True):
     """One of our own kinds. What its specification says is converted when it is obeyed, because that may fail."""
 
     spec: dict[str, Any] = {}
@@ -216,17 +216,17 @@ class Custom(Named, frozen=True):
         prune(self.spec, DEEPEST - 1)
 
 
-View = TypeVar("View", bound=Named)
+View = TypeVar("View", bound=NamedObject)
 
 
-OF_KIND: Mapping[Kind, type[Named]] = {
-    **dict.fromkeys(kinds.CUSTOM, Custom),
-    **dict.fromkeys(kinds.SCALED, Scaled),
-    **dict.fromkeys(kinds.NAMED, Named),
+VIEW_OF_KIND: Mapping[ApiKind, type[NamedObject]] = {
+    **dict.fromkeys(kinds.CUSTOM_KINDS, CustomObject),
+    **dict.fromkeys(kinds.WORKLOAD_KINDS, WorkloadResource),
+    **dict.fromkeys(kinds.SUPPORTING_KINDS, NamedObject),
     kinds.POD: Pod,
-    kinds.LEASE: Lease,
+    kinds.LEASE: KubernetesLease,
 }
 
 
-def _unversioned(metadata: Metadata) -> Metadata:
+def _unversioned(metadata: ObjectMetadata) -> ObjectMetadata:
     return msgspec.structs.replace(metadata, resource_version="")

@@ -16,7 +16,7 @@ from kvstore.monotonic import MonotonicClock
 from workers.settings import WorkerSettings
 
 
-class Furnished(Struct, frozen=True):
+class SettingsWithStore(Struct, frozen=True):
     """A worker's settings with a store that is there."""
 
     settings: WorkerSettings  # as the engine is to have them: they name the node's address
@@ -24,9 +24,9 @@ class Furnished(Struct, frozen=True):
 
 
 @asynccontextmanager
-async def with_store(
+async def open_embedded_store(
     settings: WorkerSettings, new_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> AsyncIterator[Furnished]:
+) -> AsyncIterator[SettingsWithStore]:
     """Run the node of `settings.embedded_store` while the context is open.
 
     Args:
@@ -39,7 +39,7 @@ async def with_store(
     """
     told = settings.embedded_store
     if told is None:
-        yield Furnished(settings, None)
+        yield SettingsWithStore(settings, None)
         return
     from kvstore.embedded import open_embedded  # noqa: PLC0415 - most workers have no node, and it takes a while
 
@@ -48,4 +48,4 @@ async def with_store(
             node = await held.enter_async_context(open_embedded(told, MonotonicClock(), new_loop=new_loop))
         except StoreNotStarted as error:
             raise ConfigurationRefused(f"embedded_store.{error}") from error
-        yield Furnished(structs.replace(settings, store=settings.store_address, embedded_store=None), node)
+        yield SettingsWithStore(structs.replace(settings, store=settings.store_address, embedded_store=None), node)

@@ -26,23 +26,23 @@ from fleet.clock import SECOND, Clock, Nanos
 from kvstore.block import BlockHash
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
-from workers.ports import Saving
+from workers.ports import BlockSaver
 from workers.store_thread import StoreThread, open_store_thread
-from workers.worth import Prompt, by_worth
+from workers.worth import RecentPrompt, by_evacuation_priority
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 1024
+BLOCKS_PER_CALL = 1024
 """Blocks a call: the node looks each up before it does anything else, in a few milliseconds."""
 
 MOST_FAILURES = 5  # in a row: a tier or node that is away for good has been tried for some seconds by then
 TRY_AGAIN_SECONDS = 0.05  # while the client leaves a node alone that has not answered
 
-SAVED_AT_ONCE = 64  # blocks that the engine copies in one turn of the loop
+BLOCKS_PER_SAVE = 64  # blocks that the engine copies in one turn of the loop
 SAVE_WITHIN = Nanos(2 * SECOND)
 
 
-class Brought(Struct, frozen=True, kw_only=True):
+class EvacuationSummary(Struct, frozen=True, kw_only=True):
     """What an evacuation came to."""
 
     warm: int = 0  # blocks that there may have been
@@ -61,13 +61,13 @@ class StoreEvacuator:
     def __init__(
         self,
         store: StoreThread,
-        engine: Saving | None,
+        engine: BlockSaver | None,
         clock: Clock,
         *,
         leaving: bool,
         most_bytes: int,
     ) -> None:
-        self.brought = Brought()
+        self.brought = EvacuationSummary()
         self._call = store.call
         self._client = store.client
         self._engine = engine
@@ -75,12 +75,12 @@ class StoreEvacuator:
         self._leaving = leaving
         self._room = most_bytes // store.client.namespace.block_bytes  # blocks that may still be moved
 
-    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
+    async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         if not self._client.joined:
             return  # the node has never answered: nothing of this worker is there, and nothing can be brought there
         began = self._clock.now()
         names = await self._call(lambda: self._by_worth(prompts, cached))
-        self.brought = Brought(warm=len(names), left=len(names))
+        self.brought = EvacuationSummary(warm=len(names), left=len(names))
         try:
             if self._engine is not None:
                 await self._save(self._engine, names[: self._room], deadline)
@@ -89,17 +89,17 @@ class StoreEvacuator:
             seconds = (self._clock.now() - began) / SECOND
             log.info("warm blocks brought away", extra={**structs.asdict(self.brought), "seconds": round(seconds, 3)})
 
-    async def _save(self, engine: Saving, names: Sequence[BlockHash], deadline: Nanos) -> None:
-        for start in range(0, len(names), SAVED_AT_ONCE):
+    async def _save(self, engine: BlockSaver, names: Sequence[BlockHash], deadline: Nanos) -> None:
+        for start in range(0, len(names), BLOCKS_PER_SAVE):
             if (left := deadline - self._clock.now()) <= 0:
                 return
-            saved = await engine.save(names[start : start + SAVED_AT_ONCE], Nanos(min(left, SAVE_WITHIN)))
+            saved = await engine.save(names[start : start + BLOCKS_PER_SAVE], Nanos(min(left, SAVE_WITHIN)))
             self.brought = structs.replace(self.brought, saved=self.brought.saved + saved)
 
     async def _move(self, names: Sequence[BlockHash], deadline: Nanos) -> None:
         done, refused, failed_in_a_row, block_bytes = 0, 0, 0, self._client.namespace.block_bytes
         while done < len(names) and self._clock.now() < deadline and self._room > 0 and failed_in_a_row < MOST_FAILURES:
-            asked = names[done : done + min(AT_ONCE, self._room)]
+            asked = names[done : done + min(BLOCKS_PER_CALL, self._room)]
             failed_before = self._client.counters().failures
             answer = await self._call(partial(self._client.evacuate, asked, leaving=self._leaving))
             failed = self._client.counters().failures - failed_before + (answer.failed if answer is not None else 0)
@@ -122,9 +122,11 @@ class StoreEvacuator:
                 tier=answer.tier,
             )
 
-    def _by_worth(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash]) -> list[BlockHash]:
+    def _by_worth(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash]) -> list[BlockHash]:
         namespace = self._client.namespace
-        return by_worth(prompts, cached, block_tokens=namespace.block_tokens, algorithm=namespace.hash_algorithm)
+        return by_evacuation_priority(
+            prompts, cached, block_tokens=namespace.block_tokens, algorithm=namespace.hash_algorithm
+        )
 
 
 @asynccontextmanager
@@ -132,7 +134,7 @@ async def open_evacuator(
     address: str,
     kv: Fingerprint,
     credentials: Credentials,
-    engine: Saving | None,
+    engine: BlockSaver | None,
     clock: Clock,
     *,
     leaving: bool,

@@ -9,7 +9,7 @@ Rules:
 3. All or nothing: a rank that goes, or is silent, is the end of the leader, and a leader that goes, or is silent, that of the ranks.
    Whoever started the processes starts all of them again, and they form another group.
 4. An orderly end is said by the leader, when it has drained. A rank that is told to end asks the leader for that, and waits for it.
-5. Ranks are told alike, but for what is each one's own (`common_of`). Others would be an engine that is wrong, or hangs.
+5. Ranks are told alike, but for what is each one's own (`common_settings_digest`). Others would be an engine that is wrong, or hangs.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from fleet.ids import WorkerId
 from kvstore.credentials import Credentials
 from workers.settings import GroupSettings, WorkerSettings
 
-PORTS = 2
+ENGINE_PORTS = 2
 """That an engine's ranks need at the first's host: one for their collective operations, one for its schedulers."""
 
 
@@ -35,11 +35,11 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
     alike: str
 
 
-class Alive(Struct, frozen=True, tag="alive"):
+class RankAlive(Struct, frozen=True, tag="alive"):
     """From both sides, a few times in the time that makes silence."""
 
 
-class Leaving(Struct, frozen=True, tag="leaving"):
+class RankLeaving(Struct, frozen=True, tag="leaving"):
     """A rank was told to end; the leader is to drain."""
 
 
@@ -47,27 +47,27 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
     """All are there: start your part of the engine."""
 
     address: str  # of the leader's host, an IP address
-    ports: tuple[int, ...]  # `PORTS` of that host, for the engine's own use
+    ports: tuple[int, ...]  # `ENGINE_PORTS` of that host, for the engine's own use
 
 
-class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
+class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
     again: bool  # whether it may be otherwise later
 
 
-class Serving(Struct, frozen=True, tag="serving"):
+class GroupServing(Struct, frozen=True, tag="serving"):
     """The engine is there, as a whole."""
 
 
-class Over(Struct, frozen=True, tag="over"):
+class GroupEnded(Struct, frozen=True, tag="over"):
     """The leader has drained; everybody ends."""
 
 
-FromRank = Join | Alive | Leaving
-FromLeader = Begin | Refused | Alive | Serving | Over
+FromRank = Join | RankAlive | RankLeaving
+FromLeader = Begin | RankRefused | RankAlive | GroupServing | GroupEnded
 
 
-def common_of(settings: WorkerSettings) -> str:
+def common_settings_digest(settings: WorkerSettings) -> str:
     """Digest of what all ranks of a group have to be told alike."""
     assert settings.group is not None
     common = structs.replace(
@@ -86,11 +86,11 @@ def common_of(settings: WorkerSettings) -> str:
     return hashlib.sha256(msgspec.json.encode(common, order="sorted")).hexdigest()[:16]
 
 
-class Roll:
+class RankRendezvous:
     """The leader's list of who is there. `check` holds after every call."""
 
     def __init__(self, group: GroupSettings, common: str, now: Nanos) -> None:
-        """Nobody is there yet. `common`: see `common_of`."""
+        """Nobody is there yet. `common`: see `common_settings_digest`."""
         self._group = group
         self._common = common
         self._until = now + group.join_timeout_ms * MILLISECOND
@@ -107,16 +107,16 @@ class Roll:
     def missing(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._there)
 
-    def join(self, asked: Join) -> Refused | None:
+    def join(self, asked: Join) -> RankRefused | None:
         """Take a rank in, in place of its former process if there is one; None: it is in."""
         if not 1 <= asked.rank < self._group.nodes or asked.nodes != self._group.nodes:
             why = f"group: rank {asked.rank} of {asked.nodes} is none of the {self._group.nodes - 1} that follow this leader"
-            return Refused(why=why, again=False)
+            return RankRefused(why=why, again=False)
         if asked.alike != self._common:
             why = f"group: rank {asked.rank} is told other things than its leader; give all of them the same settings"
-            return Refused(why=why, again=False)
+            return RankRefused(why=why, again=False)
         if self._begun:
-            return Refused(why="the group has formed, with another process of that rank", again=True)
+            return RankRefused(why="the group has formed, with another process of that rank", again=True)
         self._there.add(asked.rank)
         return None
 

@@ -29,7 +29,7 @@ from kvstore.pauses import LATEST, GapTimes
 MAX_SESSIONS = 16_384
 
 
-class Hold(Struct, frozen=True, kw_only=True):
+class PinChain(Struct, frozen=True, kw_only=True):
     """Keep a chain, as far as the store has it; takes the place of the session's former hold."""
 
     session: str
@@ -38,13 +38,13 @@ class Hold(Struct, frozen=True, kw_only=True):
     lasting: Nanos
 
 
-class Release(Struct, frozen=True, kw_only=True):
+class UnpinChain(Struct, frozen=True, kw_only=True):
     """The session has gone on."""
 
     session: str
 
 
-class _Work:
+class _SessionAttempt:
     """One piece of work that the engine has."""
 
     __slots__ = ("generated", "session", "start")
@@ -55,36 +55,36 @@ class _Work:
         self.generated: list[int] = []
 
 
-class _Pauses(Struct):
+class _SessionPauses(Struct):
     """Of one session."""
 
     ended: Nanos | None = None  # its last work; None while it goes on
     last: Nanos | None = None  # length of the pause before
 
 
-class SessionHolds:
+class SessionPinPolicy:
     """See the module. Work is told by the engine's ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
         self._longest = longest
-        self._works: dict[RequestId, _Work] = {}
-        self._sessions: OrderedDict[str, _Pauses] = OrderedDict()
+        self._works: dict[RequestId, _SessionAttempt] = {}
+        self._sessions: OrderedDict[str, _SessionPauses] = OrderedDict()
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
         """The engine was given work."""
         if not start.session or start.phase is Phase.PREFILL:
             return
-        session = name_in_store(start.session, start.salt)
-        self._works[start.request_id] = _Work(start, session)
+        session = store_session_name(start.session, start.salt)
+        self._works[start.request_id] = _SessionAttempt(start, session)
         pauses = self._pauses(session)
         if pauses.ended is not None:
             gap = Nanos(max(0, now - pauses.ended))
             self._gaps.seen(pauses.last, gap)
             pauses.ended, pauses.last = None, gap
 
-    def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[Hold | Release]:
+    def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
         """What an engine's step means for the store."""
         if not self._works:
             return
@@ -96,18 +96,18 @@ class SessionHolds:
                 continue
             if output.token_ids:
                 if not work.generated:
-                    yield Release(session=work.session)
+                    yield UnpinChain(session=work.session)
                 work.generated += output.token_ids
             if output.finish is not None:
                 del self._works[output.request_id]
                 if work.generated:
                     yield self._hold(work, now)
 
-    def _hold(self, work: _Work, now: Nanos) -> Hold:
+    def _hold(self, work: _SessionAttempt, now: Nanos) -> PinChain:
         pauses = self._pauses(work.session)
         pauses.ended = now
         known = self._gaps.quantile(pauses.last, LATEST)
-        return Hold(
+        return PinChain(
             session=work.session,
             tokens=work.start.tokens
             + b"".join([token.to_bytes(TOKEN_BYTES, "little") for token in work.generated[:-1]]),
@@ -115,15 +115,15 @@ class SessionHolds:
             lasting=self._longest if known is None else min(known[1], self._longest),
         )
 
-    def _pauses(self, session: str) -> _Pauses:
+    def _pauses(self, session: str) -> _SessionPauses:
         """Of a session that is just heard of."""
-        pauses = self._sessions.setdefault(session, _Pauses())
+        pauses = self._sessions.setdefault(session, _SessionPauses())
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return pauses
 
 
-def name_in_store(session: str, salt: bytes) -> str:
+def store_session_name(session: str, salt: bytes) -> str:
     """32 hexadecimal digits (rule 4)."""
     return hashlib.sha256(salt + b"\0" + session.encode()).hexdigest()[:32]

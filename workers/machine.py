@@ -38,26 +38,26 @@ from fleet.work import Draining, Handoff, Progress, Rejected, Start, Step
 from workers.acceptance import refusal
 from workers.messages import (
     Abandon,
+    AttemptRequested,
+    CancelInEngine,
     CancelRequested,
-    CancelWork,
     CutStream,
+    Drained,
     DrainRequested,
+    EngineReady,
+    EngineStepped,
     EngineStuck,
     Evacuate,
-    Evacuated,
+    EvacuationEnded,
     FactsChanged,
-    Gone,
-    Ready,
-    Requested,
     RouterConnected,
     RouterGone,
-    Stepped,
     StreamId,
     Submit,
     Tell,
-    Ticked,
     WorkerCommand,
     WorkerEvent,
+    WorkerTicked,
 )
 from workers.ports import EngineFacts
 
@@ -92,32 +92,32 @@ NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
 }
 
 
-class IllegalTransition(Exception):
+class IllegalWorkerTransition(Exception):
     def __init__(self, phase: LifePhase, event: LifeEvent):
         super().__init__(f"{event} in phase {phase}")
 
 
 def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
     if (following := NEXT.get((phase, event))) is None:
-        raise IllegalTransition(phase, event)
+        raise IllegalWorkerTransition(phase, event)
     return following
 
 
-class Hearing(StrEnum):
+class PendingReport(StrEnum):
     """What is still to be told of a piece of work."""
 
     ALL = "all"
     NOTHING = "nothing"  # its router knows the end, or is gone
 
 
-class Work(Struct, kw_only=True):
+class WorkerAttempt(Struct, kw_only=True):
     """One piece of work that the engine holds."""
 
     engine_id: RequestId
     request_id: RequestId
     stream: StreamId
     deadline: Nanos | None
-    hearing: Hearing = Hearing.ALL
+    hearing: PendingReport = PendingReport.ALL
     cancelled: bool = False
 
 
@@ -144,8 +144,8 @@ class WorkerMachine:
         self._evacuates = evacuates
         self._store_goes = store_goes
         self._streams: dict[StreamId, str] = {}
-        self._work: dict[RequestId, Work] = {}  # by engine id
-        self._heard: dict[tuple[StreamId, RequestId], Work] = {}  # work whose end is still to be told
+        self._work: dict[RequestId, WorkerAttempt] = {}  # by engine id
+        self._heard: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}  # work whose end is still to be told
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
         self._suffix = 0
@@ -156,15 +156,15 @@ class WorkerMachine:
 
     def handle(self, event: WorkerEvent, now: Nanos) -> list[WorkerCommand]:
         match event:
-            case Stepped():
+            case EngineStepped():
                 self._lent = event.lent
                 return [*self._step(event.outputs, now), *self._leave_if_empty(now)]
-            case Requested():
+            case AttemptRequested():
                 return self._request(event.stream, event.start, now)
             case CancelRequested():
                 work = self._heard.get((event.stream, event.request_id))
                 return list(self._cancel(work)) if work is not None else []
-            case Ticked():
+            case WorkerTicked():
                 self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
             case RouterConnected():
@@ -173,7 +173,7 @@ class WorkerMachine:
                 return [*self._disconnect(event.stream), *self._leave_if_empty(now)]
             case DrainRequested():
                 return [*self._drain(event.deadline), *self._expire(now), *self._leave_if_empty(now)]
-            case Evacuated():
+            case EvacuationEnded():
                 self._evacuating = False
                 return list(self._leave_if_empty(now))
             case FactsChanged():
@@ -181,7 +181,7 @@ class WorkerMachine:
                 return []
             case EngineStuck():
                 return self._abandon()
-            case Ready():
+            case EngineReady():
                 if self.phase is LifePhase.STARTING:  # else it was asked to drain before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []
@@ -197,12 +197,12 @@ class WorkerMachine:
         """Assert what must hold between any two events."""
         assert len(self._work) <= self._capacity, len(self._work)
         assert all(work.engine_id == engine_id for engine_id, work in self._work.items())
-        audible = {id(work) for work in self._work.values() if work.hearing is Hearing.ALL}
+        audible = {id(work) for work in self._work.values() if work.hearing is PendingReport.ALL}
         assert audible == {id(work) for work in self._heard.values()}
         for (stream, request_id), work in self._heard.items():
             assert stream in self._streams, work
             assert (stream, request_id) == (work.stream, work.request_id), work
-        assert all(work.cancelled for work in self._work.values() if work.hearing is Hearing.NOTHING)
+        assert all(work.cancelled for work in self._work.values() if work.hearing is PendingReport.NOTHING)
         assert self.phase is not LifePhase.DRAINING or self._drain_deadline is not None
         assert self.phase not in (LifePhase.STARTING, LifePhase.SERVING) or self._drain_deadline is None
         assert self.phase is not LifePhase.GONE or not self._work
@@ -238,7 +238,7 @@ class WorkerMachine:
         if (rejected := self._refusal(stream, start)) is not None:
             return [Tell(stream=stream, message=rejected)]
         engine_id = self._engine_id(start.request_id)
-        work = Work(
+        work = WorkerAttempt(
             engine_id=engine_id,
             request_id=start.request_id,
             stream=stream,
@@ -286,7 +286,7 @@ class WorkerMachine:
             ended = isinstance(output, Rejected) or output.finish is not None
             if isinstance(output, Progress) and output.handoff is not None:
                 self._handed_off(output.handoff, now)
-            if work.hearing is Hearing.ALL:
+            if work.hearing is PendingReport.ALL:
                 if work.engine_id != work.request_id:
                     output = msgspec.structs.replace(output, request_id=work.request_id)  # noqa: PLW2901 - renamed
                 if isinstance(output, Rejected):
@@ -303,16 +303,16 @@ class WorkerMachine:
         if handoff.kv_path is KvPath.STORE and self._store_goes:
             self._offered_until = Nanos(now + FETCHED_WITHIN)
 
-    def _cancel(self, work: Work) -> Iterator[CancelWork]:
+    def _cancel(self, work: WorkerAttempt) -> Iterator[CancelInEngine]:
         if not work.cancelled:
             work.cancelled = True
-            yield CancelWork(request_id=work.engine_id)
+            yield CancelInEngine(request_id=work.engine_id)
 
-    def _silence(self, work: Work) -> None:
-        work.hearing = Hearing.NOTHING
+    def _silence(self, work: WorkerAttempt) -> None:
+        work.hearing = PendingReport.NOTHING
         self._heard.pop((work.stream, work.request_id), None)
 
-    def _give_up(self, work: Work, reason: Reason, message: str) -> Iterator[WorkerCommand]:
+    def _give_up(self, work: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
         """Tell the router its end now and let the engine follow."""
         self._silence(work)
         yield from self._cancel(work)
@@ -357,7 +357,7 @@ class WorkerMachine:
                 return
         self._work.clear()
         self.phase = advance(self.phase, LifeEvent.EMPTIED)
-        yield Gone(cancelled=self._given_up, unfetched=self._lent)
+        yield Drained(cancelled=self._given_up, unfetched=self._lent)
 
     def _abandon(self) -> list[WorkerCommand]:
         """Apply rule 8."""

@@ -14,7 +14,7 @@ StreamId = NewType("StreamId", int)
 """One connection of one router; never used twice."""
 
 
-class Ready(Struct, frozen=True):
+class EngineReady(Struct, frozen=True):
     """The engine runs."""
 
 
@@ -35,7 +35,7 @@ class RouterGone(Struct, frozen=True, kw_only=True):
     stream: StreamId
 
 
-class Requested(Struct, frozen=True, kw_only=True):
+class AttemptRequested(Struct, frozen=True, kw_only=True):
     stream: StreamId
     start: Start
 
@@ -45,7 +45,7 @@ class CancelRequested(Struct, frozen=True, kw_only=True):
     request_id: RequestId
 
 
-class Stepped(Struct, frozen=True, kw_only=True):
+class EngineStepped(Struct, frozen=True, kw_only=True):
     """What the engine brought."""
 
     outputs: Sequence[Progress | Rejected]
@@ -56,31 +56,31 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
     deadline: Nanos
 
 
-class Ticked(Struct, frozen=True, kw_only=True):
+class WorkerTicked(Struct, frozen=True, kw_only=True):
     """Time passed: deadlines may have."""
 
-    lent: int = 0  # as of `Stepped`
+    lent: int = 0  # as of `EngineStepped`
 
 
 class EngineStuck(Struct, frozen=True):
     """The engine hangs: it makes no progress on the work that it holds."""
 
 
-class Evacuated(Struct, frozen=True):
+class EvacuationEnded(Struct, frozen=True):
     """Nothing more is brought away, be it that all has been or that it cannot."""
 
 
 WorkerEvent = (
-    Ready
+    EngineReady
     | FactsChanged
     | RouterConnected
     | RouterGone
-    | Requested
+    | AttemptRequested
     | CancelRequested
-    | Stepped
+    | EngineStepped
     | DrainRequested
-    | Ticked
-    | Evacuated
+    | WorkerTicked
+    | EvacuationEnded
     | EngineStuck
 )
 
@@ -91,7 +91,7 @@ class Submit(Struct, frozen=True, kw_only=True):
     start: Start
 
 
-class CancelWork(Struct, frozen=True, kw_only=True):
+class CancelInEngine(Struct, frozen=True, kw_only=True):
     """Stop work in the engine."""
 
     request_id: RequestId
@@ -109,12 +109,12 @@ class CutStream(Struct, frozen=True, kw_only=True):
 
 
 class Evacuate(Struct, frozen=True, kw_only=True):
-    """Bring warm blocks to where other workers read them, and say `Evacuated` by the deadline."""
+    """Bring warm blocks to where other workers read them, and say `EvacuationEnded` by the deadline."""
 
     deadline: Nanos
 
 
-class Gone(Struct, frozen=True, kw_only=True):
+class Drained(Struct, frozen=True, kw_only=True):
     """Drained: the process may end. Nothing but refusals follows."""
 
     cancelled: int  # requests that did not finish in time
@@ -127,4 +127,4 @@ class Abandon(Struct, frozen=True, kw_only=True):
     lost: int  # requests that run elsewhere from now on, if their routers can
 
 
-WorkerCommand = Submit | CancelWork | Tell | CutStream | Evacuate | Gone | Abandon
+WorkerCommand = Submit | CancelInEngine | Tell | CutStream | Evacuate | Drained | Abandon

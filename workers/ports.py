@@ -12,8 +12,8 @@ from fleet.roles import KvPath
 from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
 from kvstore.fingerprint import Fingerprint
-from workers.holds import Hold, Release
-from workers.worth import Prompt
+from workers.holds import PinChain, UnpinChain
+from workers.worth import RecentPrompt
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Saving(Protocol):
+class BlockSaver(Protocol):
     """An engine that writes blocks of its own memory to the store when it is asked; others do so once, as they fill."""
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
@@ -168,10 +168,10 @@ class Outlet(Protocol):
         ...
 
 
-class HoldKeeper(Protocol):
+class PinKeeper(Protocol):
     """Where the chains of sessions that wait are kept."""
 
-    def keep(self, asked: Iterable[Hold | Release]) -> None:
+    def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
         """In the background, as far as it goes: nothing comes of it but blocks that are there later."""
         ...
 
@@ -179,7 +179,7 @@ class HoldKeeper(Protocol):
 class Evacuator(Protocol):
     """Who brings warm blocks to where other workers read them."""
 
-    async def evacuate(self, prompts: Sequence[Prompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
+    async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         """Return when all that is worth it has been brought away, or cannot be; by the deadline at the latest.
 
         Args:
@@ -222,5 +222,5 @@ class WorkerReplaced(Exception):
     """The worker process has to end, because another process has its id; its supervisor decides what follows."""
 
 
-class Superseded(Exception):
+class WorkerSuperseded(Exception):
     """A newer process has this worker's id; the message says whose mistake that may be."""

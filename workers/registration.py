@@ -24,7 +24,7 @@ from msgspec import Struct
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
 from fleet.repeats import LogDeduplicator
-from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, Superseded
+from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ GOODBYE_SECONDS = 2.0
 NAME_WAIT_SECONDS = 60.0  # as `WorkerSettings.name_wait_seconds`
 
 
-class Registration(Struct, kw_only=True):
+class RegistryEntry(Struct, kw_only=True):
     """One worker's entry in one registry."""
 
     registry: Registry
@@ -78,7 +78,7 @@ class Registration(Struct, kw_only=True):
                     return self._replaced(f"{error}; waited {self.name_wait_seconds:g} s for it to go")
                 await asyncio.sleep(HELD_PAUSE_SECONDS)
                 continue
-            except Superseded as error:
+            except WorkerSuperseded as error:
                 return self._replaced(f"{self.worker_id} has been replaced: {error}")
             if not reachable:
                 log.info("registered", extra={"worker": self.worker_id, "address": self.address})
@@ -109,10 +109,10 @@ def _log_failure(error: RegistryUnreachable) -> None:
         log.warning("registry unreachable, serving goes on", extra={"cause": str(error)})
 
 
-class Presence:
+class WorkerMembership:
     """A worker's entries in all registries that it was told of; there may be none."""
 
-    def __init__(self, registrations: Sequence[Registration]) -> None:
+    def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
         self._registrations = registrations
         self._leaving = asyncio.Event()
         self._left = asyncio.Event()
@@ -159,6 +159,6 @@ class Presence:
         finally:
             self._left.set()
 
-    async def _run(self, registration: Registration) -> None:
+    async def _run(self, registration: RegistryEntry) -> None:
         self.replaced = await registration.run()
         self._when_replaced()

@@ -1,6 +1,6 @@
 """The async shell of a worker: joins an engine, the machine and the streams of any number of routers.
 
-Flow: routers -> `Session.receive` -> machine -> engine -> `outputs()` -> machine -> `Session.offer` -> routers, without
+Flow: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine -> `RouterSession.offer` -> routers, without
 a task in between but the one that reads `outputs()`. The engine's cache changes go to every router; a router that connects
 first hears all that the cache holds. When the worker drains, a task beside all that brings warm blocks away.
 """
@@ -18,34 +18,34 @@ from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.ids import Incarnation
 from fleet.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from workers.cache_view import CacheView
-from workers.holds import SessionHolds
+from workers.holds import SessionPinPolicy
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
     Abandon,
-    CancelWork,
+    CancelInEngine,
     CutStream,
+    Drained,
     DrainRequested,
+    EngineReady,
+    EngineStepped,
     EngineStuck,
     Evacuate,
-    Evacuated,
+    EvacuationEnded,
     FactsChanged,
-    Gone,
-    Ready,
     RouterConnected,
     RouterGone,
-    Stepped,
     StreamId,
     Submit,
     Tell,
-    Ticked,
     WorkerCommand,
     WorkerEvent,
+    WorkerTicked,
 )
-from workers.ports import Engine, EngineDied, EngineFacts, EngineHung, Evacuator, HoldKeeper, Outlet
-from workers.session import Session
+from workers.ports import Engine, EngineDied, EngineFacts, EngineHung, Evacuator, Outlet, PinKeeper
+from workers.session import RouterSession
 from workers.settings import WorkerSettings
-from workers.watchdog import Health, Watchdog
-from workers.worth import LatestPrompts
+from workers.watchdog import EngineHealth, Watchdog
+from workers.worth import RecentPrompts
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class WorkerServer:
         clock: Clock,
         incarnation: Incarnation,
         *,
-        keeper: HoldKeeper | None = None,
+        keeper: PinKeeper | None = None,
         golden: TokenizerDigests | None = None,
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
@@ -115,18 +115,18 @@ class WorkerServer:
             store_goes=store_goes,
         )
         self._evacuator = evacuator
-        self._prompts = LatestPrompts()
+        self._prompts = RecentPrompts()
         self._keeper = keeper
-        self._holds = SessionHolds(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
+        self._holds = SessionPinPolicy(Nanos(round(settings.hold_seconds * SECOND))) if keeper is not None else None
         self._cache = CacheView()
-        self._sessions: dict[StreamId, Session] = {}
+        self._sessions: dict[StreamId, RouterSession] = {}
         self._streams = count()
         self._cancelled_by_drain: int | None = None
         self._evacuate_by: Nanos | None = None
         self._evacuation_asked = asyncio.Event()
         self._gone = asyncio.Event()
         self._watchdog = Watchdog(settings.watchdog)
-        self._health = Health.HEALTHY
+        self._health = EngineHealth.HEALTHY
         self._hung_at: Nanos | None = None
 
     @property
@@ -160,7 +160,7 @@ class WorkerServer:
             EngineHung: The engine made no progress and was killed; otherwise as below.
             EngineDied: The process has to end, so that its supervisor starts another.
         """
-        self._absorb(Ready())
+        self._absorb(EngineReady())
         log.info("serving", extra={"worker": self.description.worker_id, "engine": self.description.engine})
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -186,10 +186,10 @@ class WorkerServer:
                 else:
                     session.cut("the worker ends")
 
-    def open(self, router_id: str, outlet: Outlet) -> Session:
+    def open(self, router_id: str, outlet: Outlet) -> RouterSession:
         """A router's stream, to be closed when it has ended; the introduction goes to its outlet now."""
         stream = StreamId(next(self._streams))
-        session = Session(
+        session = RouterSession(
             stream,
             outlet,
             description=self.description,
@@ -204,7 +204,7 @@ class WorkerServer:
         session.flow()
         return session
 
-    def close(self, session: Session) -> None:
+    def close(self, session: RouterSession) -> None:
         """The stream has ended; cancels what the router had running."""
         self._sessions.pop(session.stream, None)
         self._absorb(RouterGone(stream=session.stream))
@@ -220,7 +220,7 @@ class WorkerServer:
 
     async def _pump_outputs(self) -> Never:
         async for outputs in self._engine.outputs():
-            self._absorb(Stepped(outputs=self._signed(outputs), lent=self._engine.lent))
+            self._absorb(EngineStepped(outputs=self._signed(outputs), lent=self._engine.lent))
             if self._keeper is not None and self._holds is not None:
                 self._keeper.keep(self._holds.heard(outputs, self._clock.now()))
         raise EngineDied("its outputs ended")
@@ -241,7 +241,7 @@ class WorkerServer:
         reported: LoadReport | None = None
         reported_at = Nanos(0)
         while True:
-            self._absorb(Ticked(lent=self._engine.lent))
+            self._absorb(WorkerTicked(lent=self._engine.lent))
             if (facts := self._engine.facts) != self._facts:
                 self._describe_anew(facts)
             self._look_after_engine()
@@ -272,20 +272,20 @@ class WorkerServer:
         if self.phase is LifePhase.GONE:
             return
         before, self._health = self._health, self._watchdog.look(self._engine.pulses(), self._clock.now())
-        if self._health is Health.HEALTHY:
-            if before is not Health.HEALTHY:
+        if self._health is EngineHealth.HEALTHY:
+            if before is not EngineHealth.HEALTHY:
                 log.info("the engine makes progress again", extra={"worker": self.description.worker_id})
             return
         # It walks through all processes, so it is not asked at every tick.
-        if (self._health is Health.HUNG or before is Health.HEALTHY) and self._engine.traced():
+        if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self._engine.traced():
             self._watchdog.excuse()
-            self._health = Health.HEALTHY
+            self._health = EngineHealth.HEALTHY
             return
         seconds = self._watchdog.waited / SECOND
-        if self._health is Health.HUNG:
+        if self._health is EngineHealth.HUNG:
             self._absorb(EngineStuck())
             raise EngineHung(f"it holds work and made no step for {seconds:.1f} s; it was killed")
-        if before is Health.HEALTHY:
+        if before is EngineHealth.HEALTHY:
             log.warning(
                 "the engine makes no progress",
                 extra={"worker": self.description.worker_id, "seconds": round(seconds, 1)},
@@ -306,7 +306,7 @@ class WorkerServer:
                 log.warning("warm blocks were not all brought away in time")
             except Exception:  # supervisor: what is not brought away is computed again, and nobody else's affair
                 log.exception("warm blocks could not be brought away")
-            self._absorb(Evacuated())
+            self._absorb(EvacuationEnded())
 
     def _signed(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
         """Hand-offs name the worker that holds the blocks; engines do not know it."""
@@ -326,7 +326,7 @@ class WorkerServer:
         """Let the machine decide, and do what it says."""
         self._perform(self._machine.handle(event, self._clock.now()))
 
-    def _cut(self, session: Session) -> None:
+    def _cut(self, session: RouterSession) -> None:
         self._perform(self._overflowed(session))
 
     def _perform(self, decided: Sequence[WorkerCommand]) -> None:
@@ -343,7 +343,7 @@ class WorkerServer:
                     if self._evacuator is not None:
                         self._prompts.note(start.tokens, start.salt)
                     self._engine.submit(start)
-                case CancelWork(request_id=request_id):
+                case CancelInEngine(request_id=request_id):
                     self._engine.cancel(request_id)
                 case CutStream(stream=stream):
                     if (cut := self._sessions.pop(stream, None)) is not None:
@@ -351,7 +351,7 @@ class WorkerServer:
                 case Evacuate(deadline=deadline):
                     self._evacuate_by = deadline
                     self._evacuation_asked.set()
-                case Gone(cancelled=cancelled, unfetched=unfetched):
+                case Drained(cancelled=cancelled, unfetched=unfetched):
                     log.info("drained", extra={"cancelled": cancelled, "unfetched": unfetched})
                     self._cancelled_by_drain = cancelled
                     self._gone.set()
@@ -371,7 +371,7 @@ class WorkerServer:
         self._cancelled_by_drain = lost
         self._gone.set()
 
-    def _overflowed(self, session: Session) -> list[WorkerCommand]:
+    def _overflowed(self, session: RouterSession) -> list[WorkerCommand]:
         """What follows from cutting the stream of a router that does not keep up."""
         log.warning("router too slow, stream cut", extra={"stream": session.stream})
         self._sessions.pop(session.stream, None)

@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from fleet.work import Cancel, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
-from workers.messages import CancelRequested, Requested, StreamId
+from workers.messages import AttemptRequested, CancelRequested, StreamId
 from workers.ports import Outlet
 
 
-class Session:
+class RouterSession:
     """The door for what a router says, and the messages to it: sent at once while its outlet takes them, else kept.
 
     The introduction (who we are, what our cache holds) is as large as it is and does not count; after that at most
@@ -23,7 +23,7 @@ class Session:
         description: WorkerDescription,
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
-        absorb: Callable[[Requested | CancelRequested], None],
+        absorb: Callable[[AttemptRequested | CancelRequested], None],
     ) -> None:
         """Sends nothing before `flow`."""
         self.stream = stream
@@ -42,7 +42,7 @@ class Session:
         """What the router said; the answer leaves by the outlet."""
         match message:
             case Start():
-                self._absorb(Requested(stream=self.stream, start=message))
+                self._absorb(AttemptRequested(stream=self.stream, start=message))
             case Cancel():
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
 

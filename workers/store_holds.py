@@ -3,9 +3,9 @@
 Rules:
 
 1. Nothing here delays the engine or a router: calls go out one after the other from one thread, with the client's
-   deadlines, and at most `MAX_HOLDS` are under way. More are dropped and counted; so is what the node does not answer.
+   deadlines, and at most `MAX_QUEUED_PINS` are under way. More are dropped and counted; so is what the node does not answer.
 2. An engine's last blocks reach the store some moments after the answer's end. So a chain that is not held whole is
-   asked for again after each of `PAUSES`, unless its session has gone on meanwhile.
+   asked for again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from kvstore.block import BlockHash, chain
 from kvstore.credentials import Credentials
 from kvstore.fingerprint import Fingerprint
 from kvstore.messages import SessionPinResult
-from workers.holds import Hold, Release
+from workers.holds import PinChain, UnpinChain
 from workers.store_thread import StoreThread, open_store_thread
 
 log = logging.getLogger(__name__)
 
-MAX_HOLDS = 256
-PAUSES = (0.05, 0.2, 1.0)  # seconds
+MAX_QUEUED_PINS = 256
+RETRY_PAUSES_SECONDS = (0.05, 0.2, 1.0)  # seconds
 
 
-class StoreHoldKeeper:
-    """Implements `workers.ports.HoldKeeper`; made by `open_hold_keeper`."""
+class StorePinKeeper:
+    """Implements `workers.ports.PinKeeper`; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
         self.held = 0  # chains
@@ -42,14 +42,14 @@ class StoreHoldKeeper:
         self._wanted: dict[str, int] = {}  # number of the hold that each session is to have
         self._running: set[asyncio.Task[None]] = set()
 
-    def keep(self, asked: Iterable[Hold | Release]) -> None:
+    def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
         """In the background, in this order."""
         for each in asked:
             self._wanted.pop(each.session, None)
-            if len(self._running) >= MAX_HOLDS:
+            if len(self._running) >= MAX_QUEUED_PINS:
                 self.dropped += 1
                 continue
-            if isinstance(each, Hold):
+            if isinstance(each, PinChain):
                 number = self._wanted[each.session] = next(self._numbers)
                 task = self._tasks.create_task(self._supervised(partial(self._hold, each, number)))
             else:
@@ -69,10 +69,10 @@ class StoreHoldKeeper:
             log.exception("a session's blocks could not be held")
             self.dropped += 1
 
-    async def _hold(self, asked: Hold, number: int) -> None:
+    async def _hold(self, asked: PinChain, number: int) -> None:
         names = await self._store.call(lambda: self._chain(asked))
         held: SessionPinResult | None = None
-        for pause in (0.0, *PAUSES):
+        for pause in (0.0, *RETRY_PAUSES_SECONDS):
             await asyncio.sleep(pause)
             if self._wanted.get(asked.session) != number:
                 return  # it has gone on, or holds anew
@@ -87,21 +87,21 @@ class StoreHoldKeeper:
         self.held += held.blocks > 0
         self.refused += held.refused > 0
 
-    async def _release(self, asked: Release) -> None:
+    async def _release(self, asked: UnpinChain) -> None:
         await self._store.call(lambda: self._store.client.release_hold(asked.session))
 
-    def _ask(self, asked: Hold, names: list[BlockHash]) -> SessionPinResult | None:
+    def _ask(self, asked: PinChain, names: list[BlockHash]) -> SessionPinResult | None:
         return self._store.client.hold(asked.session, names, seconds=asked.lasting / SECOND)
 
-    def _chain(self, asked: Hold) -> list[BlockHash]:
+    def _chain(self, asked: PinChain) -> list[BlockHash]:
         namespace = self._store.client.namespace
         return chain(asked.tokens, namespace.block_tokens, salt=asked.salt, algorithm=namespace.hash_algorithm)
 
 
 @asynccontextmanager
-async def open_hold_keeper(
+async def open_pin_keeper(
     address: str, kv: Fingerprint, credentials: Credentials, *, wait_seconds: float | None = None
-) -> AsyncIterator[StoreHoldKeeper]:
+) -> AsyncIterator[StorePinKeeper]:
     """Keep chains in the node at `address`, for an engine with blocks like `kv`, from when that answers.
 
     Leaving takes as long as a call that is under way.
@@ -113,7 +113,7 @@ async def open_hold_keeper(
         open_store_thread(address, kv, credentials, "store-holds", wait_seconds=wait_seconds) as store,
         asyncio.TaskGroup() as tasks,
     ):
-        keeper = StoreHoldKeeper(store, tasks)
+        keeper = StorePinKeeper(store, tasks)
         try:
             yield keeper
         finally:

@@ -65,7 +65,7 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
 
 
-class Health(StrEnum):
+class EngineHealth(StrEnum):
     HEALTHY = "healthy"
     SUSPECT = "suspect"  # more than half of the patience has passed without progress
     HUNG = "hung"
@@ -79,7 +79,7 @@ class Watchdog:
         self._schedulers: list[_Scheduler] = []
         self._looked_at: Nanos | None = None
 
-    def look(self, pulses: Sequence[Pulse], now: Nanos) -> Health:
+    def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
         """Take in what the engine's schedulers show at this time.
 
         Args:
@@ -87,13 +87,13 @@ class Watchdog:
             now: Never earlier than at the look before.
         """
         if not self._settings.enabled:
-            return Health.HEALTHY
+            return EngineHealth.HEALTHY
         since = Nanos(0) if self._looked_at is None else Nanos(now - self._looked_at)
         self._looked_at = now
         while len(self._schedulers) < len(pulses):
             self._schedulers.append(_Scheduler(self._settings))
         found = [scheduler.look(pulse, since) for scheduler, pulse in zip(self._schedulers, pulses, strict=False)]
-        return max(found, key=list(Health).index, default=Health.HEALTHY)
+        return max(found, key=list(EngineHealth).index, default=EngineHealth.HEALTHY)
 
     def excuse(self) -> None:
         """Start measuring anew: there is a reason why the engine made no progress, such as a debugger that holds it."""
@@ -120,12 +120,12 @@ class _Scheduler:
         self._novel = False  # whether there was work of a new kind when the present step began
         self._slept = False  # since the last step, for longer than counts
 
-    def look(self, pulse: Pulse, since: Nanos) -> Health:
+    def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse
         if before is None or not before.working:  # it had nothing to do: idle time is no step's time
             self.waited = Nanos(0)
             self._novel = pulse.novel
-            return Health.HEALTHY
+            return EngineHealth.HEALTHY
         patience = self._patience(before)
         counted = min(since, Nanos(patience // SHARE_OF_A_LOOK))
         self._slept = self._slept or counted < since
@@ -136,14 +136,14 @@ class _Scheduler:
             self.waited = Nanos(0)
             self._novel = pulse.novel
             self._slept = False
-            return Health.HEALTHY
+            return EngineHealth.HEALTHY
         if not pulse.working:
             self.waited = Nanos(0)
-            return Health.HEALTHY
+            return EngineHealth.HEALTHY
         self.waited = Nanos(self.waited + counted)
         if self.waited >= patience:
-            return Health.HUNG
-        return Health.SUSPECT if 2 * self.waited >= patience else Health.HEALTHY
+            return EngineHealth.HUNG
+        return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _learn(self, tokens: int, took: Nanos) -> None:
         """Rule 4. A step that began and ended between two looks counts as long as the time between them."""

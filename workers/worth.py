@@ -22,31 +22,31 @@ MOST_BYTES = 8 << 20
 """Of tokens: 2 million, 65,000 blocks of 32, which are named in a tenth of a second."""
 
 
-class Prompt(Struct, frozen=True):
+class RecentPrompt(Struct, frozen=True):
     tokens: TokenBytes
     salt: bytes
 
 
-class LatestPrompts:
+class RecentPrompts:
     """Of one worker."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
         self._bytes = 0
-        self._prompts: deque[Prompt] = deque()
+        self._prompts: deque[RecentPrompt] = deque()
 
     def note(self, tokens: TokenBytes, salt: bytes) -> None:
-        self._prompts.append(Prompt(tokens, salt))
+        self._prompts.append(RecentPrompt(tokens, salt))
         self._bytes += len(tokens)
         while self._bytes > self._most:
             self._bytes -= len(self._prompts.popleft().tokens)
 
-    def all(self) -> tuple[Prompt, ...]:
+    def all(self) -> tuple[RecentPrompt, ...]:
         """The latest one last."""
         return tuple(self._prompts)
 
 
-class _Use(Struct):
+class _BlockUse(Struct):
     """Of one block."""
 
     place: int  # in its chain
@@ -54,8 +54,8 @@ class _Use(Struct):
     latest: int = 0  # number of the prompt
 
 
-def by_worth(
-    prompts: Iterable[Prompt], cached: Sequence[BlockHash], *, block_tokens: int, algorithm: HashAlgorithm
+def by_evacuation_priority(
+    prompts: Iterable[RecentPrompt], cached: Sequence[BlockHash], *, block_tokens: int, algorithm: HashAlgorithm
 ) -> list[BlockHash]:
     """Names of blocks that may be warm, what is worth most first (rules 2 and 3).
 
@@ -65,13 +65,13 @@ def by_worth(
         block_tokens: Tokens a block.
         algorithm: Of the names.
     """
-    uses: dict[BlockHash, _Use] = {}
+    uses: dict[BlockHash, _BlockUse] = {}
     for number, prompt in enumerate(prompts):
         names = chain(prompt.tokens, block_tokens, salt=prompt.salt, algorithm=algorithm)
         for place, name in enumerate(names):
             use = uses.get(name)
             if use is None:
-                use = uses[name] = _Use(place)
+                use = uses[name] = _BlockUse(place)
             use.count += 1
             use.latest = number
     ordered = sorted(uses, key=lambda name: (-uses[name].count, -uses[name].latest, uses[name].place))

@@ -24,12 +24,12 @@ from fleet.planner.execution import to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.settings import KubernetesTarget
 from operators import kinds
-from operators.cluster import MANAGER, open_api_server
+from operators.cluster import MANAGER, open_api_client
 from operators.diagnosis import UNPLACED
-from operators.ports import Cluster, ClusterError, Denied, Missing, Stale
-from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType, ScalingMode
+from operators.ports import KubernetesApi, KubernetesError, ObjectConflict, ObjectMissing, RequestDenied
+from operators.resources.deployment import DisaggDeploymentSpec, RoleSpec, RoleType, ScalingMode
 from operators.resources.parts import GROUP
-from operators.views import Custom, Metadata, Named
+from operators.views import CustomObject, NamedObject, ObjectMetadata
 
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
 TRIES = 4
@@ -43,7 +43,7 @@ class _Entry(Struct, frozen=True, rename="camel"):
     fields_v1: Mapping[str, Any] = msgspec.field(default={}, name="fieldsV1")
 
 
-class _Managed(Metadata, frozen=True, kw_only=True, rename="camel"):
+class _Managed(ObjectMetadata, frozen=True, kw_only=True, rename="camel"):
     managed_fields: tuple[_Entry, ...] = ()
 
 
@@ -68,7 +68,7 @@ class _ScalerStatus(Struct, frozen=True, rename="camel"):
     conditions: tuple[_Condition, ...] = ()
 
 
-class _Scaler(Named, frozen=True, kw_only=True):
+class _Scaler(NamedObject, frozen=True, kw_only=True):
     """A RoleScaler, with who owns its fields."""
 
     metadata: _Managed
@@ -123,7 +123,7 @@ class _Status(Struct, frozen=True, rename="camel"):
 class KubernetesConnector:
     """Implements `fleet.planner.ports.PlanConnector`. The cluster's writes carry the name of the writer."""
 
-    def __init__(self, cluster: Cluster, target: KubernetesTarget, writer: PlanWriter) -> None:
+    def __init__(self, cluster: KubernetesApi, target: KubernetesTarget, writer: PlanWriter) -> None:
         self._cluster = cluster
         self._target = target
         self._writer = writer
@@ -134,7 +134,7 @@ class KubernetesConnector:
                 return await self._look()
         except TimeoutError as error:
             raise ports.ConnectorUnreachable("the API server does not answer in time") from error
-        except ClusterError as error:
+        except KubernetesError as error:
             raise _unreachable(error) from error
 
     async def apply(self, plan: Plan, seen: Observation) -> None:
@@ -146,7 +146,7 @@ class KubernetesConnector:
             raise ports.ConnectorUnreachable(
                 "the API server does not answer in time; perhaps it has done it"
             ) from error
-        except ClusterError as error:
+        except KubernetesError as error:
             raise _unreachable(error) from error
 
     async def _write(self, pool: PoolObservation, plan: Plan) -> None:
@@ -165,9 +165,9 @@ class KubernetesConnector:
             manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
             try:
                 await self._cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": plan.replicas[pool.name]}})
-            except Stale:
+            except ObjectConflict:
                 continue
-            except Denied as error:
+            except RequestDenied as error:
                 raise ports.PlanRefused(pool.name, str(error)) from error
             return
         raise ports.PlanConflict(pool.name)
@@ -175,8 +175,8 @@ class KubernetesConnector:
     async def _look(self) -> Observation:
         target = self._target
         try:
-            found = await self._cluster.get(kinds.DISAGG_DEPLOYMENT, Custom, target.namespace, target.deployment)
-        except Missing as error:
+            found = await self._cluster.get(kinds.DISAGG_DEPLOYMENT, CustomObject, target.namespace, target.deployment)
+        except ObjectMissing as error:
             raise ports.ConnectorUnreachable(
                 f"there is no DisaggDeployment {target.deployment} in namespace {target.namespace}"
             ) from error
@@ -205,7 +205,9 @@ class KubernetesConnector:
                 found[role] = each
         return found
 
-    def _pool(self, role: Role, scaler: _Scaler | None, status: _Status, current: bool, pods: str) -> PoolObservation:
+    def _pool(
+        self, role: RoleSpec, scaler: _Scaler | None, status: _Status, current: bool, pods: str
+    ) -> PoolObservation:
         there = next((each for each in status.roles if each.name == role.name), None)
         static = role.scaling.mode is ScalingMode.STATIC
         seen = PoolObservation(
@@ -227,7 +229,7 @@ class KubernetesConnector:
         why, message = _why(seen, None if static else scaler, there, status, pods)
         return structs.replace(seen, why=why, message=message)
 
-    def _pinned(self, role: Role, scaler: _Scaler | None) -> str:
+    def _pinned(self, role: RoleSpec, scaler: _Scaler | None) -> str:
         if role.scaling.mode is ScalingMode.STATIC:
             return "scaling.mode is Static: its replicas are those of the DisaggDeployment's specification"
         if scaler is None:
@@ -277,7 +279,7 @@ def _understood(content: Mapping[str, Any], of: type[Decoded], what: str) -> Dec
         raise ports.ConnectorUnreachable(f"the deployment's {what} is written for another version: {error}") from error
 
 
-def _unreachable(error: ClusterError) -> ports.ConnectorUnreachable:
+def _unreachable(error: KubernetesError) -> ports.ConnectorUnreachable:
     return ports.ConnectorUnreachable(f"the API server: {error}")
 
 
@@ -286,7 +288,7 @@ async def kubernetes_connector(target: KubernetesTarget, writer: PlanWriter) -> 
     """Raises ConfigurationRefused: there is no such kubeconfig, or it cannot be used."""
     async with AsyncExitStack() as stack:
         try:
-            cluster = await stack.enter_async_context(open_api_server(target.kubeconfig, f"fleet/{writer}", writer))
-        except ClusterError as error:
+            cluster = await stack.enter_async_context(open_api_client(target.kubeconfig, f"fleet/{writer}", writer))
+        except KubernetesError as error:
             raise ConfigurationRefused(f"connector.{error}") from error
         yield KubernetesConnector(cluster, target, writer)

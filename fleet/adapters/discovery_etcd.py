@@ -29,7 +29,7 @@ from fleet.control.messages import DirectoryListing, DirectoryReading, RecordMis
 from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import EtcdDiscovery, WorkerRecord
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,9 @@ class EtcdDirectory:
         if not answer.succeeded and not answer.responses[0].response_txn.succeeded:
             del self._held[me]
             await _end_lease(channel, held.lease)
-            raise Superseded(f"{record.worker_id} is held by a newer process; every worker needs an id of its own")
+            raise WorkerSuperseded(
+                f"{record.worker_id} is held by a newer process; every worker needs an id of its own"
+            )
 
     async def _all(self, channel: grpc.aio.Channel) -> Any:
         asked = rpc.RangeRequest(key=self._prefix, range_end=_after(self._prefix))

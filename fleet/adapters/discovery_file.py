@@ -27,7 +27,7 @@ from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import FileDiscovery, WorkerRecord
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class FileDirectory(StatelessDirectory):
         path = self._path(entry.worker_id)
         there = _entry(path)
         if entry.renewals > 1 and there is not None and there.incarnation != entry.incarnation:
-            raise Superseded(f"{entry.worker_id} is held by a newer process; every worker needs an id of its own")
+            raise WorkerSuperseded(f"{entry.worker_id} is held by a newer process; every worker needs an id of its own")
         beside = path.with_name(f".{quote(entry.incarnation, safe='')[:32]}.{SUFFIX}")
         try:
             beside.write_bytes(msgspec.json.encode(entry))

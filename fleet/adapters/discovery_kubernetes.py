@@ -43,8 +43,8 @@ from fleet.discovery import KubernetesDiscovery, WorkerRecord
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation, WorkerId
 from operators.kubeconfig import api_configuration
-from operators.ports import ClusterError
-from workers.ports import RegistryUnreachable, Superseded
+from operators.ports import KubernetesError
+from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,9 @@ class KubernetesDirectory:
                 return False
             if _incarnation(found) != record.incarnation:
                 del self._held[me]
-                raise Superseded(f"{record.worker_id} is held by a newer process; every worker needs an id of its own")
+                raise WorkerSuperseded(
+                    f"{record.worker_id} is held by a newer process; every worker needs an id of its own"
+                )
             held = found
         raise RegistryUnreachable(f"the lease {held['metadata']['name']} changes all the time")
 
@@ -341,7 +343,7 @@ async def _client(settings: KubernetesDiscovery) -> client.ApiClient:
     """
     try:
         configuration = await api_configuration(settings.kubeconfig)
-    except ClusterError as error:
+    except KubernetesError as error:
         raise ConfigurationRefused(f"discovery.{error}") from error
     connected = client.ApiClient(configuration)
     connected.user_agent = AGENT

@@ -9,7 +9,7 @@ from fleet.control.messages import DirectoryListing, DirectoryReading, RecordMis
 from fleet.control.ports import DirectoryUnreachable
 from fleet.discovery import WorkerRecord
 from fleet.ids import Incarnation, WorkerId
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 
 class _SharedRecords:
@@ -53,7 +53,7 @@ class MemoryDirectory(StatelessDirectory):
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         content = self._reached()
         if (worker_id, incarnation) in content.replaced:
-            raise Superseded(f"{worker_id} is held by a newer process; every worker needs an id of its own")
+            raise WorkerSuperseded(f"{worker_id} is held by a newer process; every worker needs an id of its own")
         before = content.seen.get(worker_id)
         if before is not None and before.record.incarnation != incarnation:
             content.replaced.add((worker_id, before.record.incarnation))

@@ -10,9 +10,9 @@ from fleet.clock import SECOND, Clock, Nanos
 from fleet.ids import RequestId, WorkerId
 from fleet.router.messages import KvChanged
 from fleet.router.settings import OpenAiWorkerSettings
-from workers.engines.cache_books import CacheBooks, PassedOver, salt_of_client
-from workers.engines.event_health import ADVICE, Alert, EventHealth
-from workers.engines.event_stream import Heard, read_events
+from workers.engines.cache_books import KvEventTranslator, SkipReason, salt_of_client
+from workers.engines.event_health import ADVICE, EventHealth, KvEventAlert
+from workers.engines.event_stream import EventStreamCounters, read_events
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class KvEventFollower:
     def __init__(self, settings: OpenAiWorkerSettings, clock: Clock) -> None:
         """Nothing is listened to before `follow`."""
         self.followed = False
-        self.alert: Alert | None = None  # what is wrong with the events
+        self.alert: KvEventAlert | None = None  # what is wrong with the events
         self._settings = settings
         self._clock = clock
         self._worker_id = WorkerId(settings.worker_id)
@@ -37,7 +37,7 @@ class KvEventFollower:
         self._begin()
 
     @property
-    def passed_over(self) -> Counter[PassedOver]:
+    def passed_over(self) -> Counter[SkipReason]:
         """Blocks that were published and that are not followed, by why."""
         return self._books.passed_over
 
@@ -110,11 +110,11 @@ class KvEventFollower:
 
     def _begin(self) -> None:
         """With nothing known."""
-        self._books = CacheBooks(
+        self._books = KvEventTranslator(
             block_tokens=self._settings.block_tokens,
             algorithm=ALGORITHM,
             capacity=self._settings.kv_blocks,
             salt_of=salt_of_client,
         )
-        self._heard = Heard()
+        self._heard = EventStreamCounters()
         self._events = EventHealth(self._books, self._heard, EVENT_PATIENCE)

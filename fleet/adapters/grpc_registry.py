@@ -22,7 +22,7 @@ from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.addresses import host_port, unix_path
 from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable
-from workers.ports import Superseded as WorkerSuperseded
+from workers.ports import WorkerSuperseded as WorkerSuperseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)

@@ -15,7 +15,7 @@ from fleet.clock import MILLISECOND, Nanos
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.work import encode_description
 from workers.machine import LifePhase
-from workers.registration import Presence
+from workers.registration import WorkerMembership
 from workers.server import WorkerServer
 
 SERVICE = "fleet.v1.Worker"
@@ -23,7 +23,7 @@ SERVICE = "fleet.v1.Worker"
 
 @asynccontextmanager
 async def serve_control(
-    worker: WorkerServer, listen: str, presence: Presence, access: ControlAccess
+    worker: WorkerServer, listen: str, presence: WorkerMembership, access: ControlAccess
 ) -> AsyncIterator[str]:
     """Listen for operators until left; yields the address, with the port that was chosen.
 

@@ -72,9 +72,9 @@ def store_metric_descriptions() -> Mapping[str, MetricDescription]:
 
 @cache
 def operator_metric_descriptions() -> Mapping[str, MetricDescription]:
-    metrics = telemetry.Metrics(CollectorRegistry())
+    metrics = telemetry.OperatorMetrics(CollectorRegistry())
     metrics.wrote("apply")
-    gauges = telemetry.Gauges(leads=bool, waiting=int, objects=dict, restarts=int, ready=dict)
+    gauges = telemetry.OperatorGauges(leads=bool, waiting=int, objects=dict, restarts=int, ready=dict)
     return _described(metrics.registry.collect(), gauges.collect())
 
 

@@ -70,8 +70,8 @@ from fleet.router.silence import (
 )
 from fleet.router.truth import Knowledge
 from fleet.work import LoraAdapter, Progress, Rejected, WorkerDescription
-from workers.engines.cache_books import PassedOver
-from workers.engines.event_health import Alert
+from workers.engines.cache_books import SkipReason
+from workers.engines.event_health import KvEventAlert
 
 log = logging.getLogger(__name__)
 
@@ -141,12 +141,12 @@ class ExternalBackend:
         self._openings = {path: self._address.opening(b"POST", path) for path in PATHS}
 
     @property
-    def passed_over(self) -> Counter[PassedOver]:
+    def passed_over(self) -> Counter[SkipReason]:
         """Blocks that it published and that are not followed, by why."""
         return self._cache.passed_over
 
     @property
-    def alert(self) -> Alert | None:
+    def alert(self) -> KvEventAlert | None:
         """What is wrong with its KV events."""
         return self._cache.alert
 

@@ -17,7 +17,7 @@ from fleet.router.own_time import RunningTime
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings import OpenAiWorkerSettings
 from fleet.work import Start
-from workers.engines.event_health import Alert
+from workers.engines.event_health import KvEventAlert
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class ExternalBackends:
 
     def alerts(self) -> dict[str, float]:
         """Workers by what is wrong with their KV events."""
-        counts = {str(alert): 0.0 for alert in Alert}
+        counts = {str(alert): 0.0 for alert in KvEventAlert}
         for worker in self._workers.values():
             if worker.alert is not None:
                 counts[worker.alert] += 1

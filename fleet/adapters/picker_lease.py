@@ -22,24 +22,26 @@ from fleet.clock import SECOND, Clock, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.router.picker_settings import PickerLease
 from operators import kinds
-from operators.cluster import open_api_server
-from operators.kinds import Kind
-from operators.leader import Leader
-from operators.ports import Cluster, ClusterError, Wall
+from operators.cluster import open_api_client
+from operators.kinds import ApiKind
+from operators.leader import LeaseLeader
+from operators.ports import KubernetesApi, KubernetesError, WallClock
 from operators.settings import LeaseSettings
-from operators.views import Lease, Named
+from operators.views import KubernetesLease, NamedObject
 
 log = logging.getLogger(__name__)
 
 AGENT = "fleet-picker"
-SLICE = Kind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
+SLICE = ApiKind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
 WRITTEN_ANEW = Nanos(60 * SECOND)  # an EndpointSlice that somebody has removed is back after this
 
 
 class LeaseCandidate:
     """One picker. Implements `fleet.adapters.picker_endpoints.PickerLeadership`."""
 
-    def __init__(self, settings: PickerLease, namespace: str, cluster: Cluster, clock: Clock, wall: Wall) -> None:
+    def __init__(
+        self, settings: PickerLease, namespace: str, cluster: KubernetesApi, clock: Clock, wall: WallClock
+    ) -> None:
         """Nothing is read yet.
 
         Args:
@@ -63,7 +65,7 @@ class LeaseCandidate:
             renew_within_seconds=duration * 2 / 3,
             retry_seconds=self._pause,
         )
-        self._leader = Leader(cluster, lease, namespace, settings.identity, clock, wall)
+        self._leader = LeaseLeader(cluster, lease, namespace, settings.identity, clock, wall)
         self._resigned = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -95,7 +97,7 @@ class LeaseCandidate:
 
     async def _succeeded(self) -> None:
         """Wait until another one has taken over: gateways still come here. Who waits for the Lease looks at it more often than this waits."""
-        with suppress(TimeoutError, ClusterError):
+        with suppress(TimeoutError, KubernetesError):
             async with asyncio.timeout(2 * self._pause):
                 while True:
                     if (await self._lease()).spec.holder_identity not in (None, "", self._settings.identity):
@@ -117,7 +119,7 @@ class LeaseCandidate:
             try:
                 await self._apply_slice()
                 written = now
-            except ClusterError as error:
+            except KubernetesError as error:
                 log.warning(
                     "gateways are not told who leads", extra={"service": self._settings.service, "cause": str(error)}
                 )
@@ -128,14 +130,14 @@ class LeaseCandidate:
         made = endpoint_slice(
             self._settings.endpoint, owner, service=self._settings.service, port="picker", pod=own_pod()
         )
-        await self._cluster.apply(SLICE, Named, made)
+        await self._cluster.apply(SLICE, NamedObject, made)
 
-    async def _lease(self) -> Lease:
-        return await self._cluster.get(kinds.LEASE, Lease, self._namespace, self._settings.name)
+    async def _lease(self) -> KubernetesLease:
+        return await self._cluster.get(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name)
 
 
 @asynccontextmanager
-async def open_candidate(settings: PickerLease, clock: Clock, wall: Wall) -> AsyncIterator[LeaseCandidate]:
+async def open_candidate(settings: PickerLease, clock: Clock, wall: WallClock) -> AsyncIterator[LeaseCandidate]:
     """A picker that stands for election while the context is open, or until it resigns.
 
     Raises:
@@ -155,10 +157,10 @@ async def open_candidate(settings: PickerLease, clock: Clock, wall: Wall) -> Asy
 
 
 @asynccontextmanager
-async def _api_server(kubeconfig: str, agent: str) -> AsyncIterator[Cluster]:
+async def _api_server(kubeconfig: str, agent: str) -> AsyncIterator[KubernetesApi]:
     async with AsyncExitStack() as held:
         try:
-            cluster = await held.enter_async_context(open_api_server(kubeconfig, agent, AGENT))
-        except ClusterError as error:
+            cluster = await held.enter_async_context(open_api_client(kubeconfig, agent, AGENT))
+        except KubernetesError as error:
             raise ConfigurationRefused(f"endpoint_picker.lease.{error}") from error
         yield cluster

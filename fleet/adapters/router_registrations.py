@@ -6,16 +6,16 @@ from fleet.adapters.control_access import ControlAccess
 from fleet.v1 import control_pb2, control_pb2_grpc
 from kvstore.access import LoadedCredentials
 from kvstore.transports.authentication import Purpose
-from operators.registrations import Registration
+from operators.registrations import WorkerRegistration
 
 CALL_SECONDS = 2.0
 SERVING = "serving"
 
 
 class RouterRegistrations:
-    """Implements `operators.ports.Routers`."""
+    """Implements `operators.ports.RouterReports`."""
 
-    async def workers(self, address: str, secret: bytes) -> tuple[Registration, ...] | None:
+    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))
         async with access.aio_channel(address) as channel:
             stub = control_pb2_grpc.ClusterStub(channel)
@@ -24,7 +24,7 @@ class RouterRegistrations:
             except grpc.aio.AioRpcError:
                 return None
         return tuple(
-            Registration(pod=worker.worker_id, warm_blocks=worker.cached_blocks)
+            WorkerRegistration(pod=worker.worker_id, warm_blocks=worker.cached_blocks)
             for pool in answer.pools
             for worker in pool.workers
             if worker.state == SERVING

@@ -1,4 +1,4 @@
-"""Streams of frames from routers to a worker: each joins a connection and a `Session` of the worker's server.
+"""Streams of frames from routers to a worker: each joins a connection and a `RouterSession` of the worker's server.
 
 Rules:
 
@@ -29,7 +29,7 @@ from fleet.work import Goodbye, Rejected, RouterHello, RouterMessage, WorkerMess
 from kvstore.errors import StoreNotStarted
 from kvstore.frames import Accept, FrameConnection, FrameTooLong, open_server
 from workers.server import WorkerServer
-from workers.session import Session
+from workers.session import RouterSession
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class _RouterStream:
         connection.allow(HELLO_BYTES)
         self._connection = connection
         self._worker = worker
-        self._session: Session | None = None
+        self._session: RouterSession | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(HELLO_SECONDS, self.end, HELLO_FIRST)
 

@@ -25,7 +25,7 @@ from fleet.errors import Reason
 from fleet.requests import Source
 from fleet.roles import Phase
 from operators.children.names import HTTP, host_of
-from operators.probing import Completion, Failure, Probe
+from operators.probing import Probe, ProbeCompletion, ProbeFailure
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
 """Of an admission that lets in no more, and not of something that fails."""
@@ -94,7 +94,7 @@ def service_address(namespace: str, service: str) -> str:
 
 
 class ServedProbes:
-    """Implements `operators.ports.Clients`."""
+    """Implements `operators.ports.ProbeSender`."""
 
     def __init__(
         self,
@@ -109,21 +109,21 @@ class ServedProbes:
         self._service = service
         self._router = router
 
-    async def ask(self, probe: Probe) -> Completion | Failure:
+    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
         """See `operators.ports`."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
             async with asyncio.timeout(self._deadline_seconds):
                 found = await self._sent(probe, self._service(probe.namespace, probe.service), "")
-                if not (isinstance(found, Failure) and found.wants_key and key):
+                if not (isinstance(found, ProbeFailure) and found.wants_key and key):
                     return found
                 if not probe.door:
-                    return Failure(0, "its routers want an API key, and none of them has an address")
+                    return ProbeFailure(0, "its routers want an API key, and none of them has an address")
                 return await self._sent(probe, self._router(probe.door), key)
         except TimeoutError:
-            return Failure(0, f"no answer within {self._deadline_seconds:g} s")
+            return ProbeFailure(0, f"no answer within {self._deadline_seconds:g} s")
 
-    async def _sent(self, probe: Probe, address: str, key: str) -> Completion | Failure:
+    async def _sent(self, probe: Probe, address: str, key: str) -> ProbeCompletion | ProbeFailure:
         """One request, on a connection of its own: to whatever is there now. Its deadline is the caller's."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
@@ -137,12 +137,12 @@ class ServedProbes:
                 answered = await _read(response)
                 status = response.status
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Failure(0, f"no answer: {type(error).__name__}")
+            return ProbeFailure(0, f"no answer: {type(error).__name__}")
         if status == HTTPStatus.OK:
             return _answer(probe, answered)
         if status == HTTPStatus.UNAUTHORIZED:
             text = "its routers do not take the key" if key else "its routers want an API key"
-            return Failure(status, text, wants_key=True)
+            return ProbeFailure(status, text, wants_key=True)
         return _refusal(status, answered, key)
 
 
@@ -168,34 +168,34 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def _answer(probe: Probe, content: bytes) -> Completion | Failure:
+def _answer(probe: Probe, content: bytes) -> ProbeCompletion | ProbeFailure:
     try:
         completion = msgspec.json.decode(content, type=_CompletionBody)
     except NO_SUCH_JSON:
-        return Failure(HTTPStatus.OK, "what was answered is no completion")
+        return ProbeFailure(HTTPStatus.OK, "what was answered is no completion")
     if not completion.choices or completion.usage.completion_tokens < 1:
-        return Failure(HTTPStatus.OK, "the completion has no token")
+        return ProbeFailure(HTTPStatus.OK, "the completion has no token")
     phases = {each.phase: each for each in completion.fleet.kv}
     last = phases.get(Phase.DECODE if probe.pair else Phase.AGGREGATED) or phases.get(Phase.DECODE)
     if last is None or last.worker_id != probe.worker:
-        return Failure(HTTPStatus.OK, "another worker answered")
+        return ProbeFailure(HTTPStatus.OK, "another worker answered")
     if not probe.pair:
-        return Completion()
+        return ProbeCompletion()
     if Phase.PREFILL not in phases:
-        return Failure(HTTPStatus.OK, "no prefill worker computed the prompt")
+        return ProbeFailure(HTTPStatus.OK, "no prefill worker computed the prompt")
     taken = sum(each.blocks for each in last.origins if each.source in ELSEWHERE)
-    return Completion(handed=True if taken else False if last.prompt_blocks > 1 else None)
+    return ProbeCompletion(handed=True if taken else False if last.prompt_blocks > 1 else None)
 
 
-def _refusal(status: int, content: bytes, key: str) -> Failure:
+def _refusal(status: int, content: bytes, key: str) -> ProbeFailure:
     try:
         error = msgspec.json.decode(content, type=_Refusal).error
     except NO_SUCH_JSON:
-        return Failure(status, "not in words of a router")
+        return ProbeFailure(status, "not in words of a router")
     if status == HTTPStatus.TOO_MANY_REQUESTS and error.code in BUSY:
-        return Failure(status, error.code, busy=True)  # how long one would wait is otherwise each time
+        return ProbeFailure(status, error.code, busy=True)  # how long one would wait is otherwise each time
     # What is not printable may make terminals do things.
     text = " ".join("".join(each if each.isprintable() else " " for each in error.message).split())
     if key:
         text = text.replace(key, "(key)")
-    return Failure(status, f"{error.code}: {text[:MOST_CHARACTERS]}")
+    return ProbeFailure(status, f"{error.code}: {text[:MOST_CHARACTERS]}")

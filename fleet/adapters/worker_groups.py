@@ -20,17 +20,17 @@ from fleet.errors import ConfigurationRefused
 from kvstore.addresses import host_port
 from kvstore.sockets import OUT_OF_FILES
 from workers.groups import (
-    PORTS,
-    Alive,
+    ENGINE_PORTS,
     Begin,
     FromLeader,
     FromRank,
+    GroupEnded,
+    GroupServing,
     Join,
-    Leaving,
-    Over,
-    Refused,
-    Roll,
-    Serving,
+    RankAlive,
+    RankLeaving,
+    RankRefused,
+    RankRendezvous,
     told,
 )
 from workers.ports import EngineDied
@@ -61,7 +61,7 @@ class Lead:
         self.group = group
         """What the engine is to be told of it."""
 
-        self._roll = Roll(group, common, clock.now())
+        self._roll = RankRendezvous(group, common, clock.now())
         self._clock = clock
         self._links: dict[int, asyncio.StreamWriter] = {}  # by rank
         self._strangers: dict[int, asyncio.Task[None]] = {}
@@ -78,12 +78,12 @@ class Lead:
 
     def serving(self) -> None:
         """Tell the ranks that the engine is there."""
-        self._tell(Serving())
+        self._tell(GroupServing())
 
     def end(self) -> None:
         """Tell the ranks that all is done; from now on they may go."""
         self._roll.end()
-        self._tell(Over())
+        self._tell(GroupEnded())
 
     async def formed(self) -> None:
         """Wait for all ranks, and have everybody begin."""
@@ -118,7 +118,7 @@ class Lead:
             self._roll.check()
             if (fault := self._roll.fault(self._clock.now())) is not None:
                 raise EngineDied(fault)
-            self._tell(Alive())
+            self._tell(RankAlive())
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_beat_seconds(self.group)):
@@ -162,7 +162,7 @@ class Lead:
         return True
 
     def _heed(self, word: FromRank) -> None:
-        if isinstance(word, Leaving) and not self._asked:
+        if isinstance(word, RankLeaving) and not self._asked:
             self._asked = True
             log.info("a rank is told to end, so the group drains")
             if self._on_leaving is not None:
@@ -179,7 +179,7 @@ async def leading(group: GroupSettings, common: str, clock: Clock) -> AsyncItera
 
     Args:
         group: Of rank 0.
-        common: What ranks have to have alike (`workers.groups.common_of`).
+        common: What ranks have to have alike (`workers.groups.common_settings_digest`).
         clock: For deadlines.
 
     Raises:
@@ -225,7 +225,7 @@ class Follow:
 
     def leave(self) -> None:
         """Ask the leader to drain and end the group."""
-        _say(self._writer, Leaving())
+        _say(self._writer, RankLeaving())
 
     async def hear(self) -> None:
         """Heed the leader until all is over.
@@ -238,17 +238,17 @@ class Follow:
                 word = await _next(self._reader, FROM_LEADER, self.group)
             except _Gone as gone:
                 raise EngineDied(f"the leader of its group {gone}") from gone
-            if isinstance(word, Serving) and not self.serving:
+            if isinstance(word, GroupServing) and not self.serving:
                 self.serving = True
                 if self._on_serving is not None:
                     self._on_serving()
-            elif isinstance(word, Over):
+            elif isinstance(word, GroupEnded):
                 self.over.set()
 
     async def beat(self) -> None:
         """Say a few words in the time that makes silence, for ever."""
         while True:
-            _say(self._writer, Alive())
+            _say(self._writer, RankAlive())
             await asyncio.sleep(_beat_seconds(self.group))
 
 
@@ -258,7 +258,7 @@ async def following(group: GroupSettings, common: str, clock: Clock) -> AsyncIte
 
     Args:
         group: Of a rank above 0.
-        common: What ranks have to have alike (`workers.groups.common_of`).
+        common: What ranks have to have alike (`workers.groups.common_settings_digest`).
         clock: For deadlines.
 
     Raises:
@@ -330,11 +330,11 @@ async def _begun(
         word = await _next(reader, FROM_LEADER, group)
         if isinstance(word, Begin):
             return word
-        if isinstance(word, Refused) and not word.again:
+        if isinstance(word, RankRefused) and not word.again:
             raise ConfigurationRefused(word.why)
-        if isinstance(word, Refused):
+        if isinstance(word, RankRefused):
             raise _Gone(f"sends it away: {word.why}")
-        _say(writer, Alive())
+        _say(writer, RankAlive())
 
 
 async def _accepted(listening: socket.socket) -> socket.socket:
@@ -383,7 +383,7 @@ def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
 def _free_ports(address: str) -> tuple[int, ...]:
     """That were free a moment ago, at an address of this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    probes = [socket.socket(family, socket.SOCK_STREAM) for _ in range(PORTS)]
+    probes = [socket.socket(family, socket.SOCK_STREAM) for _ in range(ENGINE_PORTS)]
     try:
         for probe in probes:
             probe.bind((address, 0))

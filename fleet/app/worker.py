@@ -18,7 +18,7 @@ from fleet.clock import MILLISECOND, SECOND, Nanos
 from fleet.errors import ConfigurationRefused
 from fleet.ids import Incarnation
 from kvstore.errors import LayoutMismatch
-from workers.groups import common_of
+from workers.groups import common_settings_digest
 from workers.machine import GRACE
 from workers.ports import Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.settings import GroupSettings, WorkerSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fleet.adapters.worker_groups import Lead
     from workers.evacuation import StoreEvacuator
     from workers.ports import Registry
-    from workers.store_holds import StoreHoldKeeper
+    from workers.store_holds import StorePinKeeper
 
 
 async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
@@ -48,8 +48,8 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
     from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
     from fleet.adapters.stream_tls import worker_identity  # noqa: PLC0415
-    from workers.embedded import with_store  # noqa: PLC0415
-    from workers.registration import Presence, Registration  # noqa: PLC0415
+    from workers.embedded import open_embedded_store  # noqa: PLC0415
+    from workers.registration import RegistryEntry, WorkerMembership  # noqa: PLC0415
     from workers.server import END_SECONDS, WorkerServer  # noqa: PLC0415
 
     if settings.group is not None and settings.group.rank:
@@ -67,11 +67,11 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         if settings.group is not None:
             from fleet.adapters.worker_groups import leading  # noqa: PLC0415 - few workers have a group
 
-            alike = common_of(structs.replace(settings, model_dir=model.named))
+            alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
             lead = await held.enter_async_context(leading(settings.group, alike, SystemClock()))
             settings = structs.replace(settings, group=lead.group)
         settings = structs.replace(settings, model_dir=model.folder)
-        furnished = await held.enter_async_context(with_store(settings, uvloop.new_event_loop))
+        furnished = await held.enter_async_context(open_embedded_store(settings, uvloop.new_event_loop))
         settings = furnished.settings
         try:
             engine = await held.enter_async_context(_open_engine(settings))
@@ -95,9 +95,9 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         endpoints = {"stream": listening}
         if furnished.node is not None:
             endpoints |= {"store": furnished.node.listen[0], "data": furnished.node.data_address}
-        presence = Presence(
+        presence = WorkerMembership(
             [
-                Registration(
+                RegistryEntry(
                     registry=await held.enter_async_context(registry),
                     worker_id=settings.worker_id,
                     incarnation=incarnation,
@@ -151,7 +151,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
         model = await fetch_worker_model(settings, SystemClock())
-        alike = common_of(structs.replace(settings, model_dir=model.named))
+        alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
         follow = await held.enter_async_context(following(group, alike, SystemClock()))
         stop = await held.enter_async_context(stop_signal())
         settings = structs.replace(settings, group=follow.group, model_dir=model.folder)
@@ -192,14 +192,14 @@ def _registries(
 
 
 @asynccontextmanager
-async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StoreHoldKeeper | None"]:
+async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StorePinKeeper | None"]:
     """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
-    from workers.store_holds import open_hold_keeper  # noqa: PLC0415 - each process loads its own part only
+    from workers.store_holds import open_pin_keeper  # noqa: PLC0415 - each process loads its own part only
 
     if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
         return
-    async with open_hold_keeper(
+    async with open_pin_keeper(
         settings.store, facts.kv, settings.store_credentials, wait_seconds=_patience(facts)
     ) as keeper:
         yield keeper
@@ -211,7 +211,7 @@ async def _evacuator(
 ) -> AsyncIterator["StoreEvacuator | None"]:
     """What brings warm blocks away when the worker drains; None where there is no store, or it is not to."""
     from workers.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
-    from workers.ports import Saving  # noqa: PLC0415
+    from workers.ports import BlockSaver  # noqa: PLC0415
 
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:
@@ -221,7 +221,7 @@ async def _evacuator(
         settings.store,
         facts.kv,
         settings.store_credentials,
-        engine if isinstance(engine, Saving) else None,
+        engine if isinstance(engine, BlockSaver) else None,
         SystemClock(),
         leaving=leaving,
         most_bytes=settings.evacuate_bytes,

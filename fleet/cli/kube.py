@@ -11,7 +11,7 @@ import yaml
 
 from fleet.cli.exits import DONE, FAILED
 from fleet.errors import ConfigurationRefused, split_validation_error
-from operators.children.names import Deployment
+from operators.children.names import DesiredDeployment
 from operators.children.pods import Images
 from operators.children.shared import shared
 from operators.children.workloads import revision, workers
@@ -165,7 +165,7 @@ def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manife
     return made
 
 
-def _deployment(content: Any, namespace: str) -> Deployment:
+def _deployment(content: Any, namespace: str) -> DesiredDeployment:
     """What a document says.
 
     Raises:
@@ -174,7 +174,7 @@ def _deployment(content: Any, namespace: str) -> Deployment:
     named, spec = _document(content, "DisaggDeployment", namespace, DisaggDeploymentSpec)
     for path, cause in contradictions(spec, named["name"]):
         raise ConfigurationRefused(f"{path}: {cause}")
-    return Deployment(name=named["name"], namespace=named["namespace"], spec=spec)
+    return DesiredDeployment(name=named["name"], namespace=named["namespace"], spec=spec)
 
 
 def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[dict[str, str], Spec]:

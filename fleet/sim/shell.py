@@ -52,8 +52,8 @@ from fleet.sim.world import World
 from fleet.work import LoadReport, WorkerDescription
 from kvstore.frames import FrameConnection
 from workers.ports import NameHeld
-from workers.ports import Superseded as WorkerSuperseded
-from workers.registration import Registration
+from workers.ports import WorkerSuperseded as WorkerSuperseded
+from workers.registration import RegistryEntry
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings
 
@@ -198,7 +198,7 @@ class _WorkerProcess:
             labels=description.labels,
         )
         self._server = WorkerServer(settings, engine, loop.kernel, description.incarnation)
-        self._registration = Registration(
+        self._registration = RegistryEntry(
             registry=_InMemoryRegistry(registry, loop.delay),
             worker_id=description.worker_id,
             incarnation=description.incarnation,

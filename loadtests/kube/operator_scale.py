@@ -25,18 +25,18 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock, utc_now
 from operators import kinds
-from operators.cluster import open_api_server
-from operators.leader import Leader
+from operators.cluster import open_api_client
+from operators.leader import LeaseLeader
 from operators.observe import conditions_of
-from operators.probing import Completion, Probe
+from operators.probing import Probe, ProbeCompletion
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
-from operators.telemetry import Metrics
-from operators.views import Custom
+from operators.telemetry import OperatorMetrics
+from operators.views import CustomObject
 from tests.kube.clients import Api
 from tests.kube.operator_nodes import Nodes
 from tests.kube.operator_running import IMAGES, a_deployment, install
-from tests.kube.running import ApiServer, an_api_server
+from tests.kube.running import RunningApiServer, an_api_server
 
 ROLES = tuple({"name": f"{kind}-{pair}", "type": kind} for pair in ("a", "b") for kind in ("prefill", "decode"))
 SECONDS = 900
@@ -50,10 +50,10 @@ class NoProbes:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def ask(self, probe: Probe) -> Completion:
+    async def ask(self, probe: Probe) -> ProbeCompletion:
         self.asked += 1
         await asyncio.sleep(ANSWER_SECONDS)
-        return Completion(handed=probe.pair)
+        return ProbeCompletion(handed=probe.pair)
 
 
 def serve(pipe: multiprocessing.connection.Connection) -> None:
@@ -64,15 +64,17 @@ def serve(pipe: multiprocessing.connection.Connection) -> None:
         pipe.recv()
 
 
-async def measure(server: ApiServer, count: int, folder: Path) -> dict[str, Any]:
+async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[str, Any]:
     lease = LeaseSettings(namespace="default")
     settings = OperatorSettings(images=IMAGES, identity="measured", lease=lease, namespaces=("default",))
     stop = asyncio.Event()
-    async with open_api_server(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
+    async with open_api_client(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
         clock = SystemClock()
-        leader = Leader(cluster, lease, "default", "measured", clock, utc_now)
+        leader = LeaseLeader(cluster, lease, "default", "measured", clock, utc_now)
         clients = NoProbes()
-        operator = Operator(settings, cluster, None, leader, clock, utc_now, Metrics(CollectorRegistry()), clients)
+        operator = Operator(
+            settings, cluster, None, leader, clock, utc_now, OperatorMetrics(CollectorRegistry()), clients
+        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(operator.run(stop))
             found: dict[str, Any] = {"deployments": count, "roles": len(ROLES)}
@@ -87,7 +89,7 @@ async def measure(server: ApiServer, count: int, folder: Path) -> dict[str, Any]
     return found
 
 
-async def change(server: ApiServer, operator: Operator, count: int, spec: dict[str, Any]) -> dict[str, Any]:
+async def change(server: RunningApiServer, operator: Operator, count: int, spec: dict[str, Any]) -> dict[str, Any]:
     """Apply to all, and wait until all are Ready."""
     server.forget_requests()
     before, began = cpu(), time.monotonic()
@@ -122,7 +124,7 @@ async def change(server: ApiServer, operator: Operator, count: int, spec: dict[s
     }
 
 
-def apply(server: ApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]:
+def apply(server: RunningApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]:
     """Their generations, by name."""
     generations = {}
     with Api(server.url) as api:
@@ -134,7 +136,7 @@ def apply(server: ApiServer, count: int, spec: dict[str, Any]) -> dict[str, int]
     return generations
 
 
-async def scale(server: ApiServer, at: int) -> float:
+async def scale(server: RunningApiServer, at: int) -> float:
     """Seconds from the change of a role's replicas to its child's."""
     roles = (*ROLES[:-1], ROLES[-1] | {"replicas": 2})
 
@@ -159,7 +161,7 @@ async def scale(server: ApiServer, at: int) -> float:
 
 
 def ready(operator: Operator, name: str, generation: int) -> bool:
-    custom = operator.store.of(kinds.DISAGG_DEPLOYMENT, Custom).get("default", name)
+    custom = operator.store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get("default", name)
     return custom is not None and any(
         each.type == "Ready" and each.status == "True" and each.observed_generation == generation
         for each in conditions_of(custom)
@@ -179,7 +181,7 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     process.start()
     try:
-        server = ApiServer(ours.recv())
+        server = RunningApiServer(ours.recv())
         install(server)
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps(asyncio.run(measure(server, arguments.deployments, Path(folder))), indent=2))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from operators.children.names import INSTANCE, MANAGED_BY, NAME, Deployment
+from operators.children.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
 from operators.resources.parts import GROUP, VERSION
 
 Manifest = dict[str, Any]
@@ -19,7 +19,7 @@ def from_field(name: str, path: str) -> Manifest:
 
 
 def object_of(
-    deployment: Deployment, api: str, kind: str, name: str, labels: Mapping[str, str], spec: Manifest
+    deployment: DesiredDeployment, api: str, kind: str, name: str, labels: Mapping[str, str], spec: Manifest
 ) -> Manifest:
     metadata: Manifest = {"name": name, "namespace": deployment.namespace, "labels": dict(labels)}
     if deployment.uid:
@@ -36,7 +36,7 @@ def object_of(
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def of_all(deployment: Deployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
+def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
     """Something that is of no single role."""
     labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
     return object_of(deployment, api, kind, name, labels, spec)

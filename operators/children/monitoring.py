@@ -1,10 +1,10 @@
 """Where metrics are."""
 
 from operators.children.manifests import Manifest, of_all
-from operators.children.names import Deployment, selected
+from operators.children.names import DesiredDeployment, selected
 
 
-def pod_monitor(deployment: Deployment) -> Manifest:
+def pod_monitor(deployment: DesiredDeployment) -> Manifest:
     """Routers have metrics; what workers do is in them."""
     spec = {
         "selector": {"matchLabels": selected(deployment, deployment.router)},

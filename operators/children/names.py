@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType
+from operators.resources.deployment import DisaggDeploymentSpec, RoleSpec, RoleType
 from operators.resources.parts import GROUP
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
@@ -38,7 +38,7 @@ LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
 """Variables of a group's pods, as a LeaderWorkerSet calls them; commands have them put in."""
 
 
-class Deployment(Struct, frozen=True, kw_only=True):
+class DesiredDeployment(Struct, frozen=True, kw_only=True):
     """A DisaggDeployment as far as its children depend on it."""
 
     name: str
@@ -51,17 +51,17 @@ class Deployment(Struct, frozen=True, kw_only=True):
     """Name of the Secret with what its routers ask for at their control ports; empty: they ask for nothing."""
 
     @property
-    def workers(self) -> tuple[Role, ...]:
+    def workers(self) -> tuple[RoleSpec, ...]:
         return tuple(role for role in self.spec.roles if role.type is not RoleType.ROUTER)
 
     @property
-    def router(self) -> Role:
+    def router(self) -> RoleSpec:
         """The role of routers; one of a single replica where none is described."""
         given = (role for role in self.spec.roles if role.type is RoleType.ROUTER)
-        return next(given, Role(name=ROUTER, type=RoleType.ROUTER))
+        return next(given, RoleSpec(name=ROUTER, type=RoleType.ROUTER))
 
 
-def child_name(deployment: Deployment, role: str, of_revision: str) -> str:
+def child_name(deployment: DesiredDeployment, role: str, of_revision: str) -> str:
     """Of the settings of a role in a revision, of its child, and at the beginning of each of its StatefulSets."""
     return f"{deployment.name}-{role}-{of_revision}"
 
@@ -74,29 +74,29 @@ def host_of(service: str, namespace: str) -> str:
     return f"{service}.{namespace}.svc"
 
 
-def router_service(deployment: Deployment) -> str:
+def router_service(deployment: DesiredDeployment) -> str:
     """Where clients bring their requests."""
     return base_name(deployment, deployment.router)
 
 
-def pod_selector(deployment: Deployment, role: str) -> str:
+def pod_selector(deployment: DesiredDeployment, role: str) -> str:
     """Of a role's pods, as `kubectl get -l` takes it."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 
-def base_name(deployment: Deployment, role: Role) -> str:
+def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
     return f"{deployment.name}-{role.name}"
 
 
-def config_name(deployment: Deployment, role: Role, of_revision: str) -> str:
+def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
     """A router's keeps its name: what counts is the revision in the labels of its pods."""
     base = base_name(deployment, role)
     return base if role.type is RoleType.ROUTER or not of_revision else f"{base}-{of_revision}"
 
 
-def selected(deployment: Deployment, role: Role) -> dict[str, str]:
+def selected(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
     return {INSTANCE: deployment.name, ROLE: role.name}
 
 
-def labels_of(deployment: Deployment, role: Role) -> dict[str, str]:
+def labels_of(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
     return selected(deployment, role) | {NAME: "fleet", MANAGED_BY: "fleet-operator", TYPE: role.type.value}

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from operators.children.manifests import Manifest, object_of, of_all
-from operators.children.names import HTTP, PICKER, WORKER, Deployment, base_name, labels_of, selected
-from operators.resources.deployment import Role
+from operators.children.names import HTTP, PICKER, WORKER, DesiredDeployment, base_name, labels_of, selected
+from operators.resources.deployment import RoleSpec
 
 
 def service(
-    deployment: Deployment, role: Role, name: str, ports: Mapping[str, int], *, unready: bool = False
+    deployment: DesiredDeployment, role: RoleSpec, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
     """`unready`: no address of its own, but the names of all pods, before they are ready too.
 
@@ -25,12 +25,12 @@ def service(
     return object_of(deployment, "v1", "Service", name, labels_of(deployment, role), spec)
 
 
-def pod_names(deployment: Deployment, role: Role) -> Manifest:
+def pod_names(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     """A headless Service: pods of one replica find each other before any of them is ready."""
     return service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
 
 
-def inference_pool(deployment: Deployment) -> Manifest:
+def inference_pool(deployment: DesiredDeployment) -> Manifest:
     """Gateways send requests to what this selects: the routers, which carry out what their endpoint picker has placed."""
     router = deployment.router
     spec = {

@@ -16,13 +16,13 @@ from operators.children.names import (
     REVISION,
     WORKER,
     WORKER_CONTROL,
-    Deployment,
+    DesiredDeployment,
     config_name,
     labels_of,
     selected,
 )
 from operators.children.settings import CONTROL_FOLDER, HUB_CACHE, HUB_SECRET, MODELS, REDIS_FOLDER, SCRATCH, is_fetched
-from operators.resources.deployment import DisaggDeploymentSpec, KvPath, Role, RoleType
+from operators.resources.deployment import DisaggDeploymentSpec, KvPath, RoleSpec, RoleType
 from operators.resources.parts import GpuVendor
 
 SETTINGS = "/etc/fleet/settings.json"
@@ -65,7 +65,7 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker_cuda: str
     worker_rocm: str
 
-    def of(self, spec: DisaggDeploymentSpec, role: Role) -> str:
+    def of(self, spec: DisaggDeploymentSpec, role: RoleSpec) -> str:
         if role.type is RoleType.ROUTER:
             return self.router
         if spec.image:
@@ -75,7 +75,7 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.worker_rocm if role.gpus.vendor is GpuVendor.AMD else self.worker_cuda
 
 
-def is_foreign(role: Role) -> bool:
+def is_foreign(role: RoleSpec) -> bool:
     """Whether a user's own command runs in its pods, of which nobody knows whether it ends when another pod of its group does."""
     pod = mapping(role.pod_template.get("spec"))
     containers = pod.get("containers")
@@ -84,7 +84,11 @@ def is_foreign(role: Role) -> bool:
 
 
 def pod_template(
-    deployment: Deployment, role: Role, images: Images, of_revision: str, doors: Mapping[str, int] | None = None
+    deployment: DesiredDeployment,
+    role: RoleSpec,
+    images: Images,
+    of_revision: str,
+    doors: Mapping[str, int] | None = None,
 ) -> Manifest:
     """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
     mounted = list(_mounted(deployment, role, of_revision))
@@ -130,7 +134,7 @@ def pod_template(
 
 
 def _container(
-    deployment: Deployment, role: Role, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
+    deployment: DesiredDeployment, role: RoleSpec, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
 ) -> Manifest:
     """Of our process."""
     routes = role.type is RoleType.ROUTER
@@ -191,7 +195,9 @@ def _container(
     return container
 
 
-def _mounted(deployment: Deployment, role: Role, of_revision: str) -> Iterator[tuple[str, Manifest, Manifest]]:
+def _mounted(
+    deployment: DesiredDeployment, role: RoleSpec, of_revision: str
+) -> Iterator[tuple[str, Manifest, Manifest]]:
     """Volumes: what each is called, what is in it, and where it is mounted."""
     routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
     settings = {"name": config_name(deployment, role, of_revision)}
@@ -240,7 +246,7 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     return theirs
 
 
-def _resources(role: Role) -> Manifest:
+def _resources(role: RoleSpec) -> Manifest:
     """Of one pod: its share of the replica's GPUs, and as many RDMA devices."""
     if role.type is RoleType.ROUTER or not role.gpus.per_replica:
         return {}

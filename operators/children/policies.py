@@ -9,18 +9,18 @@ from operators.children.names import (
     NAME,
     PART_OF,
     TYPE,
-    Deployment,
+    DesiredDeployment,
     base_name,
     labels_of,
     selected,
 )
-from operators.resources.deployment import Role, RoleType
+from operators.resources.deployment import RoleSpec, RoleType
 
 ROUTERS = (RoleType.ROUTER.value,)
 WORKERS = tuple(sorted(each.value for each in RoleType if each is not RoleType.ROUTER))
 
 
-def disruption_budget(deployment: Deployment, role: Role) -> Manifest:
+def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     """As many pods as a rollout may take replicas away, and one at least, or no node could ever be emptied."""
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
@@ -33,7 +33,7 @@ def disruption_budget(deployment: Deployment, role: Role) -> Manifest:
     )
 
 
-def to_workers(deployment: Deployment) -> Manifest:
+def to_workers(deployment: DesiredDeployment) -> Manifest:
     """Who reaches workers: their routers, and each other, on whatever ports engines hand blocks over, and ranks of a group speak.
 
     Neither link has a key, and that of a group is in the clear: this policy is all that guards it. So it is of every worker that there may be, also of a
@@ -53,7 +53,7 @@ def to_workers(deployment: Deployment) -> Manifest:
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-workers", spec)
 
 
-def to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
+def to_router(deployment: DesiredDeployment, doors: Mapping[str, int]) -> Manifest:
     """The callers that reach routers: clients where requests come in, and probes and Prometheus where health and metrics are; where workers register, only our own pods: workers, other routers, the operator."""
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
@@ -70,7 +70,7 @@ def to_router(deployment: Deployment, doors: Mapping[str, int]) -> Manifest:
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-router", spec)
 
 
-def _of_types(deployment: Deployment, types: Sequence[str]) -> Manifest:
+def _of_types(deployment: DesiredDeployment, types: Sequence[str]) -> Manifest:
     return {
         "matchLabels": {INSTANCE: deployment.name},
         "matchExpressions": [{"key": TYPE, "operator": "In", "values": list(types)}],

@@ -15,13 +15,13 @@ from operators.children.names import (
     HTTP,
     WORKER,
     WORKER_CONTROL,
-    Deployment,
+    DesiredDeployment,
     config_name,
     host_of,
     labels_of,
     router_service,
 )
-from operators.resources.deployment import EngineKind, KvPath, Role, RoleType, Watchdog
+from operators.resources.deployment import EngineKind, KvPath, RoleSpec, RoleType, WatchdogSpec
 
 SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
 MODELS = "/models"
@@ -43,7 +43,7 @@ as a container runs nobody hears of it; a worker's weights may take longer, and 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 
 
-def worker_settings(deployment: Deployment, role: Role) -> Manifest:
+def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     spec = deployment.spec
     settings: Manifest = {
         "engine": spec.engine.value,
@@ -74,7 +74,7 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
     if role.nodes_per_replica > 1:
         # Its rank and where the first is, only the pod knows.
         settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
-    if spec.watchdog != Watchdog():
+    if spec.watchdog != WatchdogSpec():
         settings["watchdog"] = {
             "enabled": spec.watchdog.enabled,
             "floor_seconds": spec.watchdog.floor_seconds,
@@ -94,7 +94,7 @@ def worker_settings(deployment: Deployment, role: Role) -> Manifest:
     return settings
 
 
-def router_settings(deployment: Deployment) -> Manifest:
+def router_settings(deployment: DesiredDeployment) -> Manifest:
     routing, spec = deployment.spec.routing, deployment.spec
     return {
         "http_listen": f"0.0.0.0:{HTTP}",
@@ -114,19 +114,19 @@ def router_settings(deployment: Deployment) -> Manifest:
     }
 
 
-def _model_dir(deployment: Deployment) -> str:
+def _model_dir(deployment: DesiredDeployment) -> str:
     model = deployment.spec.model
     if model.claim:
         return f"{MODELS}/{model.uri}".rstrip("/")
     return model.uri or model.name
 
 
-def is_fetched(deployment: Deployment) -> bool:
+def is_fetched(deployment: DesiredDeployment) -> bool:
     """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
     return parse_repository(_model_dir(deployment)) is not None
 
 
-def _hub(deployment: Deployment, **more: float) -> Manifest:
+def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
     """Where processes fetch the model from, where they do, and what more is said of it."""
     if not is_fetched(deployment):
         return {}
@@ -147,7 +147,7 @@ def in_bytes(quantity: str) -> int:
     return int(Decimal(number) * (1024 if suffix.endswith("i") else 1000) ** power)
 
 
-def config_map(deployment: Deployment, role: Role, settings: Manifest, of_revision: str = "") -> Manifest:
+def config_map(deployment: DesiredDeployment, role: RoleSpec, settings: Manifest, of_revision: str = "") -> Manifest:
     made = object_of(
         deployment, "v1", "ConfigMap", config_name(deployment, role, of_revision), labels_of(deployment, role), {}
     )

@@ -6,17 +6,17 @@ import msgspec
 
 from operators.children.manifests import Manifest
 from operators.children.monitoring import pod_monitor
-from operators.children.names import CONTROL, GRPC, HTTP, PICKER, Deployment, base_name
+from operators.children.names import CONTROL, GRPC, HTTP, PICKER, DesiredDeployment, base_name
 from operators.children.network import inference_pool, pod_names, service
 from operators.children.pods import Images
 from operators.children.policies import disruption_budget, to_router, to_workers
 from operators.children.settings import config_map, router_settings
 from operators.children.workloads import SERVED, router_deployment
-from operators.kinds import Served
+from operators.kinds import OptionalKinds
 
 
 def shared(
-    deployment: Deployment, images: Images, served: Served = SERVED, *, routers: int | None = None
+    deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED, *, routers: int | None = None
 ) -> list[Manifest]:
     """What there is once: the router with its Services, and for each role a disruption budget, names for its pods, and who may reach them.
 

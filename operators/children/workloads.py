@@ -12,7 +12,7 @@ from operators.children.names import (
     LEADER,
     RANK,
     REVISION,
-    Deployment,
+    DesiredDeployment,
     base_name,
     child_name,
     host_of,
@@ -21,14 +21,14 @@ from operators.children.names import (
 )
 from operators.children.pods import Images, merged, pod_template
 from operators.children.settings import config_map, worker_settings
-from operators.kinds import Served
-from operators.resources.deployment import Role
+from operators.kinds import OptionalKinds
+from operators.resources.deployment import RoleSpec
 from operators.resources.parts import GROUP, VERSION
 
-SERVED = Served()
+SERVED = OptionalKinds()
 
 
-def revision(deployment: Deployment, images: Images, served: Served = SERVED) -> str:
+def revision(deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED) -> str:
     """Of all workers, in 8 characters: the same for as long as nothing changes that a pod would have to be made anew for."""
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [
@@ -38,13 +38,13 @@ def revision(deployment: Deployment, images: Images, served: Served = SERVED) ->
     return hashlib.sha256(msgspec.json.encode(pods, order="sorted")).hexdigest()[:8]
 
 
-def grouped(role: Role, served: Served) -> bool:
+def grouped(role: RoleSpec, served: OptionalKinds) -> bool:
     """Whether each replica is a StatefulSet of its own."""
     return role.nodes_per_replica > 1 and not served.leader_worker_sets
 
 
 def workers(
-    deployment: Deployment, role: Role, of_revision: str, images: Images, served: Served = SERVED
+    deployment: DesiredDeployment, role: RoleSpec, of_revision: str, images: Images, served: OptionalKinds = SERVED
 ) -> list[Manifest]:
     """The settings and the child of one role in one revision, without replicas; of `grouped` roles the settings alone."""
     name = child_name(deployment, role.name, of_revision)
@@ -74,7 +74,7 @@ def workers(
     return [config, object_of(deployment, "apps/v1", "Deployment", name, labels, spec)]
 
 
-def group(deployment: Deployment, role: Role, of_revision: str, index: int, images: Images) -> Manifest:
+def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int, images: Images) -> Manifest:
     """One replica of several nodes as a StatefulSet. Its pods come and go at once, and know each other as in a LeaderWorkerSet."""
     name = f"{child_name(deployment, role.name, of_revision)}-{index}"
     labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
@@ -101,7 +101,7 @@ def group(deployment: Deployment, role: Role, of_revision: str, index: int, imag
 
 
 def router_deployment(
-    deployment: Deployment, images: Images, of_settings: str, doors: Mapping[str, int], replicas: int
+    deployment: DesiredDeployment, images: Images, of_settings: str, doors: Mapping[str, int], replicas: int
 ) -> Manifest:
     """Of routers, which change in place. `of_settings`: a digest of what they are told, since pods do not notice that by themselves."""
     router = deployment.router
@@ -116,7 +116,7 @@ def router_deployment(
     return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)
 
 
-def role_scaler(deployment: Deployment, role: Role) -> Manifest:
+def role_scaler(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
     """What scales a role that its specification does not; from then on whoever scales it writes it."""
     spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
     api = f"{GROUP}/{VERSION}"

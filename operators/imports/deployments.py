@@ -19,7 +19,7 @@ from operators.resources.deployment import (
     KvPath,
     KvTransfer,
     Parallelism,
-    Role,
+    RoleSpec,
     RoleType,
 )
 from operators.resources.parts import GROUP, VERSION, GpuVendor
@@ -82,7 +82,7 @@ def spread(
     return Gpus(vendor=vendor, per_replica=ranks), nodes
 
 
-def paired(roles: Sequence[Role], path: str, notes: list[Note]) -> tuple[Role, ...]:
+def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
     """Roles that may stand beside each other: prefill and decode, or neither."""
     types = {role.type for role in roles}
     if (RoleType.PREFILL in types) == (RoleType.DECODE in types):
@@ -95,7 +95,7 @@ def paired(roles: Sequence[Role], path: str, notes: list[Note]) -> tuple[Role, .
 
 
 def transferred(
-    transfer: KvTransfer, engine: EngineKind, roles: Sequence[Role], path: str, notes: list[Note]
+    transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
     """How blocks travel, less what the engines as they are spread cannot do.
 

@@ -18,14 +18,14 @@ from fleet.errors import ConfigurationRefused
 from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
-from operators.imports.reading import Note, Reader
+from operators.imports.reading import DocumentReader, Note
 from operators.resources.deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     InferencePool,
     KvPath,
     KvTransfer,
-    Role,
+    RoleSpec,
     RoleType,
     Routing,
     Scaling,
@@ -66,12 +66,12 @@ OWN = dict.fromkeys(
 """Of containers: ours have their own."""
 
 
-class _Part(Struct, frozen=True):
+class _DynamoService(Struct, frozen=True):
     """A service or component."""
 
     name: str
     kind: str
-    reader: Reader
+    reader: DocumentReader
     args: str
     """Path of its arguments."""
 
@@ -96,7 +96,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
         ConfigurationRefused: It is of another version, or a field has a value that it cannot have.
     """
     notes: list[Note] = []
-    root = Reader(manifest, "", notes)
+    root = DocumentReader(manifest, "", notes)
     group, _, version = root.text("apiVersion").partition("/")
     if group != GROUP or version not in VERSIONS:
         raise ConfigurationRefused(f"{root.at('apiVersion')}: must be {GROUP}/{' or '.join(VERSIONS)}")
@@ -136,7 +136,7 @@ def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -
     return Imported((document(given, made, place),), tuple(notes))
 
 
-def _services(spec: Reader) -> list[_Part]:
+def _services(spec: DocumentReader) -> list[_DynamoService]:
     """Of v1alpha1."""
     services = spec.table("services").named()
     common = spec.objects("envs")
@@ -173,7 +173,7 @@ def _services(spec: Reader) -> list[_Part]:
         sub = service.text("subComponentType")
         service.skip("livenessProbe", "readinessProbe", "startupProbe")
         parts.append(
-            _Part(
+            _DynamoService(
                 name=name,
                 kind=_kind(sub or kind, name, flags),
                 reader=service,
@@ -190,7 +190,7 @@ def _services(spec: Reader) -> list[_Part]:
     return parts
 
 
-def _components(spec: Reader) -> list[_Part]:
+def _components(spec: DocumentReader) -> list[_DynamoService]:
     """Of v1beta1."""
     common = spec.objects("env")
     parts = []
@@ -204,7 +204,7 @@ def _components(spec: Reader) -> list[_Part]:
         template.add_variables(spec, "env")
         template.take(pod)
         containers = pod.tables("containers")
-        main = next((each for each in containers if each.text("name") == MAIN), None) or Reader(
+        main = next((each for each in containers if each.text("name") == MAIN), None) or DocumentReader(
             {}, pod.at("containers"), spec.notes
         )
         sidecar = component.text("frontendSidecar")
@@ -222,11 +222,13 @@ def _components(spec: Reader) -> list[_Part]:
         template.take_container(main)
         if rest:
             template.main["resources"] = rest
-        _shared_memory(Reader({"size": component.any("sharedMemorySize")}, component.path, spec.notes), template)
+        _shared_memory(
+            DocumentReader({"size": component.any("sharedMemorySize")}, component.path, spec.notes), template
+        )
         main.rest(OWN)
         pod.rest({"securityContext": ""})
         parts.append(
-            _Part(
+            _DynamoService(
                 name=name,
                 kind=_kind(component.text("type"), name, flags),
                 reader=component,
@@ -258,7 +260,7 @@ def _kind(told: str, name: str, flags: Flags) -> str:
     return next((kind for kind in (FRONTEND, PLANNER, PICKER, "prefill", "decode") if kind in low), WORKER)
 
 
-def _roles(workers: list[_Part], engine: EngineKind, notes: list[Note]) -> list[Role]:
+def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note]) -> list[RoleSpec]:
     types = {part.kind for part in workers}
     names = Names("workers")
     roles = []
@@ -271,7 +273,7 @@ def _roles(workers: list[_Part], engine: EngineKind, notes: list[Note]) -> list[
         gpus, nodes = spread(parallelism, part.gpus * part.nodes, part.nodes, part.vendor, path, notes)
         _arguments(part, engine, notes)
         roles.append(
-            Role(
+            RoleSpec(
                 name=names.give(part.name),
                 type=kind,
                 replicas=part.replicas,
@@ -286,7 +288,7 @@ def _roles(workers: list[_Part], engine: EngineKind, notes: list[Note]) -> list[
     return roles
 
 
-def _arguments(part: _Part, engine: EngineKind, notes: list[Note]) -> None:
+def _arguments(part: _DynamoService, engine: EngineKind, notes: list[Note]) -> None:
     """What is left of a worker's flags, for ours."""
     if engine is not EngineKind.VLLM or not _runs_vllm(part.flags):
         return
@@ -303,7 +305,7 @@ def _runs_vllm(flags: Flags) -> bool:
     return flags.runs("dynamo.vllm") or "vllm" in flags.words
 
 
-def _engine(spec: Reader, workers: list[_Part], notes: list[Note]) -> EngineKind:
+def _engine(spec: DocumentReader, workers: list[_DynamoService], notes: list[Note]) -> EngineKind:
     framework = spec.text("backendFramework")
     modules = [part.flags.get("m") or next((word for word in part.flags.words if "." in word), "") for part in workers]
     if any("mocker" in module for module in modules):
@@ -319,7 +321,7 @@ def _engine(spec: Reader, workers: list[_Part], notes: list[Note]) -> EngineKind
     return EngineKind.VLLM
 
 
-def _model(spec: Reader, workers: list[_Part], notes: list[Note]) -> ModelSource:
+def _model(spec: DocumentReader, workers: list[_DynamoService], notes: list[Note]) -> ModelSource:
     sources = list(dict.fromkeys(part.flags.model for part in workers if part.flags.model))
     if not sources:
         raise ConfigurationRefused(f"{spec.path}: no worker says which model it serves (--model)")
@@ -333,9 +335,9 @@ def _model(spec: Reader, workers: list[_Part], notes: list[Note]) -> ModelSource
     return ModelSource(name=served or sources[0], uri=sources[0] if served and served != sources[0] else "")
 
 
-def _router(frontends: list[_Part], notes: list[Note]) -> tuple[Role | None, Routing]:
+def _router(frontends: list[_DynamoService], notes: list[Note]) -> tuple[RoleSpec | None, Routing]:
     routing = Routing()
-    usual = Role(name="router", type=RoleType.ROUTER)
+    usual = RoleSpec(name="router", type=RoleType.ROUTER)
     if not frontends:
         return None, routing
     first, *others = frontends
@@ -359,7 +361,7 @@ def _router(frontends: list[_Part], notes: list[Note]) -> tuple[Role | None, Rou
     template.main["env"] = [each for each in template.main.get("env", []) if not each["name"].startswith("DYN_")]
     if not template.main["env"]:
         del template.main["env"]
-    role = Role(
+    role = RoleSpec(
         name="router",
         type=RoleType.ROUTER,
         replicas=first.replicas,
@@ -370,7 +372,7 @@ def _router(frontends: list[_Part], notes: list[Note]) -> tuple[Role | None, Rou
     return None if role == usual else role, routing
 
 
-def _transfer(workers: list[_Part], notes: list[Note]) -> KvTransfer:
+def _transfer(workers: list[_DynamoService], notes: list[Note]) -> KvTransfer:
     """How blocks come from one worker to another, as the flags of the engines say it."""
     kept = False
     for part in workers:
@@ -384,7 +386,7 @@ def _transfer(workers: list[_Part], notes: list[Note]) -> KvTransfer:
     return KvTransfer(paths=(KvPath.DIRECT, KvPath.STORE)) if kept else KvTransfer()
 
 
-def _scaling(reader: Reader) -> Scaling:
+def _scaling(reader: DocumentReader) -> Scaling:
     adapter, autoscaling = reader.any("scalingAdapter"), reader.table("autoscaling")
     enabled = autoscaling.flag("enabled")
     least, most = autoscaling.number("minReplicas", 1), autoscaling.number("maxReplicas", 64)
@@ -397,7 +399,7 @@ def _scaling(reader: Reader) -> Scaling:
     return Scaling(mode=ScalingMode.EXTERNAL)
 
 
-def _mounts(service: Reader, template: PodTemplate) -> None:
+def _mounts(service: DocumentReader, template: PodTemplate) -> None:
     """v1alpha1's: claims by name."""
     for mount in service.tables("volumeMounts"):
         claim, place = mount.text("name"), mount.text("mountPoint")
@@ -408,7 +410,7 @@ def _mounts(service: Reader, template: PodTemplate) -> None:
         template.main.setdefault("volumeMounts", []).append({"name": claim, "mountPath": place})
 
 
-def _shared_memory(reader: Reader, template: PodTemplate) -> None:
+def _shared_memory(reader: DocumentReader, template: PodTemplate) -> None:
     reader.any("disabled")
     if size := reader.text("size"):
         shared = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
@@ -425,7 +427,7 @@ def _merged(service: Any, main: Any) -> dict[str, Any]:
     return merged
 
 
-def _spec_rest(spec: Reader) -> None:
+def _spec_rest(spec: DocumentReader) -> None:
     spec.any("backendFramework")
     if claims := [
         each.get("name", "") for each in spec.values("pvcs") if isinstance(each, dict) and each.get("create")

@@ -10,7 +10,7 @@ Rules:
 
 from typing import Any
 
-from operators.imports.reading import Note, Reader
+from operators.imports.reading import DocumentReader, Note
 from operators.imports.secret_names import is_secret
 from operators.resources.parts import GpuVendor
 
@@ -44,7 +44,7 @@ class PodTemplate:
         self.arguments: list[str] = []
         self.grace_seconds: int | None = None
 
-    def take(self, pod: Reader) -> None:
+    def take(self, pod: DocumentReader) -> None:
         """Fields of a pod's spec."""
         for name in OBJECTS:
             pod.table(name).skip_all()
@@ -65,7 +65,7 @@ class PodTemplate:
         if pod.any("terminationGracePeriodSeconds") is not None:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 
-    def take_container(self, container: Reader) -> None:
+    def take_container(self, container: DocumentReader) -> None:
         """Fields of the container that runs the engine, resources excepted."""
         self.add_variables(container, "env")
         if sources := container.objects("envFrom"):
@@ -75,7 +75,7 @@ class PodTemplate:
         if policy := container.text("imagePullPolicy"):
             self.main["imagePullPolicy"] = policy
 
-    def add_variables(self, owner: Reader, field: str) -> None:
+    def add_variables(self, owner: DocumentReader, field: str) -> None:
         """A list of environment variables."""
         for variable in owner.tables(field):
             name, value = variable.text("name"), variable.any("value")

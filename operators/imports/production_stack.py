@@ -17,13 +17,13 @@ from fleet.errors import ConfigurationRefused
 from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
 from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
 from operators.imports.pods import PodTemplate, gpus_called, gpus_of
-from operators.imports.reading import Note, Reader, says_something
+from operators.imports.reading import DocumentReader, Note, says_something
 from operators.resources.deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     KvPath,
     KvTransfer,
-    Role,
+    RoleSpec,
     RoleType,
     Routing,
     Scaling,
@@ -88,13 +88,13 @@ ADAPTERS = (
 TOKEN = "is written out; put it into a Secret under the key `token`, and name that in model.tokenSecret"  # noqa: S105 - none
 
 
-class _Entry(Struct, frozen=True):
+class _ModelSpecEntry(Struct, frozen=True):
     """One of `modelSpec`."""
 
     model: str
     served: str
     name: str
-    role: Role
+    role: RoleSpec
     secret: str
     direct: bool
     store_gigabytes: int
@@ -120,7 +120,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
         ConfigurationRefused: A field has a value that it cannot have.
     """
     notes: list[Note] = []
-    root = Reader(values, "", notes)
+    root = DocumentReader(values, "", notes)
     engines, routers = root.table(SIGN), root.table("routerSpec")
     routing, router, splitting = _routers(routers)
     entries = []
@@ -140,7 +140,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     _beside(root)
 
     names, objects = Names("model"), []
-    by_model: dict[str, list[_Entry]] = {}
+    by_model: dict[str, list[_ModelSpecEntry]] = {}
     for entry in entries:
         by_model.setdefault(entry.model, []).append(entry)
     for model, alike in by_model.items():
@@ -162,12 +162,12 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     return Imported(tuple(objects), tuple(notes))
 
 
-def _renamed(entries: list[_Entry]) -> list[Role]:
+def _renamed(entries: list[_ModelSpecEntry]) -> list[RoleSpec]:
     names = Names("workers")
     return [structs.replace(each.role, name=names.give(each.name)) for each in entries]
 
 
-def _beside(root: Reader) -> None:
+def _beside(root: DocumentReader) -> None:
     """What a chart has besides engines and routers."""
     root.note_if(
         "cacheserverSpec",
@@ -179,7 +179,7 @@ def _beside(root: Reader) -> None:
     root.rest()
 
 
-def _routers(reader: Reader) -> tuple[Routing, Role | None, _Splitting]:
+def _routers(reader: DocumentReader) -> tuple[Routing, RoleSpec | None, _Splitting]:
     """What the chart says of its router: the rules, the role where it is other than usual, and who is what."""
     logic = reader.text("routingLogic")
     routing = Routing()
@@ -233,12 +233,14 @@ def _routers(reader: Reader) -> tuple[Routing, Role | None, _Splitting]:
         reader.note("hf_token", TOKEN)
     reader.skip(*(name for name in reader.names if name.startswith(("lmcache", "nixl"))))
     reader.rest(OWN_OF_ROUTERS | {"serviceMonitor": MONITORED})
-    role = Role(name="router", type=RoleType.ROUTER, replicas=replicas, scaling=scaling, pod_template=template.built())
-    usual = role == Role(name="router", type=RoleType.ROUTER)
+    role = RoleSpec(
+        name="router", type=RoleType.ROUTER, replicas=replicas, scaling=scaling, pod_template=template.built()
+    )
+    usual = role == RoleSpec(name="router", type=RoleType.ROUTER)
     return routing, None if usual else role, splitting
 
 
-def _entry(reader: Reader, engines: Reader, splitting: _Splitting) -> _Entry:
+def _entry(reader: DocumentReader, engines: DocumentReader, splitting: _Splitting) -> _ModelSpecEntry:
     model = reader.text("modelURL")
     if not model:
         raise ConfigurationRefused(f"{reader.at('modelURL')}: is missing")
@@ -252,7 +254,7 @@ def _entry(reader: Reader, engines: Reader, splitting: _Splitting) -> _Entry:
     each, vendor = _resources(reader, template)
     gpus, nodes = spread(parallelism, each * wished, wished, vendor, reader.path, reader.notes)
     _pod(reader, engines, template)
-    role = Role(
+    role = RoleSpec(
         name=name,
         type=kind,
         replicas=reader.number("replicaCount", 1),
@@ -282,12 +284,12 @@ def _entry(reader: Reader, engines: Reader, splitting: _Splitting) -> _Entry:
         }
     )
     served = flags.get("served-model-name").partition(" ")[0]  # others are aliases
-    return _Entry(
+    return _ModelSpecEntry(
         model=model, served=served, name=name, role=role, secret=secret, direct=direct, store_gigabytes=gigabytes
     )
 
 
-def _kept(transfers: Reader, *, direct: bool) -> int:
+def _kept(transfers: DocumentReader, *, direct: bool) -> int:
     """Gigabytes of blocks that a pod keeps for later; 0: none."""
     on, local = transfers.flag("enabled"), transfers.flag("localCpu", default=True)
     said = max(_gigabytes(transfers, "cpuOffloadingBufferSize"), _gigabytes(transfers, "maxLocalCpuSize"))
@@ -299,7 +301,7 @@ def _kept(transfers: Reader, *, direct: bool) -> int:
     return said or (DEFAULT_GIGABYTES if local else 0)
 
 
-def _type(reader: Reader, transfers: Reader, splitting: _Splitting) -> RoleType:
+def _type(reader: DocumentReader, transfers: DocumentReader, splitting: _Splitting) -> RoleType:
     label = reader.words("labels").get("model", "")
     role, end = transfers.text("kvRole"), transfers.text("nixlRole")
     if not splitting.on:
@@ -312,7 +314,7 @@ def _type(reader: Reader, transfers: Reader, splitting: _Splitting) -> RoleType:
     return RoleType.AGGREGATED
 
 
-def _engine(reader: Reader, template: PodTemplate) -> tuple[Flags, bool]:
+def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]:
     """The engine's flags, and whether it spreads over nodes."""
     config = reader.table("vllmConfig")
     path = config.path
@@ -353,7 +355,7 @@ def _engine(reader: Reader, template: PodTemplate) -> tuple[Flags, bool]:
     return flags, ray.flag("enabled")
 
 
-def _resources(reader: Reader, template: PodTemplate) -> tuple[int, GpuVendor]:
+def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuVendor]:
     """GPUs of a pod."""
     resources = reader.any("resources")
     if says_something(resources) and isinstance(resources, dict):
@@ -388,7 +390,7 @@ def _resources(reader: Reader, template: PodTemplate) -> tuple[int, GpuVendor]:
     return gpus, vendor
 
 
-def _pod(reader: Reader, engines: Reader, template: PodTemplate) -> None:
+def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate) -> None:
     """Where an entry's pods run, and what they are given."""
     template.take(reader)
     for name in ("runtimeClassName", "schedulerName"):
@@ -416,7 +418,7 @@ def _pod(reader: Reader, engines: Reader, template: PodTemplate) -> None:
     template.labels |= {name: value for name, value in labels.items() if name != "model"}
 
 
-def _placed(template: PodTemplate, reader: Reader) -> None:
+def _placed(template: PodTemplate, reader: DocumentReader) -> None:
     """Terms of node selectors, which the chart writes without what is around them; an affinity counts more."""
     terms = reader.objects("nodeSelectorTerms")
     if terms and "affinity" not in template.spec:
@@ -424,7 +426,7 @@ def _placed(template: PodTemplate, reader: Reader) -> None:
         template.spec["affinity"] = {"nodeAffinity": required}
 
 
-def _scaling(reader: Reader) -> Scaling:
+def _scaling(reader: DocumentReader) -> Scaling:
     keda = reader.table("keda")
     enabled = keda.flag("enabled")
     least, most = keda.number("minReplicaCount", 1), keda.number("maxReplicaCount", 5)
@@ -435,7 +437,7 @@ def _scaling(reader: Reader) -> Scaling:
     return Scaling(mode=ScalingMode.EXTERNAL, least=least, most=max(least, most))
 
 
-def _secret(reader: Reader) -> str:
+def _secret(reader: DocumentReader) -> str:
     """Of the model's repository."""
     told = reader.any("hf_token")
     if isinstance(told, dict):
@@ -449,7 +451,7 @@ def _secret(reader: Reader) -> str:
     return ""
 
 
-def _transfer(entries: list[_Entry]) -> KvTransfer:
+def _transfer(entries: list[_ModelSpecEntry]) -> KvTransfer:
     gigabytes = max(each.store_gigabytes for each in entries)
     paths = (
         *((KvPath.DIRECT,) if any(each.direct for each in entries) else ()),
@@ -460,7 +462,7 @@ def _transfer(entries: list[_Entry]) -> KvTransfer:
     return KvTransfer(paths=paths, store_memory=f"{gigabytes}G") if gigabytes else KvTransfer(paths=paths)
 
 
-def _gigabytes(reader: Reader, name: str) -> int:
+def _gigabytes(reader: DocumentReader, name: str) -> int:
     """A size that the chart writes as a number of them, whole or not."""
     text = reader.text(name)
     whole = text.partition(".")[0]

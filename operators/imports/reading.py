@@ -30,13 +30,13 @@ class Note(Struct, frozen=True):
         return f"{self.path}: {self.message}" if self.path else self.message
 
 
-class Reader:
+class DocumentReader:
     """One object. Whatever is read of it counts as taken over."""
 
     def __init__(self, fields: Mapping[str, Any], path: str, notes: list[Note]) -> None:
         self._fields = fields
         self._unread = dict.fromkeys(fields)
-        self._inner: list[Reader] = []
+        self._inner: list[DocumentReader] = []
         self.path = path
         self.notes = notes
 
@@ -101,18 +101,18 @@ class Reader:
             raise self._wrong(name, "true or false", value)
         return value
 
-    def table(self, name: str) -> "Reader":
+    def table(self, name: str) -> "DocumentReader":
         """An object; where there is none, an empty one."""
         value = self.any(name)
         if value is None or value == "":
             value = {}
         return self._reader(value, self.at(name))
 
-    def tables(self, name: str) -> list["Reader"]:
+    def tables(self, name: str) -> list["DocumentReader"]:
         """A list of objects."""
         return [self._reader(each, f"{self.at(name)}[{index}]") for index, each in enumerate(self.values(name))]
 
-    def named(self) -> "Mapping[str, Reader]":
+    def named(self) -> "Mapping[str, DocumentReader]":
         """All fields, which are objects."""
         return {name: self.table(name) for name in self._fields}
 
@@ -158,10 +158,10 @@ class Reader:
         for inner in self._inner:
             inner.rest()
 
-    def _reader(self, value: Any, path: str) -> "Reader":
+    def _reader(self, value: Any, path: str) -> "DocumentReader":
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise ConfigurationRefused(f"{path}: must be an object, not {kind_of(value)}")
-        reader = Reader(value, path, self.notes)
+        reader = DocumentReader(value, path, self.notes)
         self._inner.append(reader)
         return reader
 

@@ -13,11 +13,11 @@ from operators.resources.parts import (
     GpuVendor,
     ModelSource,
     Name,
+    NodeTopology,
     OpenObject,
     Resource,
     Seconds,
     Text,
-    Topology,
     keyed_by,
     rules,
 )
@@ -135,7 +135,7 @@ _ROLE_RULES = rules(
 )
 
 
-class Role(Resource, frozen=True):
+class RoleSpec(Resource, frozen=True):
     """A pool of alike pods."""
 
     name: Name
@@ -150,7 +150,7 @@ class Role(Resource, frozen=True):
     the others compute for it."""
 
     gpus: Gpus = Gpus()
-    topology: Topology = Topology()
+    topology: NodeTopology = NodeTopology()
     rollout: Rollout = Rollout()
     drain: Drain = Drain()
     pod_template: OpenObject = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Balance(Resource, frozen=True):
     """Replicas that one change adds or takes."""
 
 
-class Watchdog(Resource, frozen=True):
+class WatchdogSpec(Resource, frozen=True):
     """When a worker whose engine makes no progress on its work is ended and started again."""
 
     enabled: bool = True
@@ -266,7 +266,7 @@ name of one and a hash are a label of its pods."""
 
 class DisaggDeploymentSpec(Resource, frozen=True):
     model: Annotated[ModelSource, MODEL_RULES]
-    roles: Annotated[tuple[Annotated[Role, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
+    roles: Annotated[tuple[Annotated[RoleSpec, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
     engine: EngineKind = EngineKind.VLLM
     image: Text = ""
     """Of the workers; empty: what the chart was installed with for the engine and vendor."""
@@ -274,7 +274,7 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     kv_transfer: KvTransfer = KvTransfer()
     routing: Routing = Routing()
     balance: Balance = Balance()
-    watchdog: Watchdog = Watchdog()
+    watchdog: WatchdogSpec = WatchdogSpec()
     suspend: bool = False
     """Scale everything to 0 and keep it there."""
 

@@ -73,7 +73,7 @@ MODEL_RULES = rules(
 )
 
 
-class Topology(Resource, frozen=True):
+class NodeTopology(Resource, frozen=True):
     domain: Annotated[str, Meta(max_length=317)] = ""
     """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps one in an NVLink domain."""
 
@@ -96,7 +96,7 @@ Conditions = Annotated[
 ]
 
 
-class Objective(Resource, frozen=True):
+class ServingObjective(Resource, frozen=True):
     ttft_ms: Milliseconds = 2000
     tpot_ms: Milliseconds = 50
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90

@@ -5,7 +5,17 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from operators.resources.parts import UNCHANGED, Conditions, Count, Name, Objective, Resource, Seconds, keyed_by, rules
+from operators.resources.parts import (
+    UNCHANGED,
+    Conditions,
+    Count,
+    Name,
+    Resource,
+    Seconds,
+    ServingObjective,
+    keyed_by,
+    rules,
+)
 
 
 class PlanMode(StrEnum):
@@ -27,7 +37,7 @@ _BOUNDS = rules(("self.least <= self.most", "least is more than most"))
 class ServingPlanSpec(Resource, frozen=True):
     deployment: Annotated[str, Meta(min_length=1, max_length=253), rules(UNCHANGED)]
     mode: PlanMode = PlanMode.SHADOW
-    objective: Objective = Objective()
+    objective: ServingObjective = ServingObjective()
     interval_seconds: Seconds = 60
     roles: Annotated[
         tuple[Annotated[RoleBounds, _BOUNDS], ...],

@@ -9,11 +9,11 @@ from operators.resources.parts import (
     MODEL_RULES,
     Conditions,
     ModelSource,
-    Objective,
+    NodeTopology,
     OpenObject,
     Resource,
+    ServingObjective,
     Text,
-    Topology,
     keyed_by,
     rules,
 )
@@ -68,14 +68,14 @@ class ServingRequestSpec(Resource, frozen=True):
     model: Annotated[ModelSource, MODEL_RULES]
     hardware: Hardware
     workload: Annotated[Workload, _WORKLOAD]
-    objective: Objective = Objective()
+    objective: ServingObjective = ServingObjective()
     model_config: OpenObject = field(default_factory=dict)
     """Content of the model's config.json, where its repository is not one that is known."""
 
     image: Text = ""
     """Of the workers; empty: what the chart was installed with for the vendor."""
 
-    topology: Topology = Topology()
+    topology: NodeTopology = NodeTopology()
     """Of all workers."""
 
     pod_template: OpenObject = field(default_factory=dict)
@@ -85,7 +85,7 @@ class ServingRequestSpec(Resource, frozen=True):
     """Make the DisaggDeployment as well, not only the proposal of it in the status. False again: it stays as it is."""
 
 
-class Target(StrEnum):
+class GoalName(StrEnum):
     TTFT = "ttftMs"
     TPOT = "tpotMs"
     GPUS = "gpus"
@@ -95,10 +95,10 @@ class Target(StrEnum):
     CONCURRENCY = "concurrency"
 
 
-class Figure(Resource, frozen=True):
+class ProposalFigure(Resource, frozen=True):
     """Of a proposal, or of the best that there is."""
 
-    goal: Target
+    goal: GoalName
     asked: int
     """That it may be at most; of requestsPerMinute and concurrency at least."""
 
@@ -120,7 +120,7 @@ class ServingRequestStatus(Resource, frozen=True):
     """That was made for it."""
 
     figures: Annotated[
-        tuple[Figure, ...],
+        tuple[ProposalFigure, ...],
         Meta(max_length=8, extra_json_schema=keyed_by("goal")),
     ] = ()
     basis: Text = ""

@@ -15,7 +15,7 @@ from fleet.control.settings import MembershipSettings
 from fleet.ids import Incarnation, WorkerId
 from tests.kv_builders import HandClock
 from tests.waiting import until
-from workers.ports import RegistryUnreachable, Superseded
+from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 SECONDS = 60
 WORKER, OTHER = WorkerId("decode-0"), WorkerId("decode-1")
@@ -202,7 +202,7 @@ async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
         await replaced.register(WORKER, OLD, ADDRESS)
         await successor.register(WORKER, NEW, ELSEWHERE)
 
-        with pytest.raises(Superseded, match="an id of its own"):
+        with pytest.raises(WorkerSuperseded, match="an id of its own"):
             await replaced.register(WORKER, OLD, ADDRESS)
 
         await replaced.deregister(WORKER, OLD)

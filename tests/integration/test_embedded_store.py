@@ -36,7 +36,7 @@ from tests.servers import a_free_port
 from tests.shared_memory import segments_of
 from tests.simulated_clusters import BLOCK_TOKENS, namespace, simulated
 from tests.worker_processes import WorkerProcess, a_stream, a_worker_process
-from workers.embedded import with_store
+from workers.embedded import open_embedded_store
 from workers.engines.simulated import open_engine
 from workers.settings import WorkerSettings
 
@@ -104,7 +104,7 @@ async def answered(worker: WorkerProcess, prompt: bytes, **fields):
 async def here(settings: WorkerSettings) -> AsyncIterator[Driven]:
     """A worker's engine, with the node that its settings ask for, in this process."""
     async with (
-        with_store(settings, uvloop.new_event_loop) as furnished,
+        open_embedded_store(settings, uvloop.new_event_loop) as furnished,
         open_engine(furnished.settings) as engine,
         driven(engine) as (one,),
     ):

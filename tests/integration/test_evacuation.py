@@ -36,7 +36,7 @@ from workers.engines.simulated import open_engine
 from workers.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
 from workers.machine import LifePhase
 from workers.server import WorkerServer
-from workers.worth import Prompt
+from workers.worth import RecentPrompt
 
 pytestmark = pytest.mark.integration
 
@@ -120,7 +120,7 @@ async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIt
 
 
 async def evacuated(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = DRAIN):
-    await evacuator.evacuate([Prompt(each, b"") for each in prompts], [], Nanos(SystemClock().now() + within))
+    await evacuator.evacuate([RecentPrompt(each, b"") for each in prompts], [], Nanos(SystemClock().now() + within))
     return evacuator.brought
 
 

@@ -19,7 +19,7 @@ from tests.builders import token_ids
 from tests.http_peers import connected, post
 from tests.openai_servers import ASKED, COMPLETIONS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay
 from tests.waiting import until
-from workers.engines.event_health import Alert
+from workers.engines.event_health import KvEventAlert
 from workers.engines.event_stream import END_OF_REPLAY
 
 pytestmark = pytest.mark.integration
@@ -180,7 +180,7 @@ async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, 
     with a_publisher() as publisher:
         await publisher.publish({**stored(list(range(32)), [1]), "block_size": 32}, lost=True)
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
-            await published_until(publisher, lambda: world.workers.alerts()[Alert.OTHER_BLOCK_SIZE])
+            await published_until(publisher, lambda: world.workers.alerts()[KvEventAlert.OTHER_BLOCK_SIZE])
 
             assert world.workers.knowledge() == {"approximate": 0, "events": 0, "blind": 1}
             assert world.workers.passed_over() == {"other_block_size": 1}
@@ -200,7 +200,7 @@ async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_nam
                 assert not any(world.workers.alerts().values())
                 await uncached(world, number + 1, prompt=f"{number} {PROMPT}")
 
-            await until(lambda: world.workers.alerts()[Alert.SILENT])
+            await until(lambda: world.workers.alerts()[KvEventAlert.SILENT])
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["exact", "approximate"])

@@ -10,7 +10,7 @@ from fleet.ids import ModelName, WorkerId
 from fleet.roles import Role
 from fleet.router.snapshot import PoolSnapshot, WorkerSnapshot
 from kvstore.credentials import Credentials
-from operators.registrations import Registration
+from operators.registrations import WorkerRegistration
 from tests.fronts import open_fronts
 
 pytestmark = pytest.mark.integration
@@ -30,7 +30,7 @@ async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(mo
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
         status = structs.replace(fronts.router.status(), pools=(pool,))
         monkeypatch.setattr(fronts.router, "status", lambda: status)
-        assert await RouterRegistrations().workers(fronts.control, b"") == (Registration(pod="a", warm_blocks=7),)
+        assert await RouterRegistrations().workers(fronts.control, b"") == (WorkerRegistration(pod="a", warm_blocks=7),)
 
 
 async def test_a_router_that_does_not_answer_has_said_nothing():

@@ -14,7 +14,7 @@ from aiohttp import web
 from fleet.adapters.served_probes import ServedProbes, router_address, service_address
 from fleet.errors import Reason, RequestRejected
 from fleet.router.tenants import TenantSettings
-from operators.probing import Completion, Failure, Probe
+from operators.probing import Probe, ProbeCompletion, ProbeFailure
 from tests.builders import MODEL
 from tests.fronts import open_fronts
 from tests.openai_servers import MODEL as RELAYED
@@ -94,10 +94,10 @@ async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answe
         found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
 
         one, other = fronts.router.submitted
-        assert found == [Completion(), Completion()]
+        assert found == [ProbeCompletion(), ProbeCompletion()]
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
         assert one.tokens[:64] != other.tokens[:64], "no cache has it"
-        assert await probes(fronts.url).ask(a_probe("another")) == Failure(200, "another worker answered")
+        assert await probes(fronts.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
 
 
 async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
@@ -106,7 +106,7 @@ async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
 
         found = await probes(fronts.url).ask(a_probe())
 
-    assert found == Failure(503, "no_worker: pin: w1 is draining; try later")
+    assert found == ProbeFailure(503, "no_worker: pin: w1 is draining; try later")
 
 
 async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody(model_dir):
@@ -116,14 +116,16 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
         async def asked(**keys):
             return await probes(fronts.url, keys).ask(a_probe())
 
-        assert await asked(**{"ns/dd": KEY}) == Completion()
-        assert await asked(**{"ns/other": KEY}) == Failure(401, "its routers want an API key", wants_key=True)
-        assert await asked(**{"ns/dd": "sk-wrong"}) == Failure(401, "its routers do not take the key", wants_key=True)
+        assert await asked(**{"ns/dd": KEY}) == ProbeCompletion()
+        assert await asked(**{"ns/other": KEY}) == ProbeFailure(401, "its routers want an API key", wants_key=True)
+        assert await asked(**{"ns/dd": "sk-wrong"}) == ProbeFailure(
+            401, "its routers do not take the key", wants_key=True
+        )
 
     refusal = {"error": {"code": "internal", "message": f"Bearer {KEY} is bad"}}
     async with answering(b"{}", 401) as service, answering(msgspec.json.encode(refusal), 500) as router:
         found = await probes(service, {"ns/dd": KEY}, router=router).ask(a_probe())
-        assert found == Failure(500, "internal: Bearer (key) is bad")
+        assert found == ProbeFailure(500, "internal: Bearer (key) is bad")
 
 
 async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
@@ -132,8 +134,8 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
         fronts.will_answer("A")
         bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
 
-        assert await bound.ask(a_probe()) == Completion()
-        assert await bound.ask(a_probe(door="")) == Failure(
+        assert await bound.ask(a_probe()) == ProbeCompletion()
+        assert await bound.ask(a_probe(door="")) == ProbeFailure(
             0, "its routers want an API key, and none of them has an address"
         )
 
@@ -145,10 +147,10 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
 @pytest.mark.parametrize(
     ("refused", "found"),
     [
-        (RequestRejected(Reason.QUEUE_FULL, "it would wait about 31 s"), Failure(429, "queue_full", busy=True)),
-        (RequestRejected(Reason.RATE_LIMITED, "60 requests a minute"), Failure(429, "rate_limited", busy=True)),
-        (RequestRejected(Reason.NO_WORKER, "nobody serves it"), Failure(503, "no_worker: nobody serves it")),
-        (RequestRejected(Reason.DEADLINE_PASSED, "too late"), Failure(504, "deadline_passed: too late")),
+        (RequestRejected(Reason.QUEUE_FULL, "it would wait about 31 s"), ProbeFailure(429, "queue_full", busy=True)),
+        (RequestRejected(Reason.RATE_LIMITED, "60 requests a minute"), ProbeFailure(429, "rate_limited", busy=True)),
+        (RequestRejected(Reason.NO_WORKER, "nobody serves it"), ProbeFailure(503, "no_worker: nobody serves it")),
+        (RequestRejected(Reason.DEADLINE_PASSED, "too late"), ProbeFailure(504, "deadline_passed: too late")),
     ],
 )
 async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
@@ -167,12 +169,12 @@ async def test_a_429_of_somebody_else_shows_nothing(model_dir):
 @pytest.mark.parametrize(
     ("phases", "found"),
     [
-        ([PREFILL, ("decode", "w1", "direct", 9)], Completion(True)),
-        ([PREFILL, ("decode", "w1", "store", 9)], Completion(True)),
-        ([PREFILL, ("decode", "w1", "computed", 9)], Completion(False)),
-        ([PREFILL, ("decode", "w1", "computed", 1)], Completion(None)),
-        ([("decode", "w1", "computed", 9)], Failure(200, "no prefill worker computed the prompt")),
-        ([("aggregated", "w1", "computed", 9)], Failure(200, "another worker answered")),
+        ([PREFILL, ("decode", "w1", "direct", 9)], ProbeCompletion(True)),
+        ([PREFILL, ("decode", "w1", "store", 9)], ProbeCompletion(True)),
+        ([PREFILL, ("decode", "w1", "computed", 9)], ProbeCompletion(False)),
+        ([PREFILL, ("decode", "w1", "computed", 1)], ProbeCompletion(None)),
+        ([("decode", "w1", "computed", 9)], ProbeFailure(200, "no prefill worker computed the prompt")),
+        ([("aggregated", "w1", "computed", 9)], ProbeFailure(200, "another worker answered")),
     ],
 )
 async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
@@ -188,21 +190,21 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
 @pytest.mark.parametrize(
     ("content", "status", "found"),
     [
-        (b"<html>hunter2</html>", 502, Failure(502, "not in words of a router")),
-        (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, Failure(500, "not in words of a router")),
-        (b"hunter2", 200, Failure(200, "what was answered is no completion")),
-        (b"[" * 100_000, 200, Failure(200, "what was answered is no completion")),
-        (DEEP, 200, Failure(200, "what was answered is no completion")),
-        (DEEP, 500, Failure(500, "not in words of a router")),
+        (b"<html>hunter2</html>", 502, ProbeFailure(502, "not in words of a router")),
+        (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, ProbeFailure(500, "not in words of a router")),
+        (b"hunter2", 200, ProbeFailure(200, "what was answered is no completion")),
+        (b"[" * 100_000, 200, ProbeFailure(200, "what was answered is no completion")),
+        (DEEP, 200, ProbeFailure(200, "what was answered is no completion")),
+        (DEEP, 500, ProbeFailure(500, "not in words of a router")),
         (
             b'{"error": {"code": "internal", "message": "\\u001b[31mred\\u0000 \\u202eder"}}',
             500,
-            Failure(500, "internal: [31mred der"),
+            ProbeFailure(500, "internal: [31mred der"),
         ),
-        (a_completion(tokens=0), 200, Failure(200, "the completion has no token")),
-        (a_completion(), 200, Failure(200, "another worker answered")),
-        (a_completion(), 302, Failure(302, "not in words of a router")),
-        (None, 200, Failure(0, "no answer within 0.2 s")),
+        (a_completion(tokens=0), 200, ProbeFailure(200, "the completion has no token")),
+        (a_completion(), 200, ProbeFailure(200, "another worker answered")),
+        (a_completion(), 302, ProbeFailure(302, "not in words of a router")),
+        (None, 200, ProbeFailure(0, "no answer within 0.2 s")),
     ],
     ids=range(11),
 )
@@ -214,7 +216,7 @@ async def test_what_else_is_answered_is_no_answer_and_is_not_repeated(content, s
 async def test_where_nobody_listens_that_is_told():
     found = await probes("http://127.0.0.1:9").ask(a_probe())
 
-    assert found == Failure(0, "no answer: ClientConnectorError")
+    assert found == ProbeFailure(0, "no answer: ClientConnectorError")
 
 
 def test_a_service_has_a_name_that_no_public_domain_has():
@@ -243,12 +245,12 @@ async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_
 
         waiting = [tasks.create_task(sent(clients)) for _ in range(4)]
         await until(lambda: world.router.status().queued == 3)
-        assert await sent(clients) == Failure(429, "queue_full", busy=True)
+        assert await sent(clients) == ProbeFailure(429, "queue_full", busy=True)
 
         own = tasks.create_task(sent(KEY))
         await until(lambda: any(each.done() for each in waiting))
         go.set()
 
-    assert [each.result() for each in waiting].count(Failure(429, "queue_full", busy=True)) == 1, "which made room"
-    assert own.result() == Failure(200, "another worker answered"), "as far as a foreign server says"
+    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "which made room"
+    assert own.result() == ProbeFailure(200, "another worker answered"), "as far as a foreign server says"
     await server.stop()

@@ -21,8 +21,8 @@ from tests.engine_driving import fresh_prompt
 from tests.kv_builders import a_block, a_namespace, a_node, a_store_client
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
 from tests.waiting import until
-from workers.holds import Hold, Release
-from workers.store_holds import StoreHoldKeeper, open_hold_keeper
+from workers.holds import PinChain, UnpinChain
+from workers.store_holds import StorePinKeeper, open_pin_keeper
 
 pytestmark = pytest.mark.integration
 
@@ -34,16 +34,16 @@ TOKENS = token_bytes(range(10 * 32))
 NAMES = chain(TOKENS, 32)
 
 
-def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "agent") -> Hold:
-    return Hold(session=session, tokens=tokens, salt=b"", lasting=lasting)
+def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "agent") -> PinChain:
+    return PinChain(session=session, tokens=tokens, salt=b"", lasting=lasting)
 
 
 @asynccontextmanager
 async def holding(**fields):
     """A node, what holds there, and a client."""
     with a_node(**fields) as node, a_store_client(node.address, NAMESPACE) as client:
-        async with open_hold_keeper(node.address, KV, Credentials()) as holds:
-            assert isinstance(holds, StoreHoldKeeper)
+        async with open_pin_keeper(node.address, KV, Credentials()) as holds:
+            assert isinstance(holds, StorePinKeeper)
             yield holds, client
 
 
@@ -61,7 +61,7 @@ async def test_a_chain_is_held_until_it_is_released():
 
         holds.keep([a_hold()])
         await until_held(client, 10)
-        holds.keep([Release(session="agent")])
+        holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
 
         assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
@@ -91,7 +91,7 @@ async def test_blocks_that_reach_the_store_after_the_answer_are_held_too():
 async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_before():
     async with holding() as (holds, client):
         write(client, NAMES[:4])
-        holds.keep([a_hold(), Release(session="agent")])
+        holds.keep([a_hold(), UnpinChain(session="agent")])
         await asyncio.sleep(0)
         await until(lambda: not holds._running)
 
@@ -115,7 +115,7 @@ async def test_what_holds_may_keep_is_not_exceeded_and_the_start_of_a_chain_come
 
 async def test_holds_are_dropped_when_the_node_is_away():
     with a_node() as node:
-        async with open_hold_keeper(node.address, KV, Credentials()) as holds:
+        async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
             holds.keep([a_hold()])
             await until(lambda: not holds._running)
@@ -124,7 +124,7 @@ async def test_holds_are_dropped_when_the_node_is_away():
 
 async def test_a_worker_that_ends_leaves_what_was_just_asked_for_without_a_word():
     async with holding() as (holds, _):
-        holds.keep([a_hold(), Release(session="another")])
+        holds.keep([a_hold(), UnpinChain(session="another")])
     gc.collect()  # a coroutine that was never awaited would warn here
 
 
@@ -145,7 +145,7 @@ async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch
         close(self)
 
     with a_node() as node:
-        async with open_hold_keeper(node.address, KV, Credentials()) as keeper:
+        async with open_pin_keeper(node.address, KV, Credentials()) as keeper:
             monkeypatch.setattr(StoreClient, "hold", slowly)
             monkeypatch.setattr(StoreClient, "close", note)
             keeper.keep([a_hold()])
@@ -158,7 +158,7 @@ async def test_a_node_with_other_blocks_leaves_no_thread_behind():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
         other = describe(a_namespace(block_bytes=2 * NAMESPACE.block_bytes, layers=2 * NAMESPACE.layers))
         with pytest.raises(LayoutMismatch):
-            async with open_hold_keeper(node.address, other, Credentials()):
+            async with open_pin_keeper(node.address, other, Credentials()):
                 pytest.fail("was opened")
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("store-holds")] == []
 

@@ -23,7 +23,7 @@ from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
 from tests.kv_builders import a_node, a_store_client
 from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
-from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, engine_arguments
+from workers.engines.vllm_adapters import AdapterFiles, LoadedAdapters, adapters_of, engine_arguments
 from workers.settings import VllmSettings, WorkerSettings
 
 BLOCK, RANK = 32, 8
@@ -128,7 +128,7 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path, config):
 
 
 def test_the_adapter_used_longest_ago_is_taken_for_dropped():
-    used = UsedAdapters(2)
+    used = LoadedAdapters(2)
     for name in "abac":
         used.use(name)
 

@@ -12,7 +12,7 @@ from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_store_cli
 from tests.waiting import eventually
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
-from workers.engines.vllm_planning import Load, Save, StoreWork
+from workers.engines.vllm_planning import BlockLoad, BlockSave, StoreWork
 from workers.engines.vllm_saves import LONGEST_WAIT_SECONDS, MIN_STAGED_BLOCKS, PAUSE_SECONDS
 
 torch = pytest.importorskip("torch")
@@ -66,7 +66,7 @@ def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(
 
     client.write(names, save_with(saved).source(list(range(5, 40))))
     found = match(client, names)
-    whole = load_with(loaded).load(client, Load("r", found, 2, list(range(33))))
+    whole = load_with(loaded).load(client, BlockLoad("r", found, 2, list(range(33))))
 
     assert len(found) == 35
     assert whole == [True] * 33
@@ -95,20 +95,20 @@ def collect(mover: BlockMover) -> list:
 
 
 def test_urgent_blocks_are_there_when_the_call_returns(client, mover):
-    mover.save(work(urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+    mover.save(work(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
     assert len(match(client, a_chain(3))) == 3
 
 
 def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover):
     before = [layer[4:7].clone() for layer in heads_first(2)]
-    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
+    mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
     for layer in mover._blocks._layers:
         layer[4:7] = 0  # the engine gives the blocks to another request
     mover.close()
 
     target = empty_like(heads_first(2))
-    assert HostBlocks(target).load(client, Load("r", match(client, a_chain(3)), 0, [0, 1, 2])) == [True] * 3
+    assert HostBlocks(target).load(client, BlockLoad("r", match(client, a_chain(3)), 0, [0, 1, 2])) == [True] * 3
     for kept, loaded in zip(before, target, strict=True):
         assert torch.equal(loaded[:3], kept)
 
@@ -117,7 +117,7 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(client, 
     copy_out = mover._blocks.copy_out
     mover._blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
 
-    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(5)[3:], [7, 8])]))
+    mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(5)[3:], [7, 8])]))
     mover.close()
 
     assert (len(match(client, a_chain(3))), len(match(client, a_chain(5)[3:]))) == (1, 2)
@@ -129,7 +129,7 @@ def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkey
     monkeypatch.setattr("workers.engines.vllm_saves.MIN_STAGED_BLOCKS", 2)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
 
-    mover.save(work(deferred=[Save("r", a_chain(5), [1, 2, 3, 4, 5])]))
+    mover.save(work(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])]))
     mover.close()
 
     assert len(match(client, a_chain(5))) == 2
@@ -169,7 +169,7 @@ def written(mover) -> list[list[bytes]]:
 def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(client, mover, busy, looks):
     mover._keeper._closing = steps = Steps(mover, busy)
 
-    mover.save(work(deferred=[Save("r", a_chain(3), [4, 5, 6])]))
+    mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
     eventually(lambda: len(match(client, a_chain(3))) == 3)
     assert steps.looks == looks
@@ -180,7 +180,9 @@ def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(clie
     mover = BlockMover(client, HostBlocks(heads_first(2)))
     mover._keeper._closing = steps = Steps(mover, 1000)
 
-    mover.save(work(deferred=[Save("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))]))
+    mover.save(
+        work(deferred=[BlockSave("r", a_chain(MIN_STAGED_BLOCKS // 2 + 1), list(range(MIN_STAGED_BLOCKS // 2 + 1)))])
+    )
 
     eventually(lambda: len(match(client, a_chain(MIN_STAGED_BLOCKS // 2 + 1))) == MIN_STAGED_BLOCKS // 2 + 1)
     assert steps.looks == 1
@@ -193,22 +195,22 @@ def test_what_a_request_staged_step_by_step_is_written_together(client, mover, w
     go_on, wait = threading.Event(), mover._keeper._closing.wait
     mover._keeper._closing.wait = lambda timeout: go_on.wait(60) and wait(timeout)
 
-    mover.save(work(deferred=[Save("r", chain[:1], [4]), Save("q", other[:1], [10])]))
-    mover.save(work(deferred=[Save("r", chain[1:], [5, 6]), Save("q", other[1:], [11])]))
+    mover.save(work(deferred=[BlockSave("r", chain[:1], [4]), BlockSave("q", other[:1], [10])]))
+    mover.save(work(deferred=[BlockSave("r", chain[1:], [5, 6]), BlockSave("q", other[1:], [11])]))
     go_on.set()
 
     eventually(lambda: len(written) == 2)
     assert written == [chain, other]
     eventually(lambda: len(match(client, chain)) == 3)
     target = empty_like(heads_first(2))
-    assert HostBlocks(target).load(client, Load("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
+    assert HostBlocks(target).load(client, BlockLoad("r", match(client, chain), 0, [0, 1, 2])) == [True] * 3
     for before, after in zip(heads_first(2), target, strict=True):
         assert torch.equal(after[:3], before[4:7]), "each under its own name"
 
 
 def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
     client.write(a_chain(2), [a_block(1, NAMESPACE.block_bytes), a_block(2, NAMESPACE.block_bytes)])
-    load = Load("r", match(client, a_chain(2)), 0, [8, 9])
+    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])
 
     mover.start(work(loads=[load]))
 
@@ -217,7 +219,7 @@ def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
 
 
 def test_a_load_that_breaks_ends_all_the_same(client, mover):
-    load = Load("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched: a bug of the scheduler side
+    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched: a bug of the scheduler side
 
     mover.start(work(loads=[load]))
 
@@ -233,7 +235,7 @@ def test_a_step_that_computes_does_not_wait_for_loads(client, mover):
         return [True]
 
     mover._blocks.load = slow
-    load = Load("r", match(client, a_chain(1)), 0, [8])
+    load = BlockLoad("r", match(client, a_chain(1)), 0, [8])
     mover.start(work(loads=[load]))
     assert blocked.wait(60)
 

@@ -17,7 +17,7 @@ from tests.vllm_hosting import tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.engines import vllm_launch
 from workers.engines.vllm_namespace import check_groups, weights_revision
-from workers.engines.vllm_planning import Load, StoreWork
+from workers.engines.vllm_planning import BlockLoad, StoreWork
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
@@ -90,7 +90,7 @@ def groups_of(*specs) -> SimpleNamespace:
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs], num_blocks=BLOCKS)
 
 
-def begin(connector, *loads: Load) -> None:
+def begin(connector, *loads: BlockLoad) -> None:
     """A step, up to its forward pass."""
     from workers.engines.vllm_connector import StepOrders
 
@@ -99,11 +99,11 @@ def begin(connector, *loads: Load) -> None:
     )
 
 
-def a_load(client: StoreClient, namespace: KvNamespace, blocks: int) -> Load:
+def a_load(client: StoreClient, namespace: KvNamespace, blocks: int) -> BlockLoad:
     """Of blocks that the store holds, to the engine's blocks from 1 on."""
     names = a_chain(blocks)
     client.write(names, [a_block(seed, namespace.block_bytes) for seed in range(blocks)])
-    return Load("r", client.match(names, lease_seconds=10), 0, list(range(1, blocks + 1)))
+    return BlockLoad("r", client.match(names, lease_seconds=10), 0, list(range(1, blocks + 1)))
 
 
 def ended(connector) -> set[str]:

@@ -23,8 +23,8 @@ from tests.waiting import eventually
 from workers.engines import vllm_ranks
 from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import HostBlocks
-from workers.engines.vllm_planning import Load, Save, StoreWork
-from workers.engines.vllm_ranks import Follower, Lane, Leader, Seat
+from workers.engines.vllm_planning import BlockLoad, BlockSave, StoreWork
+from workers.engines.vllm_ranks import FollowerRank, LeaderRank, RankChannel, RankPosition
 
 torch = pytest.importorskip("torch")
 
@@ -93,12 +93,12 @@ class Engine:
     def at_once(self, act: Callable[[int], object]) -> list:
         return [each.result(30) for each in [self._threads.submit(act, rank) for rank in range(self.ranks)]]
 
-    def save(self, *, urgent: list[Save] = (), deferred: list[Save] = ()) -> None:
+    def save(self, *, urgent: list[BlockSave] = (), deferred: list[BlockSave] = ()) -> None:
         self._step += 1
         work = a_step(self._step, urgent=list(urgent), deferred=list(deferred))
         self.at_once(lambda rank: self.movers[rank].save(work))
 
-    def load(self, load: Load) -> list[list[bool]]:
+    def load(self, load: BlockLoad) -> list[list[bool]]:
         """What each rank says of each block."""
 
         def run(rank: int) -> list[bool]:
@@ -115,13 +115,13 @@ class Engine:
         self._threads.shutdown()
 
 
-def an_end(client: StoreClient, rank: int, ranks: int, folder: Path) -> Leader | Follower | None:
+def an_end(client: StoreClient, rank: int, ranks: int, folder: Path) -> LeaderRank | FollowerRank | None:
     if ranks == 1:
         return None
-    seat = Seat.of(NAMESPACE, rank=rank, ranks=ranks)
+    seat = RankPosition.of(NAMESPACE, rank=rank, ranks=ranks)
     if rank:
-        return Follower(client, seat, folder / "ranks", MonotonicClock())
-    leader = Leader(client, seat, folder / "ranks", MonotonicClock())
+        return FollowerRank(client, seat, folder / "ranks", MonotonicClock())
+    leader = LeaderRank(client, seat, folder / "ranks", MonotonicClock())
     leader.gather()
     return leader
 
@@ -149,7 +149,7 @@ def held(client: StoreClient, names: list[bytes]) -> int:
 def assert_loaded(node: NodeProcess, client: StoreClient, names: list[bytes], model: list, first: int) -> None:
     """An engine of one rank finds these blocks as `model` has them from block `first` on."""
     with an_engine(node, 1, [torch.zeros_like(layer) for layer in model]) as reader:
-        whole = reader.load(Load("r", client.match(names, lease_seconds=10), 0, list(range(len(names)))))
+        whole = reader.load(BlockLoad("r", client.match(names, lease_seconds=10), 0, list(range(len(names)))))
         assert whole == [[True] * len(names)]
         for before, after in zip(model, reader.layers[0], strict=True):
             assert torch.equal(after[: len(names)], before[first : first + len(names)])
@@ -173,9 +173,9 @@ def test_what_an_engine_of_so_many_ranks_wrote_one_of_another_number_reads(
     empty = [torch.zeros_like(layer) for layer in model]
 
     with an_engine(node, writing, model) as writer, an_engine(node, reading, empty) as reader:
-        writer.save(**{kind: [Save("r", names, list(range(5, 40)))]})
+        writer.save(**{kind: [BlockSave("r", names, list(range(5, 40)))]})
         found = eventually(lambda: len(match := client.match(names, lease_seconds=10)) == 35 and match)
-        whole = reader.load(Load("r", found, 2, list(range(33))))
+        whole = reader.load(BlockLoad("r", found, 2, list(range(33))))
         moved = sum(each.counters().bytes_read for each in reader.clients)
 
     assert whole == [[True] * 33] * reading
@@ -191,14 +191,14 @@ def test_what_an_engine_of_so_many_ranks_wrote_one_of_another_number_reads(
 
 def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     names, empty = a_chain(35), [torch.zeros_like(layer) for layer in a_model(1)]
-    pair.save(urgent=[Save("r", names, list(range(35)))])
+    pair.save(urgent=[BlockSave("r", names, list(range(35)))])
     found = client.match(names, lease_seconds=10)
     pair.clients[0]._link.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
         assert not reader.clients[0].writes_shards
-        assert reader.load(Load("r", found, 1, list(range(34)))) == [[True] * 32 + [False, True]] * 2
-        reader.save(urgent=[Save("q", a_chain(2, "b"), [4, 5])])
+        assert reader.load(BlockLoad("r", found, 1, list(range(34)))) == [[True] * 32 + [False, True]] * 2
+        reader.save(urgent=[BlockSave("q", a_chain(2, "b"), [4, 5])])
 
     for rank in range(2):
         for before, after in zip(a_part(a_model(1), 2, rank), reader.layers[rank], strict=True):
@@ -209,7 +209,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
 
 
 def test_urgent_blocks_are_there_when_the_first_rank_goes_on(pair, client):
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(9)[5:], [8, 9, 10, 11])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(9)[5:], [8, 9, 10, 11])])
 
     assert (held(client, a_chain(3)), held(client, a_chain(9)[5:])) == (3, 4)
     assert pair.clients[0].counters().bytes_written == 7 * BLOCK_BYTES
@@ -217,10 +217,12 @@ def test_urgent_blocks_are_there_when_the_first_rank_goes_on(pair, client):
 
 
 def test_only_what_the_store_does_not_hold_is_written_and_nobody_waits_for_the_rest(pair, node, client):
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
-    pair.save(urgent=[Save("r", a_chain(5), [4, 5, 6, 20, 21])], deferred=[Save("r", a_chain(5), [4, 5, 6, 20, 21])])
-    pair.save(deferred=[Save("r", a_chain(6), [4, 5, 6, 20, 21, 30])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
+    pair.save(
+        urgent=[BlockSave("r", a_chain(5), [4, 5, 6, 20, 21])], deferred=[BlockSave("r", a_chain(5), [4, 5, 6, 20, 21])]
+    )
+    pair.save(deferred=[BlockSave("r", a_chain(6), [4, 5, 6, 20, 21, 30])])
 
     eventually(lambda: held(client, a_chain(6)) == 6)
     assert client.stats().written == 6
@@ -230,7 +232,7 @@ def test_only_what_the_store_does_not_hold_is_written_and_nobody_waits_for_the_r
 
 
 def test_deferred_blocks_are_what_they_were_when_they_were_offered(pair, node, client):
-    pair.save(deferred=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
     for layers in pair.layers:
         for layer in layers:
             layer[4:7] = 0  # the engine gives the blocks to another request
@@ -242,13 +244,13 @@ def test_deferred_blocks_are_what_they_were_when_they_were_offered(pair, node, c
 def test_a_rank_that_fails_keeps_its_blocks_from_being_published_and_the_others_from_waiting(pair, node, client):
     broken = pair.movers[1]._keeper._blocks
     source, broken.source = broken.source, lambda _: lambda _: 1 / 0
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
     assert held(client, a_chain(3)) == 0
     assert client.stats().reservations == 0, "their places are free again"
 
     broken.source = source
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
@@ -260,21 +262,21 @@ def test_a_rank_without_room_to_stage_keeps_from_the_store_what_it_did_not_stage
         area = pair.movers[1]._keeper._area
         taken = area.take([0, 1])
 
-        pair.save(deferred=[Save("r", a_chain(5), [1, 2, 3, 4, 5])])
+        pair.save(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])])
 
         eventually(lambda: held(client, a_chain(5)) == 2)
         eventually(lambda: client.stats().reservations == 0)
         assert held(client, a_chain(5)) == 2
         eventually(lambda: area.free == 2)
         area.give_back(taken)
-        pair.save(deferred=[Save("r", a_chain(5)[2:], [3, 4, 5])])
+        pair.save(deferred=[BlockSave("r", a_chain(5)[2:], [3, 4, 5])])
         eventually(lambda: held(client, a_chain(5)) == 5)
         assert_loaded(node, client, a_chain(5), a_model(1), 1)
 
 
 def test_a_rank_that_stages_after_the_others_have_gone_on_keeps_no_room(pair, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm_saves.LAG_SECONDS", 0.05)
-    work = a_step(1, deferred=[Save("r", a_chain(3), [4, 5, 6])])
+    work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
     keeper = pair.movers[1]._keeper
     pair.movers[0].save(work)
     eventually(lambda: keeper._over == {(1, 0)} and client.stats().reservations == 0)
@@ -289,10 +291,10 @@ def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, 
     keeper = pair.movers[1]._keeper
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
-    pair.save(deferred=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
     eventually(lambda: keeper._lost)
-    pair.save(urgent=[Save("q", a_chain(2, "b"), [4, 5])])
+    pair.save(urgent=[BlockSave("q", a_chain(2, "b"), [4, 5])])
     assert pair.movers[0]._end._lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
@@ -306,7 +308,7 @@ def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
 
     for step in (1, 2):
         pair.movers[1].save(
-            a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])])
+            a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])], deferred=[BlockSave("q", a_chain(1), [1])])
         )
 
     assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
@@ -321,9 +323,11 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
         return write_shard(*arguments)
 
     monkeypatch.setattr(pair.clients[1], "write_share", slow)
-    saving = threading.Thread(target=pair.movers[1].save, args=[a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])])])
+    saving = threading.Thread(
+        target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
+    )
     saving.start()
-    pair.movers[0].save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+    pair.movers[0].save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
     assert held(client, a_chain(3)) == 0
     client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # takes the places that are free again
 
@@ -337,7 +341,7 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
     assert into == [bytes(BLOCK_BYTES)] * 3
     pair._step = 1
     pair.movers[0]._end._answering[0].succeeded()  # the pause is over
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
@@ -349,7 +353,9 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
     leader._clock, leader._at_once = clock, 1  # an order a block
 
     for step in (1, 2):
-        pair.movers[0].save(a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])]))
+        pair.movers[0].save(
+            a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(2, "q"), [7, 8])])
+        )
 
     assert [(record.message, record.rank) for record in caplog.records] == [
         ("a rank does not answer; blocks are not kept", 1)
@@ -357,16 +363,16 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
     assert client.stats().reservations == 0
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
     pair._step = 2
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 0, "the pause is not over"
     clock.move(SECOND)
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
 def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 20))
-    saves = [Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])]
+    saves = [BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(2, "q"), [7, 8])]
 
     pair.movers[1].save(a_step(1, urgent=saves))
 
@@ -383,11 +389,11 @@ def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_s
 ):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
 
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
     said = [record.message for record in caplog.records]
     assert said == ["blocks could not be written to the KV store"], "and nobody has waited in vain"
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
 
 
@@ -398,11 +404,11 @@ def test_where_the_store_is_full_what_fits_is_written_and_nobody_waits_for_the_r
         a_store_client(node.address, NAMESPACE) as client,
         an_engine(node, 2, a_model(1)) as pair,
     ):
-        pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+        pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
         pinned = client.match(a_chain(3), lease_seconds=10)
-        pair.save(urgent=[Save("q", a_chain(4, "q"), [7, 8, 9, 10])])
+        pair.save(urgent=[BlockSave("q", a_chain(4, "q"), [7, 8, 9, 10])])
         full = client.match(a_chain(4, "q"), lease_seconds=10)
-        pair.save(urgent=[Save("s", a_chain(2, "s"), [11, 12])])
+        pair.save(urgent=[BlockSave("s", a_chain(2, "s"), [11, 12])])
 
         assert (len(pinned), len(full), held(client, a_chain(2, "s"))) == (3, 2, 0)
         assert client.stats().reservations == 0
@@ -414,7 +420,7 @@ def test_any_number_of_saves_can_be_told_to_be_over_at_once(pair):
     over = [(step, 0) for step in range(1, 20_001)]
     keeper = pair.movers[1]._keeper
 
-    pair.movers[0]._end.write(Lane.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
+    pair.movers[0]._end.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
 
     eventually(lambda: keeper._over == set(over))
     pair.movers[1].save(a_step(20_000))
@@ -430,7 +436,7 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, no
         copy_out(block_id, into) if block_id != 6 else 1 / 0
 
     broken.copy_out = failing
-    pair.save(deferred=[Save("r", a_chain(3), [4, 5, 6]), Save("q", a_chain(2, "q"), [7, 8])])
+    pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(2, "q"), [7, 8])])
 
     eventually(lambda: held(client, a_chain(2, "q")) == 2)
     eventually(lambda: client.stats().reservations == 0)
@@ -441,23 +447,23 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, no
 
 
 def test_a_byte_of_another_ranks_share_that_went_bad_is_seen_by_all_ranks(pair, node, client):
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
         vandal._link.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
             0x10  # of the second rank
         )
 
-    assert pair.load(Load("r", found, 0, [20, 21, 22])) == [[True, False, True]] * 2
+    assert pair.load(BlockLoad("r", found, 0, [20, 21, 22])) == [[True, False, True]] * 2
     assert held(client, a_chain(3)) == 1, "it is not found any more"
     assert client.stats().corrupt == 1
 
 
 def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
-    pair.save(urgent=[Save("r", a_chain(3), [4, 5, 6])])
+    pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
 
-    pair.load(Load("r", found, 0, [20, 21, 22]))
+    pair.load(BlockLoad("r", found, 0, [20, 21, 22]))
 
     assert client.stats().leases == 1
     pair.at_once(lambda rank: pair.movers[rank].start(a_step(2, releases=[found.lease_id])))
@@ -482,7 +488,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
     mover._keeper._blocks.source = dying
     ready.send(rank)
-    mover.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+    mover.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
 
 @contextmanager
@@ -506,11 +512,13 @@ def beside_one_that_dies(node: NodeProcess, folder: Path, dying: int) -> Iterato
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, client, folder):
     with beside_one_that_dies(node, folder, dying=1) as (first, _):
-        first.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+        first.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
         assert held(client, a_chain(3)) == 0
         assert client.stats().reservations == 0
-        first.save(a_step(2, urgent=[Save("r", a_chain(3), [4, 5, 6])]))  # vLLM ends the engine; until then it goes on
+        first.save(
+            a_step(2, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
+        )  # vLLM ends the engine; until then it goes on
         assert held(client, a_chain(3)) == 0
 
 
@@ -523,16 +531,18 @@ def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_ot
         a_store_client(node.address, NAMESPACE) as client,
     ):
         with beside_one_that_dies(node, folder, dying=0) as (other, _):
-            other.save(a_step(1, urgent=[Save("r", a_chain(3), [4, 5, 6])], deferred=[Save("q", a_chain(1), [1])]))
+            other.save(
+                a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])], deferred=[BlockSave("q", a_chain(1), [1])])
+            )
             steps = count(2)
 
             def told() -> bool:  # its end is seen when the system has ended it
-                other.save(a_step(next(steps), urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+                other.save(a_step(next(steps), urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
                 return bool(caplog.records)
 
             eventually(told)
             for step in islice(steps, 2):
-                other.save(a_step(step, urgent=[Save("r", a_chain(3), [4, 5, 6])]))
+                other.save(a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
         assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
         assert held(client, a_chain(3)) == 0

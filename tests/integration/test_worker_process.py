@@ -40,7 +40,7 @@ from tests.stream_peers import Heard
 from tests.waiting import until
 from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
-from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, Superseded
+from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, WorkerSuperseded
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
@@ -517,7 +517,7 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         registry.server.hear(MemberUnreachable(worker_id=WorkerId("w"), incarnation=older))
         await client.register(WorkerId("w"), newer, "127.0.0.1:2")
 
-        with pytest.raises(Superseded, match="an id of its own"):
+        with pytest.raises(WorkerSuperseded, match="an id of its own"):
             await client.register(WorkerId("w"), older, "127.0.0.1:1")
         with pytest.raises(RegistryUnreachable, match="address: is empty"):
             await client.register(WorkerId("w"), newer, "")

@@ -68,7 +68,7 @@ def asked(operated, nodes, tmp_path, monkeypatch):
     """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards. Statuses are written faster
     than in earnest."""
     from operators import pace
-    from tests.kube.operator_running import Asked
+    from tests.kube.operator_running import AskedRouters
 
     for name in ("SHORT", "LONG"):
         monkeypatch.setattr(pace, name, getattr(pace, name) // 10)
@@ -76,7 +76,7 @@ def asked(operated, nodes, tmp_path, monkeypatch):
     server, client, _ = operated
     name = f"fleet-test-{uuid.uuid4().hex[:10]}"
     client.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
-    yield Asked(server, client, name, tmp_path)
+    yield AskedRouters(server, client, name, tmp_path)
     for number in server.faults():
         server.remove_fault(int(number))
     nodes.reset()

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 
 from operators.children.names import INSTANCE, REVISION, ROLE, TYPE
 from operators.registrations import REGISTRATION, WORKER
-from tests.kube.api.cluster import PODS, Cluster, Options
-from tests.kube.api.errors import Refused
+from tests.kube.api.cluster import PODS, ObjectStore, Options
+from tests.kube.api.errors import ApiError
 from tests.kube.api.values import clone
 
 DEPLOYMENTS = ("apps", "deployments")
@@ -67,7 +67,7 @@ class Nodes:
         self.noise = 0
         """So often is the first pod written again with 100 kB that say nothing."""
 
-    async def run(self, cluster: Cluster):
+    async def run(self, cluster: ObjectStore):
         self.cluster = cluster
         changed = cluster.storage.waiter()
         try:
@@ -276,7 +276,7 @@ class Nodes:
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec = {"holderIdentity": metadata["name"], "leaseDurationSeconds": 3600, "renewTime": now}
         body = {"metadata": {"name": metadata["name"], "labels": labels, "annotations": annotations}, "spec": spec}
-        with contextlib.suppress(Refused):  # somebody else's has that name
+        with contextlib.suppress(ApiError):  # somebody else's has that name
             self.cluster.create(self.cluster.catalogue.at(LEASES), metadata["namespace"], body, OPTIONS)
 
     def _put(self, place, item, **changes):

@@ -8,23 +8,23 @@ from prometheus_client import CollectorRegistry
 
 from fleet.adapters.clock import SystemClock, utc_now
 from operators.children.pods import Images
-from operators.cluster import open_api_server
+from operators.cluster import open_api_client
 from operators.control_secrets import ControlSecrets
 from operators.crds import KINDS, definition
-from operators.leader import Leader
+from operators.leader import LeaseLeader
 from operators.resources.parts import GROUP, VERSION
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
-from operators.telemetry import Metrics
+from operators.telemetry import OperatorMetrics
 from tests.kube.clients import Api
-from tests.kube.running import ApiServer
+from tests.kube.running import RunningApiServer
 
 WRITES = ("create", "update", "patch", "delete")
 IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
 QUICK = {"duration_seconds": 10, "renew_within_seconds": 7, "retry_seconds": 0.1}  # a busy machine renews late
 
 
-def install(server: ApiServer) -> None:
+def install(server: RunningApiServer) -> None:
     with Api(server.url, authority=server.authority) as api:
         for kind in KINDS:
             api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition(kind)).expect(201)
@@ -32,7 +32,7 @@ def install(server: ApiServer) -> None:
 
 @contextlib.asynccontextmanager
 async def an_operator(
-    asked: "Asked",
+    asked: "AskedRouters",
     *,
     identity: str = "first",
     wrap: Callable = lambda cluster: cluster,
@@ -48,12 +48,12 @@ async def an_operator(
         images=IMAGES, identity=identity, lease=lease, **({"namespaces": (asked.namespace,)} | settings)
     )
     stop = asyncio.Event()
-    async with open_api_server(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
+    async with open_api_client(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
-        leader = Leader(cluster, made.lease, asked.namespace, identity, clock, wall)
+        leader = LeaseLeader(cluster, made.lease, asked.namespace, identity, clock, wall)
         secrets = ControlSecrets(cluster, asked.namespace, made.control_secret, owner)
         operator = Operator(
-            made, cluster, routers, leader, clock, wall, Metrics(CollectorRegistry()), clients, secrets=secrets
+            made, cluster, routers, leader, clock, wall, OperatorMetrics(CollectorRegistry()), clients, secrets=secrets
         )
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(operator.run(stop))
@@ -79,10 +79,10 @@ def a_deployment(*roles, name: str = "dd", **spec):
     }
 
 
-class Asked:
+class AskedRouters:
     """What a test asks of the API server, in a namespace of its own."""
 
-    def __init__(self, server: ApiServer, api: Api, namespace: str, folder):
+    def __init__(self, server: RunningApiServer, api: Api, namespace: str, folder):
         self.server = server
         self.api = api
         self.namespace = namespace

@@ -15,13 +15,13 @@ import msgspec
 from aiohttp import web
 
 from tests.certificates import Authority
-from tests.kube.api.cluster import Cluster
-from tests.kube.api.server import Server
+from tests.kube.api.cluster import ObjectStore
+from tests.kube.api.server import KubeHttpServer
 
 STOP_SECONDS = 10
 
 
-class ApiServer(msgspec.Struct, frozen=True):
+class RunningApiServer(msgspec.Struct, frozen=True):
     """Where it is, and how tests talk to it beside Kubernetes' own API."""
 
     url: str
@@ -79,8 +79,8 @@ def an_api_server(
     authority: Authority | None = None,
     port: int = 0,
     seed: int = 0,
-    beside: Callable[[Cluster], Coroutine[Any, Any, None]] | None = None,
-) -> Iterator[ApiServer]:
+    beside: Callable[[ObjectStore], Coroutine[Any, Any, None]] | None = None,
+) -> Iterator[RunningApiServer]:
     """Args:
     with_controllers: Collect garbage and empty deleted namespaces.
     beside: Runs in the server's loop, on what it serves: further controllers, say.
@@ -88,7 +88,7 @@ def an_api_server(
     seed: Of generated names and uids.
     """
     loop = asyncio.new_event_loop()
-    server = Server(Cluster(chance=random.Random(seed)), with_controllers=with_controllers)
+    server = KubeHttpServer(ObjectStore(chance=random.Random(seed)), with_controllers=with_controllers)
     runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
     context = None
     if authority is not None:
@@ -110,9 +110,9 @@ def an_api_server(
             other = asyncio.run_coroutine_threadsafe(beside(server.cluster), loop)
         bound = asyncio.run_coroutine_threadsafe(start(), loop).result(STOP_SECONDS)
         if authority is None:
-            yield ApiServer(f"http://127.0.0.1:{bound}")
+            yield RunningApiServer(f"http://127.0.0.1:{bound}")
         else:
-            yield ApiServer(f"https://127.0.0.1:{bound}", authority.file)
+            yield RunningApiServer(f"https://127.0.0.1:{bound}", authority.file)
     finally:
         if other is not None:
             other.cancel()

@@ -21,7 +21,7 @@ from operators.crds import KINDS, definition
 from operators.resources.parts import GROUP, VERSION
 from tests.kube.charts import CHART
 from tests.kube.clients import Api
-from tests.kube.running import ApiServer, an_api_server
+from tests.kube.running import RunningApiServer, an_api_server
 from tests.kube.tools import Command, helm_3, helm_4, tools_folder
 from tests.waiting import eventually
 from workers.ports import RegistryUnreachable
@@ -35,7 +35,7 @@ SAMPLE = Path(__file__).parents[2] / "deploy" / "samples" / "h100-llama-70b.yaml
 def cluster():
     """A server of this module's own, with the controllers that remove what belongs to nobody; or the real one."""
     if given := os.environ.get("FLEET_TEST_KUBE_API"):
-        yield ApiServer(given)
+        yield RunningApiServer(given)
         return
     with an_api_server(with_controllers=True) as server:
         yield server
@@ -324,7 +324,7 @@ def test_the_operators_account_may_do_what_its_code_asks_for_and_no_more(cluster
     release.uninstall()
 
 
-def verbs_of(cluster: ApiServer, user: str) -> set[tuple[str, str]]:
+def verbs_of(cluster: RunningApiServer, user: str) -> set[tuple[str, str]]:
     return {(each["resource"], each["verb"]) for each in cluster.requests() if each["user"] == user}
 
 

@@ -16,7 +16,7 @@ from tests.connectors import Mortal, silent_port
 from tests.contract.connector_promises import *  # noqa: F403 - they run here
 from tests.contract.connector_promises import DECODE, ROOM, Killed, a_plan, sees, until
 from tests.kube.operator_running import a_deployment, an_operator
-from tests.kube.running import ApiServer
+from tests.kube.running import RunningApiServer
 
 PLANNED = {"mode": "Planner", "most": 8}
 
@@ -26,7 +26,7 @@ def a_role(name, kind=None, **fields):
 
 
 class KubernetesWorld:
-    def __init__(self, asked, nodes, silent: ApiServer, folder) -> None:
+    def __init__(self, asked, nodes, silent: RunningApiServer, folder) -> None:
         self.asked, self.nodes, self.silent, self.folder = asked, nodes, silent, folder
 
     def open(self, writer=PlanWriter.PLANNER):
@@ -64,7 +64,7 @@ async def a_world(asked, nodes, tmp_path):
     (tmp_path / "silent").mkdir()
     with silent_port() as port:
         async with an_operator(asked):
-            world = KubernetesWorld(asked, nodes, ApiServer(f"http://127.0.0.1:{port}"), tmp_path / "silent")
+            world = KubernetesWorld(asked, nodes, RunningApiServer(f"http://127.0.0.1:{port}"), tmp_path / "silent")
             async with world.open() as planner:
                 await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
             yield world

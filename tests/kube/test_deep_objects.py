@@ -10,9 +10,9 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 from aiohttp import web
 
 from operators import kinds
-from operators.cluster import open_api_server
-from operators.views import Custom
-from tests.kube.running import ApiServer
+from operators.cluster import open_api_client
+from operators.views import CustomObject
+from tests.kube.running import RunningApiServer
 
 LEVELS = 9_900  # kube-apiserver's reader of JSON stops at 10,000
 
@@ -40,8 +40,8 @@ async def a_server(folder):
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server = ApiServer(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        async with open_api_server(str(server.kubeconfig(folder)), "test") as cluster:
+        server = RunningApiServer(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        async with open_api_client(str(server.kubeconfig(folder)), "test") as cluster:
             yield cluster
     finally:
         await runner.cleanup()
@@ -49,8 +49,8 @@ async def a_server(folder):
 
 async def test_an_object_that_is_too_deep_keeps_no_other_from_being_listed_and_watched(tmp_path):
     async with a_server(tmp_path) as cluster:
-        listed = (await cluster.list(kinds.SERVING_REQUEST, Custom, "a")).items
-        told = [each.item async for each in cluster.watch(kinds.SERVING_REQUEST, Custom, "a", "1")]
+        listed = (await cluster.list(kinds.SERVING_REQUEST, CustomObject, "a")).items
+        told = [each.item async for each in cluster.watch(kinds.SERVING_REQUEST, CustomObject, "a", "1")]
 
     assert [each.metadata.name for each in listed] == ["deep", "other"]
     assert [each.spec["apply"] for each in listed] == [True, True]

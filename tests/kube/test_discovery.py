@@ -28,7 +28,7 @@ from tests.contract.discovery_promises import *  # noqa: F403 - they run here
 from tests.contract.discovery_promises import ADDRESS, ELSEWHERE, NEW, OLD, OTHER, SECONDS, WORKER, a_router
 from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
-from tests.kube.running import ApiServer, an_api_server
+from tests.kube.running import RunningApiServer, an_api_server
 from tests.kv_builders import HandClock
 from tests.waiting import eventually
 from tests.ways import Way
@@ -56,7 +56,7 @@ class KubernetesWorld:
         return self._open(self.server, **fields)
 
     def open_far(self):
-        return self._open(ApiServer(f"http://127.0.0.1:{self.way.port}"))
+        return self._open(RunningApiServer(f"http://127.0.0.1:{self.way.port}"))
 
     def _open(self, server, **fields):
         config = server.kubeconfig(self.folder)

@@ -63,9 +63,9 @@ def chart(tmp_path) -> Path:
 
 @pytest.fixture
 def kubeconfig(address, namespace, tmp_path) -> Path:
-    from tests.kube.running import ApiServer
+    from tests.kube.running import RunningApiServer
 
-    return ApiServer(address).kubeconfig(tmp_path, namespace=namespace)
+    return RunningApiServer(address).kubeconfig(tmp_path, namespace=namespace)
 
 
 class CommandLine:

@@ -14,9 +14,11 @@ from tests.waiting import eventually
 
 @pytest.fixture
 def kube(address, namespace, tmp_path):
-    from tests.kube.running import ApiServer
+    from tests.kube.running import RunningApiServer
 
-    return Command(kubectl(tools_folder()), ApiServer(address).kubeconfig(tmp_path, namespace=namespace), tmp_path)
+    return Command(
+        kubectl(tools_folder()), RunningApiServer(address).kubeconfig(tmp_path, namespace=namespace), tmp_path
+    )
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from fleet.clock import SECOND, Nanos
 from operators import looking, pace
-from operators.registrations import Registration
+from operators.registrations import WorkerRegistration
 from tests.kube.operator_running import a_deployment, an_operator
 from tests.waiting import until
 
@@ -264,7 +264,7 @@ async def test_ready_pods_that_no_router_knows_are_not_a_ready_deployment(asked,
 
     class Routers:
         async def workers(self, address, secret):
-            return tuple(Registration(pod=pod) for pod in known)
+            return tuple(WorkerRegistration(pod=pod) for pod in known)
 
     async with an_operator(asked, routers=Routers(), ask_routers_seconds=0.05):
         asked.apply(a_deployment()).expect(201)

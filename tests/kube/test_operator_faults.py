@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from operators import cluster, kinds
-from operators.ports import Denied, Listed
+from operators.ports import ObjectList, RequestDenied
 from operators.reconcile import DIGEST
 from operators.views import Pod
 from tests.kube.operator_running import a_deployment, an_operator
@@ -155,7 +155,7 @@ async def test_a_role_without_secrets_is_told_in_each_status(asked):
 
         async def get(self, kind, *arguments):
             if kind == kinds.SECRET and lacking:
-                raise Denied("Forbidden", 'User "operator" cannot get resource "secrets"')
+                raise RequestDenied("Forbidden", 'User "operator" cannot get resource "secrets"')
             return await self._cluster.get(kind, *arguments)
 
     names = ("dd", "other")
@@ -240,7 +240,7 @@ class Deaf:
         return getattr(self._cluster, name)
 
     async def list(self, kind, *arguments):
-        return Listed((), "1") if kind in self._of else await self._cluster.list(kind, *arguments)
+        return ObjectList((), "1") if kind in self._of else await self._cluster.list(kind, *arguments)
 
     async def watch(self, kind, *arguments):
         if kind in self._of:
@@ -291,7 +291,7 @@ async def test_foreign_objects_that_the_operator_has_not_heard_of_are_left_alone
         item = {"metadata": {"name": "dd-router"}} | ({"spec": spec} if spec else {"data": {"theirs": "yes"}})
         asked.api.post(asked.path(kind, "", group), item).expect(201)
     before = versions()
-    async with an_operator(asked, wrap=deaf_to(*kinds.NAMED, kinds.DEPLOYMENT)) as operator:
+    async with an_operator(asked, wrap=deaf_to(*kinds.SUPPORTING_KINDS, kinds.DEPLOYMENT)) as operator:
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(201)
         named = await until(
             lambda: (said := asked.condition("Degraded").get("message", "")).count("dd-router") == len(THEIRS) and said
@@ -321,7 +321,7 @@ async def test_what_was_made_and_never_told_of_is_found_and_not_written_twice(as
         asked.apply(a_deployment(role)).expect(201)
         await until(asked.ready)
     before = versions()
-    async with an_operator(asked, wrap=deaf_to(*kinds.NAMED)) as operator:
+    async with an_operator(asked, wrap=deaf_to(*kinds.SUPPORTING_KINDS)) as operator:
         await until(lambda: operator.leader.leads() and operator.ready() and not operator.waiting())
         await until(lambda: asked.ready() and not operator.waiting())
 

@@ -10,7 +10,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 from fleet.adapters.clock import utc_now
 from operators import kinds, looking, registrations
 from operators.children.names import INSTANCE, REVISION, ROLE
-from operators.ports import Denied
+from operators.ports import RequestDenied
 from operators.registrations import REGISTRATION, WORKER
 from tests.kube.clients import inhabitants
 from tests.kube.operator_running import QUICK, a_deployment, an_operator
@@ -88,7 +88,7 @@ class Forbidding:
 
     async def get(self, kind, *arguments):
         if kind == kinds.DEPLOYMENT:
-            raise Denied("Forbidden", 'User "operator" cannot get resource "deployments"')
+            raise RequestDenied("Forbidden", 'User "operator" cannot get resource "deployments"')
         return await self._cluster.get(kind, *arguments)
 
 

@@ -9,15 +9,15 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 from fleet.clock import SECOND, Nanos
 from operators import pace
 from operators.children.names import CONTROL
-from operators.probing import Completion, Failure
-from operators.registrations import Registration
+from operators.probing import ProbeCompletion, ProbeFailure
+from operators.registrations import WorkerRegistration
 from operators.settings import ProbeSettings
 from tests.kube.operator_nodes import address
 from tests.kube.operator_running import a_deployment, an_operator
 from tests.waiting import until
 
-DOWN = Failure(500, "internal: the engine has failed")
-FULL = Failure(429, "queue_full", busy=True)
+DOWN = ProbeFailure(500, "internal: the engine has failed")
+FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 class Clients:
@@ -35,9 +35,9 @@ class Clients:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            if (said := self.said.get(probe.deployment, Completion(True))) is None:
+            if (said := self.said.get(probe.deployment, ProbeCompletion(True))) is None:
                 await self.release.wait()
-                return Completion(True)
+                return ProbeCompletion(True)
             return said
         finally:
             self.at_once -= 1
@@ -104,7 +104,7 @@ async def test_a_deployment_whose_engine_answers_errors_is_never_ready_and_says_
 
 async def test_routers_that_want_a_key_leave_it_unknown(asked):
     clients = Clients()
-    clients.said["dd"] = Failure(401, "its routers want an API key", wants_key=True)
+    clients.said["dd"] = ProbeFailure(401, "its routers want an API key", wants_key=True)
     async with an_operator(asked, clients=clients):
         asked.apply(a_deployment()).expect(201)
         found = await until(lambda: (each := asked.condition("Ready")).get("reason") == "ServedProbeNeedsKey" and each)
@@ -220,7 +220,7 @@ async def test_a_worker_that_one_of_two_routers_does_not_know_is_named_with_that
     class Routers:
         async def workers(self, where, secret):
             deaf = lost and where == f"{address(lost[0])}:{CONTROL}"
-            return tuple(Registration(pod=pod) for pod in asked.workers() if not (deaf and pod == lost[1]))
+            return tuple(WorkerRegistration(pod=pod) for pod in asked.workers() if not (deaf and pod == lost[1]))
 
     roles = (
         {"name": "all", "type": "aggregated", "replicas": 2},

@@ -15,7 +15,7 @@ from tests.certificates import Authority
 from tests.fleet_processes import serve
 from tests.kube.clients import Api
 from tests.kube.operator_nodes import Nodes
-from tests.kube.operator_running import IMAGES, QUICK, Asked, a_deployment, install
+from tests.kube.operator_running import IMAGES, QUICK, AskedRouters, a_deployment, install
 from tests.kube.running import an_api_server
 from tests.waiting import until
 
@@ -79,7 +79,7 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
         install(server)
         with Api(server.url, authority=authority.file) as api:
             grant(api, "default")
-            asked = Asked(server, api, "default", tmp_path)
+            asked = AskedRouters(server, api, "default", tmp_path)
             api.post(asked.path("deployments", "", "apps/v1"), OWN).expect(201)
             settings = {
                 "images": to_builtins(IMAGES),

@@ -23,7 +23,7 @@ from tests.certificates import Authority
 from tests.gateways import a_completion, a_gateway
 from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
-from tests.kube.running import ApiServer, an_api_server
+from tests.kube.running import RunningApiServer, an_api_server
 from tests.kv_builders import HandClock
 from tests.openai_servers import OpenAiServer
 from tests.stopwatch import at_most
@@ -184,14 +184,16 @@ async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_
         way = Way(int(server.url.rpartition(":")[2]))
         await way.open()
 
-        def settings(identity: str, at: ApiServer) -> PickerLease:
+        def settings(identity: str, at: RunningApiServer) -> PickerLease:
             config = at.kubeconfig(tmp_path).rename(tmp_path / identity)
             given = {"name": "picker", "namespace": "default", "duration_seconds": LEASE_SECONDS}
             return PickerLease(identity=identity, kubeconfig=str(config), **given)
 
         async with (
             asyncio.timeout(100),
-            open_candidate(settings("far", ApiServer(f"http://127.0.0.1:{way.port}")), SystemClock(), utc_now) as far,
+            open_candidate(
+                settings("far", RunningApiServer(f"http://127.0.0.1:{way.port}")), SystemClock(), utc_now
+            ) as far,
         ):
             await until_answered(lambda: _leads(far))
             async with open_candidate(settings("near", server), SystemClock(), utc_now) as near:

@@ -15,7 +15,7 @@ from fleet.client import Client
 from fleet.hardware.known import known
 from tests.kube.clients import Api
 from tests.kube.kubelet.cluster import a_cluster
-from tests.kube.operator_running import Asked, an_operator, install
+from tests.kube.operator_running import AskedRouters, an_operator, install
 from tests.kube.running import an_api_server
 from tests.kube.test_serving_requests import Requests, a_request
 from tests.waiting import until
@@ -39,7 +39,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
         Api(server.url) as api,
     ):
         install(server)
-        asked = Asked(server, api, "default", tmp_path)
+        asked = AskedRouters(server, api, "default", tmp_path)
         requests = Requests(asked)
         async with an_operator(asked):
             requests.apply(request).expect(201)

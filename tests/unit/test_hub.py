@@ -7,7 +7,7 @@ import pytest
 from fleet.adapters.hub_download import lacking, wanted
 from fleet.hub import HubSettings, Repository, parse_repository
 from workers.engines import weights
-from workers.groups import common_of
+from workers.groups import common_settings_digest
 from workers.settings import GroupSettings, WorkerSettings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -94,6 +94,6 @@ def test_large_weights_that_two_hosts_fetched_are_the_same_whenever_and_wherever
 def test_ranks_of_a_group_may_keep_what_they_fetch_in_different_folders():
     def common(**hub):
         group = GroupSettings(nodes=2, leader="127.0.0.1:1")
-        return common_of(WorkerSettings(worker_id="w", model="m", group=group, hub=HubSettings(**hub)))
+        return common_settings_digest(WorkerSettings(worker_id="w", model="m", group=group, hub=HubSettings(**hub)))
 
     assert common(cache="/a") == common(cache="/b", token_file="/t")

@@ -10,7 +10,7 @@ Rules:
 from collections import Counter, OrderedDict
 
 
-class AdapterSlots:
+class LoraSlots:
     """The slots of one engine."""
 
     def __init__(self, slots: int) -> None:

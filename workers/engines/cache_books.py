@@ -26,7 +26,14 @@ import numpy as np
 from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore import block
 from kvstore.block import SALT_BYTES, BlockHash, HashAlgorithm
-from workers.engines.engine_events import Cleared, EngineHash, Removed, Stored, Unreadable, decode
+from workers.engines.engine_events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineHash,
+    UnreadableEngineEvent,
+    decode,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +43,7 @@ FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 OWN_MEMORY = frozenset({None, "GPU"})
 
 
-class PassedOver(StrEnum):
+class SkipReason(StrEnum):
     """Why a block that the engine published is not followed."""
 
     OTHER_BLOCK_SIZE = "other_block_size"  # than the one that requests are cut by
@@ -53,10 +60,10 @@ class PassedOver(StrEnum):
 
 
 ATTENTION = {
-    "sliding_window": PassedOver.SLIDING_WINDOW,
-    "sliding_window_mla": PassedOver.SLIDING_WINDOW,
-    "chunked_local_attention": PassedOver.CHUNKED_ATTENTION,
-    "mamba": PassedOver.MAMBA,
+    "sliding_window": SkipReason.SLIDING_WINDOW,
+    "sliding_window_mla": SkipReason.SLIDING_WINDOW,
+    "chunked_local_attention": SkipReason.CHUNKED_ATTENTION,
+    "mamba": SkipReason.MAMBA,
 }
 
 SaltOf = Callable[[str, str], bytes]
@@ -81,12 +88,12 @@ def salt_of_client(adapter: str, told: str) -> bytes:
     return block.adapter_salt(adapter, salt) if adapter else salt
 
 
-class _Held(msgspec.Struct):
+class _CachedBlock(msgspec.Struct):
     name: BlockHash
     copies: int
 
 
-class CacheBooks:
+class KvEventTranslator:
     """Books of one engine, from an empty cache on."""
 
     def __init__(
@@ -109,13 +116,13 @@ class CacheBooks:
         self._algorithm = algorithm
         self._capacity = capacity
         self._salt_of = salt_of
-        self._held: dict[EngineHash, _Held] = {}
+        self._held: dict[EngineHash, _CachedBlock] = {}
         # How many of the engine's own hashes a name has: several where it knows apart what we do not.
         self._hashes: dict[BlockHash, int] = {}
         self._main: int | None = None  # group that is followed
         self._knows_main = False
         self.followed = 0  # blocks, ever
-        self.passed_over: Counter[PassedOver] = Counter()  # blocks, ever
+        self.passed_over: Counter[SkipReason] = Counter()  # blocks, ever
         self.published_block_tokens = 0  # of the latest block of another size
 
     def __len__(self) -> int:
@@ -130,13 +137,13 @@ class CacheBooks:
         events: list[KvEvent] = []
         for published in decode(payload):
             match published:
-                case Stored():
+                case BlocksStored():
                     if names := self._stored(published):
                         events.append(KvStored(tuple(names)))
-                case Removed():
+                case BlocksRemoved():
                     if names := self._removed(published):
                         events.append(KvRemoved(tuple(names)))
-                case Cleared():
+                case BlocksCleared():
                     events.append(self.clear())
                 case _:
                     assert_never(published)
@@ -150,12 +157,12 @@ class CacheBooks:
         self._hashes.clear()
         return KvCleared()
 
-    def _stored(self, event: Stored) -> list[BlockHash]:
+    def _stored(self, event: BlocksStored) -> list[BlockHash]:
         if (why := self._unfit(event)) is not None:
             self.passed_over[why] += len(event.hashes)
             return []
         names = self._names(event)
-        if isinstance(names, PassedOver):
+        if isinstance(names, SkipReason):
             self.passed_over[names] += len(event.hashes)
             return []
         self.followed += len(names)
@@ -163,7 +170,7 @@ class CacheBooks:
         for engine_hash, name in zip(event.hashes, names, strict=True):
             held = self._held.get(engine_hash)
             if held is None:
-                self._held[engine_hash] = _Held(name, 1)
+                self._held[engine_hash] = _CachedBlock(name, 1)
                 others = self._hashes.get(name, 0)
                 self._hashes[name] = others + 1
                 if not others:
@@ -172,64 +179,66 @@ class CacheBooks:
                 held.copies += 1
         return new
 
-    def _unfit(self, event: Stored) -> PassedOver | None:
+    def _unfit(self, event: BlocksStored) -> SkipReason | None:
         """Why blocks like these are not followed, wherever they are in a chain."""
         if event.medium not in OWN_MEMORY:
-            return PassedOver.OTHER_TIER
+            return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:
-            return ATTENTION.get(event.attention, PassedOver.OTHER_ATTENTION)
+            return ATTENTION.get(event.attention, SkipReason.OTHER_ATTENTION)
         if event.block_tokens != self._block_tokens:
             if self.followed and event.block_tokens < self._block_tokens:
-                return PassedOver.PART_OF_A_BLOCK
+                return SkipReason.PART_OF_A_BLOCK
             self.published_block_tokens = event.block_tokens
-            return PassedOver.OTHER_BLOCK_SIZE
+            return SkipReason.OTHER_BLOCK_SIZE
         if not self._knows_main:
             self._main, self._knows_main = event.group, True
         if event.group != self._main:
-            return PassedOver.OTHER_GROUP
+            return SkipReason.OTHER_GROUP
         if event.adapter_number is not None and not event.adapter:
-            return PassedOver.NAMELESS_ADAPTER
+            return SkipReason.NAMELESS_ADAPTER
         return None
 
-    def _names(self, event: Stored) -> list[BlockHash] | PassedOver:
+    def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
         """Of the blocks of an event, in order."""
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):
-            raise Unreadable(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
+            raise UnreadableEngineEvent(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
         first, *others = [_without_adapter(keys, event.adapter) for keys in extra_keys] or [[]]
         if any(others) or (first and event.parent is not None):
-            return PassedOver.NOT_ONLY_TOKENS
+            return SkipReason.NOT_ONLY_TOKENS
         parent = self._parent(event, first)
-        if isinstance(parent, PassedOver):
+        if isinstance(parent, SkipReason):
             return parent
         try:
             tokens = np.array(event.tokens, dtype="<u4")
         except (OverflowError, TypeError, ValueError) as error:
-            raise Unreadable(f"BlockStored: token_ids: {error}") from error
+            raise UnreadableEngineEvent(f"BlockStored: token_ids: {error}") from error
         if tokens.ndim != 1:
-            return PassedOver.NOT_ONLY_TOKENS  # pairs
+            return SkipReason.NOT_ONLY_TOKENS  # pairs
         if tokens.size != len(event.hashes) * self._block_tokens:
-            raise Unreadable(f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens")
+            raise UnreadableEngineEvent(
+                f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens"
+            )
         return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
-    def _parent(self, event: Stored, first_keys: Sequence[Any]) -> BlockHash | PassedOver:
+    def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
         """Name of the block before, or the root of the chain."""
         if event.parent is not None:
             held = self._held.get(event.parent)
-            return PassedOver.UNKNOWN_PARENT if held is None else held.name
+            return SkipReason.UNKNOWN_PARENT if held is None else held.name
         match first_keys:
             case []:
                 told = event.salt or ""
             case [str(told)]:
                 pass
             case _:
-                return PassedOver.NOT_ONLY_TOKENS
+                return SkipReason.NOT_ONLY_TOKENS
         try:
             return block.root(self._salt_of(event.adapter or "", told), self._algorithm)
         except ValueError:
-            return PassedOver.NOT_ONLY_TOKENS
+            return SkipReason.NOT_ONLY_TOKENS
 
-    def _removed(self, event: Removed) -> list[BlockHash]:
+    def _removed(self, event: BlocksRemoved) -> list[BlockHash]:
         if event.medium not in OWN_MEMORY or event.group not in (None, self._main):
             return []
         gone = []

@@ -6,7 +6,7 @@ Rules:
    ``[time, events, rank]``. Facts: vLLM's `distributed/kv_events.py` (0.32), SGLang's `disaggregation/kv_events.py` (0.5.23).
 2. An event is a map with its kind under ``type``, or (vLLM before 0.12, SGLang before 0.5.20) an array that begins with it
    and whose fields follow in the order of `POSITIONAL`. Unknown kinds and fields are passed over: a newer engine may say more.
-3. A known kind whose fields are of other types, or missing, is `Unreadable`: what follows from it cannot be guessed.
+3. A known kind whose fields are of other types, or missing, is `UnreadableEngineEvent`: what follows from it cannot be guessed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ POSITIONAL: Mapping[str, Sequence[str]] = {
 }
 
 
-class Unreadable(ValueError):
+class UnreadableEngineEvent(ValueError):
     """A message that does not follow these rules; says which and how."""
 
 
-class Stored(Struct, frozen=True):
+class BlocksStored(Struct, frozen=True):
     """Blocks of one chain that are in a cache from now on."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
@@ -48,7 +48,7 @@ class Stored(Struct, frozen=True):
     salt: str | None = field(name="cache_salt", default=None)  # of the chain (SGLang)
 
 
-class Removed(Struct, frozen=True):
+class BlocksRemoved(Struct, frozen=True):
     """Blocks of which there is one copy less."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
@@ -56,20 +56,20 @@ class Removed(Struct, frozen=True):
     group: int | None = field(name="group_idx", default=None)
 
 
-class Cleared(Struct, frozen=True):
+class BlocksCleared(Struct, frozen=True):
     """Nothing is in the cache any more."""
 
 
-Published = Stored | Removed | Cleared
+EngineEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
-_KINDS: Mapping[str, type[Stored] | type[Removed] | type[Cleared]] = {
-    "BlockStored": Stored,
-    "BlockRemoved": Removed,
-    "AllBlocksCleared": Cleared,
+_KINDS: Mapping[str, type[BlocksStored] | type[BlocksRemoved] | type[BlocksCleared]] = {
+    "BlockStored": BlocksStored,
+    "BlockRemoved": BlocksRemoved,
+    "AllBlocksCleared": BlocksCleared,
 }
 
 
-def decode(payload: bytes) -> list[Published]:
+def decode(payload: bytes) -> list[EngineEvent]:
     """The events of one batch, in its order.
 
     Raises:
@@ -78,25 +78,25 @@ def decode(payload: bytes) -> list[Published]:
     try:
         batch = msgspec.msgpack.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(f"a batch is no MessagePack: {error}") from error
+        raise UnreadableEngineEvent(f"a batch is no MessagePack: {error}") from error
     match batch:
         case [_, [*events], *_]:
             return [known for event in events if (known := _event(event)) is not None]
         case _:
-            raise Unreadable("a batch is no array of a time and events")
+            raise UnreadableEngineEvent("a batch is no array of a time and events")
 
 
-def _event(published: object) -> Published | None:
+def _event(published: object) -> EngineEvent | None:
     match published:
         case {"type": str(kind)}:
             fields = published
         case [str(kind), *values]:
             fields = dict(zip(POSITIONAL.get(kind, ()), values, strict=False))
         case _:
-            raise Unreadable("an event is neither a map with a type nor an array that begins with one")
+            raise UnreadableEngineEvent("an event is neither a map with a type nor an array that begins with one")
     if (known := _KINDS.get(kind)) is None:
         return None
     try:
         return msgspec.convert(fields, known)
     except msgspec.ValidationError as error:
-        raise Unreadable(f"{kind}: {error}") from error
+        raise UnreadableEngineEvent(f"{kind}: {error}") from error

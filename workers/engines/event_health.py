@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from fleet.clock import Nanos
-from workers.engines.cache_books import CacheBooks, PassedOver
-from workers.engines.event_stream import Heard
+from workers.engines.cache_books import KvEventTranslator, SkipReason
+from workers.engines.event_stream import EventStreamCounters
 
 
-class Alert(StrEnum):
+class KvEventAlert(StrEnum):
     """Why a server is placed as if it held nothing. Public and stable: a metric label."""
 
     SILENT = "silent"
@@ -26,19 +26,19 @@ class Alert(StrEnum):
     UNREADABLE = "unreadable"
 
 
-ADVICE: Mapping[Alert, str] = {
-    Alert.SILENT: "it serves requests and publishes no KV events: switch them on there, or take kv_events out here",
-    Alert.OTHER_BLOCK_SIZE: "its KV events are of blocks of another size: set block_tokens to it",
-    Alert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
-    Alert.UNREADABLE: "its KV events cannot be read: its version may be too new",
+ADVICE: Mapping[KvEventAlert, str] = {
+    KvEventAlert.SILENT: "it serves requests and publishes no KV events: switch them on there, or take kv_events out here",
+    KvEventAlert.OTHER_BLOCK_SIZE: "its KV events are of blocks of another size: set block_tokens to it",
+    KvEventAlert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
+    KvEventAlert.UNREADABLE: "its KV events cannot be read: its version may be too new",
 }
 """One line each on what to do, for a foreign server: `kv_events` and `block_tokens` are of its settings in the router."""
 
 REFUSED_ATTENTION = (
-    PassedOver.SLIDING_WINDOW,
-    PassedOver.CHUNKED_ATTENTION,
-    PassedOver.MAMBA,
-    PassedOver.OTHER_ATTENTION,
+    SkipReason.SLIDING_WINDOW,
+    SkipReason.CHUNKED_ATTENTION,
+    SkipReason.MAMBA,
+    SkipReason.OTHER_ATTENTION,
 )
 
 ENOUGH = 3  # prompts; see rule 1
@@ -48,7 +48,7 @@ NEVER = Nanos(1 << 62)  # a patience for engines whose silence is noticed by oth
 class EventHealth:
     """Of one engine, from when it joined."""
 
-    def __init__(self, books: CacheBooks, heard: Heard, patience: Nanos) -> None:
+    def __init__(self, books: KvEventTranslator, heard: EventStreamCounters, patience: Nanos) -> None:
         self._books = books
         self._heard = heard
         self._patience = patience
@@ -64,15 +64,15 @@ class EventHealth:
             self._owed_since = now
         self._owed += 1
 
-    def alert(self, now: Nanos) -> Alert | None:
+    def alert(self, now: Nanos) -> KvEventAlert | None:
         """What is wrong now."""
         books, heard = self._books, self._heard
         if heard.unreadable and not len(books):
-            return Alert.UNREADABLE
+            return KvEventAlert.UNREADABLE
         if not books.followed:
-            if books.passed_over[PassedOver.OTHER_BLOCK_SIZE]:
-                return Alert.OTHER_BLOCK_SIZE
+            if books.passed_over[SkipReason.OTHER_BLOCK_SIZE]:
+                return KvEventAlert.OTHER_BLOCK_SIZE
             if any(books.passed_over[why] for why in REFUSED_ATTENTION):
-                return Alert.ATTENTION_REFUSED
+                return KvEventAlert.ATTENTION_REFUSED
         silent = self._owed >= ENOUGH and heard.batches == self._batches_then
-        return Alert.SILENT if silent and now - self._owed_since >= self._patience else None
+        return KvEventAlert.SILENT if silent and now - self._owed_since >= self._patience else None

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from fleet.work import KvEvent
-from workers.engines.cache_books import CacheBooks
-from workers.engines.engine_events import Unreadable
+from workers.engines.cache_books import KvEventTranslator
+from workers.engines.engine_events import UnreadableEngineEvent
 
 if TYPE_CHECKING:
     from zmq.asyncio import Context
@@ -47,7 +47,7 @@ END_OF_REPLAY = b"\xff" * 8
 NUMBER_BYTES = 8
 
 
-class Heard(Struct):
+class EventStreamCounters(Struct):
     """What came, and what did not."""
 
     batches: int = 0
@@ -59,7 +59,7 @@ class Heard(Struct):
 
 
 async def read_events(
-    endpoint: str, replay_endpoint: str, books: CacheBooks, heard: Heard | None = None
+    endpoint: str, replay_endpoint: str, books: KvEventTranslator, heard: EventStreamCounters | None = None
 ) -> AsyncIterator[list[KvEvent]]:
     """Batches of events as the engine publishes them; an item for each that was heard, however little it says.
 
@@ -72,7 +72,7 @@ async def read_events(
     from zmq.asyncio import Context  # noqa: PLC0415 - comes with vLLM
     from zmq.constants import SUB  # noqa: PLC0415
 
-    heard = heard or Heard()
+    heard = heard or EventStreamCounters()
     context = Context()
     subscriber = context.socket(SUB)
     subscriber.set_hwm(RECEIVE_BATCHES)
@@ -149,22 +149,22 @@ class _Latest:
             del self._seen[next(iter(self._seen))]
 
 
-def _taken(payload: bytes, books: CacheBooks, heard: Heard) -> list[KvEvent]:
+def _taken(payload: bytes, books: KvEventTranslator, heard: EventStreamCounters) -> list[KvEvent]:
     heard.batches += 1
     try:
         return books.take(payload)
-    except Unreadable as error:
+    except UnreadableEngineEvent as error:
         return _void(books, heard, str(error))
 
 
-def _restarted(books: CacheBooks, heard: Heard) -> KvEvent:
+def _restarted(books: KvEventTranslator, heard: EventStreamCounters) -> KvEvent:
     """Another process of the engine publishes: everything known is void."""
     log.warning("an engine publishes its KV events from the first one on again; starting over")
     heard.restarts += 1
     return books.clear()
 
 
-def _void(books: CacheBooks, heard: Heard, why: str) -> list[KvEvent]:
+def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> list[KvEvent]:
     if not heard.unreadable:  # not at every batch
         log.error("an engine's KV events cannot be read; its version may be too new", extra={"cause": why})
     heard.unreadable += 1

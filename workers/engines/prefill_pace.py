@@ -7,7 +7,7 @@ SAMPLES = 16
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # until something was measured: a small model on a CPU, an unhurried GPU
 
 
-class PrefillPace:
+class PrefillSpeed:
     """Seconds a token of prompts, from above.
 
     Schedulers may plan a step while the one before it still runs. So what a step took is taken to be the time until the

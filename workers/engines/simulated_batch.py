@@ -18,9 +18,9 @@ from msgspec import Struct
 from fleet.ids import RequestId
 from fleet.work import LoadReport
 from kvstore.block import BlockHash
-from workers.engines.adapter_slots import AdapterSlots
+from workers.engines.adapter_slots import LoraSlots
 from workers.engines.simulated_memory import BlockIndex, BlockMemory
-from workers.engines.simulated_sequence import Sampled, Sequence, Stage
+from workers.engines.simulated_sequence import Sequence, SequenceSample, SequenceStage
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class StepPlan(Struct, frozen=True, kw_only=True):
     """What one step computes."""
 
     prefills: tuple[Chunk, ...]
@@ -39,22 +39,22 @@ class Plan(Struct, frozen=True, kw_only=True):
         return not self.prefills and not self.decodes
 
 
-class Advanced(Struct, frozen=True, kw_only=True):
+class StepOutcome(Struct, frozen=True, kw_only=True):
     """What a step brought to one request."""
 
     sequence: Sequence
     filled: list[tuple[BlockHash, BlockIndex]]
-    sampled: Sampled | None
+    sampled: SequenceSample | None
 
 
 class Batch:
     """All requests of one engine."""
 
     def __init__(
-        self, memory: BlockMemory, *, max_running: int, max_batched_tokens: int, adapters: AdapterSlots | None = None
+        self, memory: BlockMemory, *, max_running: int, max_batched_tokens: int, adapters: LoraSlots | None = None
     ) -> None:
         self._memory = memory
-        self.adapters = adapters or AdapterSlots(0)
+        self.adapters = adapters or LoraSlots(0)
         self._max_running = max_running
         self._max_batched_tokens = max_batched_tokens
         self._arrivals = 0
@@ -90,7 +90,7 @@ class Batch:
         for position, (_, _, queued) in enumerate(self._waiting):
             if queued.start.request_id == request_id:
                 del self._waiting[position]
-                queued.stage = Stage.ENDED
+                queued.stage = SequenceStage.ENDED
                 return queued
         return None
 
@@ -110,36 +110,36 @@ class Batch:
             self._memory.hold(hits)
             sequence.loads_adapter = bool(adapter) and self.adapters.hold(adapter)
             sequence.begin(hits)
-            sequence.stage = Stage.LOADING
+            sequence.stage = SequenceStage.LOADING
             self._placed[sequence.start.request_id] = sequence
             yield sequence
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """The next step."""
         budget = self._max_batched_tokens
         prefills = []
         for sequence in self._placed.values():
-            if sequence.stage is Stage.PREFILLING and budget > 0:
+            if sequence.stage is SequenceStage.PREFILLING and budget > 0:
                 tokens = min(budget, sequence.missing_tokens)
                 budget -= tokens
                 prefills.append(Chunk(sequence=sequence, tokens=tokens))
-        decodes = tuple(sequence for sequence in self._placed.values() if sequence.stage is Stage.DECODING)
-        return Plan(prefills=tuple(prefills), decodes=decodes)
+        decodes = tuple(sequence for sequence in self._placed.values() if sequence.stage is SequenceStage.DECODING)
+        return StepPlan(prefills=tuple(prefills), decodes=decodes)
 
-    def perform(self, plan: Plan) -> Iterator[Advanced]:
+    def perform(self, plan: StepPlan) -> Iterator[StepOutcome]:
         """Do what was planned, for those that are still there."""
         for sequence in plan.decodes:
-            if sequence.stage is Stage.DECODING:
+            if sequence.stage is SequenceStage.DECODING:
                 filled = sequence.compute(1)
-                yield Advanced(sequence=sequence, filled=filled, sampled=sequence.sample())
+                yield StepOutcome(sequence=sequence, filled=filled, sampled=sequence.sample())
         for chunk in plan.prefills:
             sequence = chunk.sequence
-            if sequence.stage is Stage.PREFILLING:
+            if sequence.stage is SequenceStage.PREFILLING:
                 filled = sequence.compute(chunk.tokens)
                 done = not sequence.missing_tokens
                 if done:
-                    sequence.stage = Stage.DECODING
-                yield Advanced(sequence=sequence, filled=filled, sampled=sequence.sample() if done else None)
+                    sequence.stage = SequenceStage.DECODING
+                yield StepOutcome(sequence=sequence, filled=filled, sampled=sequence.sample() if done else None)
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
@@ -147,5 +147,5 @@ class Batch:
         self.adapters.check()
         assert len(self._placed) <= self._max_running
         assert sum(placed.reserve for placed in self._placed.values()) <= self._memory.available
-        assert all(placed.stage not in (Stage.WAITING, Stage.ENDED) for placed in self._placed.values())
-        assert all(queued.stage is Stage.WAITING for _, _, queued in self._waiting)
+        assert all(placed.stage not in (SequenceStage.WAITING, SequenceStage.ENDED) for placed in self._placed.values())
+        assert all(queued.stage is SequenceStage.WAITING for _, _, queued in self._waiting)

@@ -43,26 +43,26 @@ class DirectParams(Struct, frozen=True, kw_only=True):
     lease: str
 
 
-class Borrow(Struct, frozen=True, kw_only=True):
+class BlockRequest(Struct, frozen=True, kw_only=True):
     lease: str
     names: tuple[bytes, ...] = ()
     done: bool = False  # the lease may end
 
 
-class Lent(Struct, frozen=True, kw_only=True):
+class LentBlock(Struct, frozen=True, kw_only=True):
     """One block, or nothing where the lease does not cover it (any more)."""
 
     crc32c: int
     content: bytes
 
 
-class Loan(Struct, frozen=True, kw_only=True):
+class BlockLoan(Struct, frozen=True, kw_only=True):
     """What a borrower gets, in the order of the names."""
 
-    blocks: tuple[Lent | None, ...]
+    blocks: tuple[LentBlock | None, ...]
 
 
-class _Lease(Struct, frozen=True, kw_only=True):
+class _BlockLease(Struct, frozen=True, kw_only=True):
     blocks: Mapping[BlockHash, tuple[BlockIndex, int]]
     timer: asyncio.TimerHandle
 
@@ -75,7 +75,7 @@ class BlockLender:
         self._memory = memory
         self._on_end = on_end  # blocks may have become available
         self._lease_seconds = lease / SECOND
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _BlockLease] = {}
         self.connections: set[asyncio.Transport] = set()
         self.expired = 0  # leases that nobody gave back
 
@@ -88,7 +88,7 @@ class BlockLender:
         """Hold blocks for a borrower; returns the lease."""
         self._memory.hold(blocks.values())
         lease = secrets.token_hex(16)
-        self._leases[lease] = _Lease(
+        self._leases[lease] = _BlockLease(
             blocks={name: (index, _crc32c(self._memory.view(index))) for name, index in blocks.items()},
             timer=asyncio.get_running_loop().call_later(self._lease_seconds, self._expire, lease),
         )
@@ -101,14 +101,14 @@ class BlockLender:
             self._memory.release([index for index, _ in ended.blocks.values()])
             self._on_end()
 
-    def answer(self, request: Borrow) -> Loan | None:
+    def answer(self, request: BlockRequest) -> BlockLoan | None:
         """None when the borrower wants nothing more."""
         if request.done:
             self.end(request.lease)
             return None
         lease = self._leases.get(request.lease)
         held = lease.blocks if lease is not None else {}
-        return Loan(blocks=tuple([self._lent(held.get(name)) for name in request.names]))
+        return BlockLoan(blocks=tuple([self._lent(held.get(name)) for name in request.names]))
 
     def close(self) -> None:
         for lease in list(self._leases):
@@ -116,11 +116,11 @@ class BlockLender:
         for connection in list(self.connections):
             connection.abort()
 
-    def _lent(self, known: tuple[BlockIndex, int] | None) -> Lent | None:
+    def _lent(self, known: tuple[BlockIndex, int] | None) -> LentBlock | None:
         if known is None:
             return None
         index, crc32c = known
-        return Lent(crc32c=crc32c, content=bytes(self._memory.view(index)))
+        return LentBlock(crc32c=crc32c, content=bytes(self._memory.view(index)))
 
     def _expire(self, lease: str) -> None:
         self.expired += 1
@@ -166,7 +166,7 @@ class LenderProtocol(asyncio.Protocol):
             frame = bytes(self._received[_LENGTH.size : end])
             del self._received[:end]
             try:
-                request = msgspec.msgpack.decode(frame, type=Borrow)
+                request = msgspec.msgpack.decode(frame, type=BlockRequest)
             except msgspec.DecodeError:
                 self._transport.abort()
                 return
@@ -209,14 +209,14 @@ async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_byte
         async with asyncio.timeout(deadline / SECOND):
             reader, writer = await _connect(params.address)
             try:
-                loan = Loan(blocks=())
+                loan = BlockLoan(blocks=())
                 if names:
-                    writer.write(_frame(Borrow(lease=params.lease, names=tuple(names))))
+                    writer.write(_frame(BlockRequest(lease=params.lease, names=tuple(names))))
                     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                     if length > len(names) * (block_bytes + 64) + 64:
                         raise ValueError(f"an answer of {length} bytes to {len(names)} names")
-                    loan = msgspec.msgpack.decode(await reader.readexactly(length), type=Loan)
-                writer.write(_frame(Borrow(lease=params.lease, done=True)))
+                    loan = msgspec.msgpack.decode(await reader.readexactly(length), type=BlockLoan)
+                writer.write(_frame(BlockRequest(lease=params.lease, done=True)))
                 await writer.drain()
             finally:
                 writer.close()
@@ -228,7 +228,7 @@ async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_byte
     return _verified(loan, block_bytes)
 
 
-def _verified(loan: Loan, block_bytes: int) -> list[bytes]:
+def _verified(loan: BlockLoan, block_bytes: int) -> list[bytes]:
     whole: list[bytes] = []
     for lent in loan.blocks:
         if lent is None:

@@ -21,14 +21,14 @@ from fleet.requests import TOKEN_BYTES, Finish, Source
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import BlockHash
-from workers.engines.adapter_slots import AdapterSlots
-from workers.engines.simulated_batch import Advanced, Batch
+from workers.engines.adapter_slots import LoraSlots
+from workers.engines.simulated_batch import Batch, StepOutcome
 from workers.engines.simulated_direct import BlockLender, DirectParams, borrow
 from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
 from workers.engines.simulated_model import SimulatedModel
 from workers.engines.simulated_sequence import Sequence as Running
-from workers.engines.simulated_sequence import Shape, Stage
+from workers.engines.simulated_sequence import SequenceContext, SequenceStage
 from workers.engines.simulated_store import SimulatedStore
 from workers.engines.tracing import is_traced
 from workers.ports import EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
@@ -62,7 +62,7 @@ class SimulatedEngine:
         self.store = store
         self._wake = asyncio.Event()
         self.lender = BlockLender(self.memory, Nanos(simulated.direct_lease_ms * MILLISECOND), on_end=self._wake.set)
-        self._shape = Shape(
+        self._shape = SequenceContext(
             model=model,
             layout=layout,
             memory=self.memory,
@@ -74,7 +74,7 @@ class SimulatedEngine:
             self.memory,
             max_running=facts.max_running,
             max_batched_tokens=simulated.max_batched_tokens,
-            adapters=AdapterSlots(facts.adapter_slots),
+            adapters=LoraSlots(facts.adapter_slots),
         )
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # since the last step
@@ -142,7 +142,7 @@ class SimulatedEngine:
         return self.lender.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """See `workers.ports.Saving`."""
+        """See `workers.ports.BlockSaver`."""
         if self.store is None:
             return 0
         here = {name: found for name in names if (found := self.memory.find([name]))}
@@ -210,7 +210,7 @@ class SimulatedEngine:
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + milliseconds / 1000 / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
-    def _conclude(self, advanced: Advanced, tasks: asyncio.TaskGroup) -> None:
+    def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
         """Tell what a step brought to one request, and end it where that was the last."""
         sequence, sampled = advanced.sequence, advanced.sampled
         self._offer(advanced)
@@ -225,7 +225,7 @@ class SimulatedEngine:
                 finish=sampled.finish,
                 kv=sequence.report(),
             )
-            sequence.stage = Stage.PUBLISHING
+            sequence.stage = SequenceStage.PUBLISHING
             tasks.create_task(self._hand_off(sequence, last), name=f"hand off {request_id}")
             return
         finished = sampled.finish is not None
@@ -265,9 +265,9 @@ class SimulatedEngine:
         if blocks:  # no faster than the latency model says
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
-        if sequence.stage is Stage.LOADING:  # else it was cancelled meanwhile
+        if sequence.stage is SequenceStage.LOADING:  # else it was cancelled meanwhile
             sequence.accept(blocks, source, origin, tiers)
-            sequence.stage = Stage.PREFILLING
+            sequence.stage = SequenceStage.PREFILLING
             self._wake.set()
 
     async def _load_adapter(self, name: str, *, first: bool) -> None:
@@ -305,7 +305,7 @@ class SimulatedEngine:
                 params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
             case _:
                 assert_never(start.kv_path)
-        if sequence.stage is not Stage.PUBLISHING:
+        if sequence.stage is not SequenceStage.PUBLISHING:
             return  # it was cancelled meanwhile
         self._batch.remove(start.request_id)
         handoff = Handoff(
@@ -325,7 +325,7 @@ class SimulatedEngine:
         published = await self.store.publish(blocks, Nanos(self._settings.publish_timeout_ms * MILLISECOND))
         log.debug("published", extra={"request": sequence.start.request_id, "blocks": published})
 
-    def _offer(self, advanced: Advanced) -> None:
+    def _offer(self, advanced: StepOutcome) -> None:
         """Write new blocks to the store in the background; those of a hand-off through it are awaited instead."""
         start = advanced.sequence.start
         if self.store is None or (start.phase is Phase.PREFILL and start.kv_path is KvPath.STORE):

@@ -27,7 +27,7 @@ _WORD_BYTES = 8
 _SHAPE = struct.Struct("<ddqd?Q")
 
 
-class Draw(Struct, frozen=True):
+class SampledToken(Struct, frozen=True):
     """One sampled token."""
 
     token: int
@@ -63,7 +63,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         state.update(block)
         return state.digest()
 
-    def draw(self, before: Digest, tail: bytes | bytearray, sampling: Sampling, *, may_end: bool) -> Draw:
+    def draw(self, before: Digest, tail: bytes | bytearray, sampling: Sampling, *, may_end: bool) -> SampledToken:
         """The token after the blocks of `before` and the tokens of `tail`, which fill no block yet.
 
         The same every time for the same arguments: sampling parameters and the seed shape the choice, but there is no
@@ -73,11 +73,11 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)
         chance, choice = drawn >> 64, drawn & 0xFFFFFFFFFFFFFFFF
         if may_end and self.eos_token_ids and chance < self.eos_probability * 2**64:
-            return Draw(self.eos_token_ids[choice % len(self.eos_token_ids)], ends=True)
+            return SampledToken(self.eos_token_ids[choice % len(self.eos_token_ids)], ends=True)
         token = choice % self.vocab_size
         while token in self.eos_token_ids:
             token = (token + 1) % self.vocab_size
-        return Draw(token, ends=False)
+        return SampledToken(token, ends=False)
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
         """Pretended, but well-formed: they fall by half from the chosen token on."""

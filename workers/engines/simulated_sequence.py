@@ -16,7 +16,7 @@ from workers.engines.simulated_memory import BlockIndex, BlockMemory
 from workers.engines.simulated_model import Digest, SimulatedModel
 
 
-class Stage(StrEnum):
+class SequenceStage(StrEnum):
     WAITING = "waiting"  # for a place in the batch and for blocks
     LOADING = "loading"  # blocks are on their way
     PREFILLING = "prefilling"  # the prompt is computed, chunk by chunk
@@ -25,7 +25,7 @@ class Stage(StrEnum):
     ENDED = "ended"
 
 
-class Shape(Struct, frozen=True, kw_only=True):
+class SequenceContext(Struct, frozen=True, kw_only=True):
     """What sequences need to know of their engine."""
 
     model: SimulatedModel
@@ -39,7 +39,7 @@ class Shape(Struct, frozen=True, kw_only=True):
         return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
 
 
-class Sampled(Struct, frozen=True, kw_only=True):
+class SequenceSample(Struct, frozen=True, kw_only=True):
     token: int
     logprobs: tuple[Logprobs, ...]
     finish: Finish | None
@@ -48,9 +48,9 @@ class Sampled(Struct, frozen=True, kw_only=True):
 class Sequence:
     """Holds blocks from `begin` until `release`. Positions are tokens; KV exists for the first `computed` of them."""
 
-    def __init__(self, start: Start, shape: Shape) -> None:
+    def __init__(self, start: Start, shape: SequenceContext) -> None:
         self.start = start
-        self.stage = Stage.WAITING
+        self.stage = SequenceStage.WAITING
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
         self.blocks: list[BlockIndex] = []
@@ -138,7 +138,7 @@ class Sequence:
             filled.append(self._fill())
         return filled
 
-    def sample(self) -> Sampled:
+    def sample(self) -> SequenceSample:
         """The next token, when KV exists for all tokens so far; it becomes part of the sequence."""
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
@@ -157,11 +157,11 @@ class Sequence:
             finish = Finish.STOP
         elif self.generated >= self.answer_tokens:
             finish = Finish.LENGTH
-        return Sampled(token=drawn.token, logprobs=logprobs, finish=finish)
+        return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
 
     def release(self) -> None:
         """Give up its blocks and its promise."""
-        self.stage = Stage.ENDED
+        self.stage = SequenceStage.ENDED
         self._shape.memory.release(self.blocks)
         self.blocks = []
         self.reserve = 0

@@ -31,16 +31,16 @@ from kvstore.fingerprint import describe
 from kvstore.layout import KvNamespace
 from workers.acceptance import refusal
 from workers.engines import vllm_launch, vllm_requests, vllm_spread
-from workers.engines.cache_books import CacheBooks
-from workers.engines.event_health import NEVER, Alert, EventHealth
-from workers.engines.event_stream import Heard, read_events
+from workers.engines.cache_books import KvEventTranslator
+from workers.engines.event_health import NEVER, EventHealth, KvEventAlert
+from workers.engines.event_stream import EventStreamCounters, read_events
 from workers.engines.novelty import NovelWork
 from workers.engines.tracing import is_traced
-from workers.engines.vllm_adapters import AdapterFiles, UsedAdapters, adapters_of, lora_request
+from workers.engines.vllm_adapters import AdapterFiles, LoadedAdapters, adapters_of, lora_request
 from workers.engines.vllm_group import open_rank
 from workers.engines.vllm_launch import available
 from workers.engines.vllm_namespace import namespace_of, weights_revision
-from workers.engines.vllm_planning import Counts
+from workers.engines.vllm_planning import PromptBlockCounts
 from workers.engines.vllm_steps import StepReader, step_file
 from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
 from workers.settings import WorkerSettings
@@ -229,7 +229,7 @@ class VllmEngine:
         self._awaited = awaited
         self._facts = facts
         self._settings = settings
-        self._adapters = UsedAdapters(self._facts.adapter_slots)
+        self._adapters = LoadedAdapters(self._facts.adapter_slots)
         self._adapter_files = AdapterFiles(settings)
         self._role = settings.role
         self._block_bytes = block_bytes
@@ -287,15 +287,15 @@ class VllmEngine:
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         if not vllm_launch.tells_events(self._settings):
             await asyncio.Event().wait()  # for ever: routers take its cache for empty
-        books = CacheBooks(
+        books = KvEventTranslator(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
             capacity=self._facts.kv_blocks,
         )
         endpoint = vllm_launch.events_endpoint(self._scratch)
-        heard = Heard()
+        heard = EventStreamCounters()
         health = EventHealth(books, heard, NEVER)
-        told: Alert | None = None
+        told: KvEventAlert | None = None
         async for events in read_events(endpoint, vllm_launch.replay_endpoint(self._scratch), books, heard):
             if events:
                 yield events
@@ -449,7 +449,7 @@ class VllmEngine:
     def _report_at_start(self, start: Start, stats: "PrefillStats") -> KvReport:
         return self._report(start, vllm_requests.counts_at_start(start, stats, self._facts.block_tokens))
 
-    def _report(self, start: Start, counts: Counts) -> KvReport:
+    def _report(self, start: Start, counts: PromptBlockCounts) -> KvReport:
         return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)
 
     async def _abort(self, request_id: RequestId) -> None:

@@ -21,7 +21,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be told (its `MaxLoRARanks`)."""
 
 
-class UsedAdapters:
+class LoadedAdapters:
     """The adapters that vLLM has loaded, as far as can be told from outside: it drops the one used longest ago."""
 
     def __init__(self, slots: int) -> None:

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.client import StoreClient
 from kvstore.messages import LeaseId
-from workers.engines.vllm_memory import EngineBlocks, Reader, ShareReader
-from workers.engines.vllm_planning import Load, StoreWork
-from workers.engines.vllm_ranks import Follower, Leader
-from workers.engines.vllm_saves import FirstRank, FollowingKeeper, Keeper, OneRank, WritingKeeper
+from workers.engines.vllm_memory import BlockReader, EngineBlocks, ShareReader
+from workers.engines.vllm_planning import BlockLoad, StoreWork
+from workers.engines.vllm_ranks import FollowerRank, LeaderRank
+from workers.engines.vllm_saves import BlockSaverThread, FollowingSaver, LeaderRankStore, LeadingSaver, SingleRankStore
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ IDLE_WAIT_SECONDS = 0.001  # how long a step without computation waits for a loa
 class BlockMover:
     """Performs the orders of the scheduler side. All but the private methods are called by the engine's thread."""
 
-    def __init__(self, client: StoreClient, blocks: EngineBlocks, end: Leader | Follower | None = None):
+    def __init__(self, client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None = None):
         """Starts its threads.
 
         Args:
@@ -41,11 +41,11 @@ class BlockMover:
         self._client = client
         self._blocks = blocks
         self._end = end
-        self._reader: Reader = client if end is None else ShareReader(client, end.seat.share)
+        self._reader: BlockReader = client if end is None else ShareReader(client, end.seat.share)
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fleet-kv-load")
         self._ended = threading.Condition()
         self._loading = 0
-        self._results: list[tuple[Load, list[bool]]] = []
+        self._results: list[tuple[BlockLoad, list[bool]]] = []
         self._keeper = _keeper(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
@@ -55,14 +55,14 @@ class BlockMover:
             with self._ended:
                 self._loading += 1
             self._loader.submit(self._load, load)
-        if work.releases and not isinstance(self._end, Follower):
+        if work.releases and not isinstance(self._end, FollowerRank):
             self._loader.submit(self._release, work.releases)
 
     def save(self, work: StoreWork) -> None:
         """Keep the blocks that became full in a step."""
         self._keeper.keep(work)
 
-    def collect(self, *, idle: bool) -> list[tuple[Load, list[bool]]]:
+    def collect(self, *, idle: bool) -> list[tuple[BlockLoad, list[bool]]]:
         """Loads that have ended since the last call, with what is good of them."""
         with self._ended:
             if idle and self._loading and not self._results:
@@ -74,10 +74,10 @@ class BlockMover:
         """End all threads; what is staged is written first."""
         self._keeper.close()
         self._loader.shutdown(cancel_futures=True)
-        if isinstance(self._end, Leader):
+        if isinstance(self._end, LeaderRank):
             self._end.close()
 
-    def _load(self, load: Load) -> None:
+    def _load(self, load: BlockLoad) -> None:
         whole = [False] * len(load.block_ids)
         try:
             whole = self._blocks.load(self._reader, load)
@@ -99,11 +99,11 @@ class BlockMover:
         self._client.release(*lease_ids)
 
 
-def _keeper(client: StoreClient, blocks: EngineBlocks, end: Leader | Follower | None) -> Keeper:
+def _keeper(client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None) -> BlockSaverThread:
     match end:
         case None:
-            return WritingKeeper(OneRank(client), blocks)
-        case Leader():
-            return WritingKeeper(FirstRank(end), blocks)
-        case Follower():
-            return FollowingKeeper(end, blocks)
+            return LeadingSaver(SingleRankStore(client), blocks)
+        case LeaderRank():
+            return LeadingSaver(LeaderRankStore(end), blocks)
+        case FollowerRank():
+            return FollowingSaver(end, blocks)

@@ -46,7 +46,7 @@ from workers.engines.vllm_blocks import BlockMover
 from workers.engines.vllm_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm_namespace import check_groups, namespace_of
 from workers.engines.vllm_planning import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
-from workers.engines.vllm_ranks import Follower, Leader, Seat
+from workers.engines.vllm_ranks import FollowerRank, LeaderRank, RankPosition
 from workers.engines.vllm_steps import StepCounter, step_file
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ ORPHAN_GRACE_SECONDS = 5.0  # from asking to killing
 REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are kept in mind, as a multiple of the engine's capacity
 
 
-class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the worker tells its engine's connector, through vLLM's `kv_connector_extra_config`."""
 
     model: str
@@ -112,7 +112,7 @@ class _AllRanks:
 
 
 class _ClientStore:
-    """`workers.engines.vllm_planning.Store` over a client."""
+    """`workers.engines.vllm_planning.PlannerStore` over a client."""
 
     def __init__(self, client: StoreClient):
         self._client = client
@@ -132,7 +132,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         super().__init__(vllm_config, role, kv_cache_config)
         if multiprocessing.parent_process() is not None:
             vllm_launch.end_quickly()
-        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, ConnectorSettings)
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, KvConnectorSettings)
         self._namespace = settings.namespace(vllm_config)
         self._client = (
             StoreClient.join(
@@ -253,7 +253,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if self._client is None:
             return
         layers = list(kv_caches.values())
-        seat = Seat.of(self._namespace, rank=self._parallel.rank, ranks=self._parallel.tensor_parallel_size)
+        seat = RankPosition.of(self._namespace, rank=self._parallel.rank, ranks=self._parallel.tensor_parallel_size)
         heads = seat.share.bytes * self._namespace.kv_heads // self._namespace.block_bytes
         expected = (heads, self._namespace.block_tokens, self._namespace.head_dim)
         for name, layer in kv_caches.items():
@@ -268,13 +268,13 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._mover = BlockMover(self._client, blocks, self._joined(self._client, seat))
         self._starts_early = on_host
 
-    def _joined(self, client: StoreClient, seat: Seat) -> Leader | Follower | None:
+    def _joined(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
         """This rank's end of what joins the ranks; vLLM has all of them register at the same time."""
         if seat.ranks == 1:
             return None
         if not seat.leads:
-            return Follower(client, seat, self._lanes_path, MonotonicClock())
-        leader = Leader(client, seat, self._lanes_path, MonotonicClock())
+            return FollowerRank(client, seat, self._lanes_path, MonotonicClock())
+        leader = LeaderRank(client, seat, self._lanes_path, MonotonicClock())
         leader.gather()
         return leader
 

@@ -7,7 +7,7 @@ from kvstore.buffers import ByteArray, MutableBlock
 from kvstore.client import StoreClient, batch_blocks
 from kvstore.messages import Match
 from kvstore.shares import RankShard
-from workers.engines.vllm_planning import Load
+from workers.engines.vllm_planning import BlockLoad
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
 """The block at an index, in one piece or in several; valid until `kvstore.client.batch_blocks` more have been asked for."""
 
 
-class Reader(Protocol):
+class BlockReader(Protocol):
     """What blocks are read from: a client of the store."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
@@ -25,7 +25,7 @@ class Reader(Protocol):
 
 
 class ShareReader:
-    """`Reader` for one rank among several."""
+    """`BlockReader` for one rank among several."""
 
     def __init__(self, client: StoreClient, share: RankShard):
         self._client = client
@@ -40,7 +40,7 @@ class EngineBlocks(Protocol):
 
     block_bytes: int
 
-    def load(self, reader: Reader, load: Load) -> list[bool]:
+    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
         """Fill the blocks of `load`; says for each whether its bytes arrived whole."""
         ...
 
@@ -69,7 +69,7 @@ class HostBlocks:
         self._layer_bytes: int = self._layers[0].shape[1]
         self.block_bytes = self._layer_bytes * len(self._layers)
 
-    def load(self, reader: Reader, load: Load) -> list[bool]:
+    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
         destinations = [self._pieces(block_id) for block_id in load.block_ids]
         return reader.read(load.match, range(load.first, load.first + len(destinations)), destinations)
 
@@ -106,7 +106,7 @@ class DeviceBlocks:
             for _ in range(2)
         )
 
-    def load(self, reader: Reader, load: Load) -> list[bool]:
+    def load(self, reader: BlockReader, load: BlockLoad) -> list[bool]:
         whole: list[bool] = []
         for start in range(0, len(load.block_ids), len(self._incoming)):
             ids = load.block_ids[start : start + len(self._incoming)]

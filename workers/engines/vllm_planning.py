@@ -29,7 +29,7 @@ from kvstore import block
 from kvstore.block import BlockHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent import RecentMap
-from workers.engines.prefill_pace import PrefillPace
+from workers.engines.prefill_pace import PrefillSpeed
 
 LEASE_SECONDS = 30.0  # as vLLM's NIXL connector holds handed-off blocks
 MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
@@ -42,10 +42,10 @@ HANDOFF = "fleet_handoff"
 """Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""
 
 COUNTS = "fleet_kv"
-"""Key of a finished request's transfer parameters: its `Counts`, as a list."""
+"""Key of a finished request's transfer parameters: its `PromptBlockCounts`, as a list."""
 
 
-class Store(Protocol):
+class PlannerStore(Protocol):
     """What is needed of a store node's client; nothing raises."""
 
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
@@ -74,7 +74,7 @@ class EngineRequest(Protocol):
     prefill_stats: Any  # vLLM's `PrefillStats`; None once they were given out
 
 
-class Counts(Struct, frozen=True, array_like=True):
+class PromptBlockCounts(Struct, frozen=True, array_like=True):
     """Where the blocks of a prompt came from; the rest was computed."""
 
     engine: int = 0
@@ -83,7 +83,7 @@ class Counts(Struct, frozen=True, array_like=True):
     tiers: dict[str, int] = {}  # of the store's blocks: how many each tier of the node had
 
 
-class Load(Struct, frozen=True):
+class BlockLoad(Struct, frozen=True):
     """Slots of `match` from `first` on go to these blocks of the engine."""
 
     request_id: str
@@ -92,7 +92,7 @@ class Load(Struct, frozen=True):
     block_ids: list[int]
 
 
-class Save(Struct, frozen=True):
+class BlockSave(Struct, frozen=True):
     """Blocks of the engine to offer to the store, consecutive in one chain."""
 
     request_id: str
@@ -104,9 +104,9 @@ class Save(Struct, frozen=True):
 class StoreWork(Struct):
     """One step's orders to the worker side."""
 
-    loads: list[Load]
-    urgent: list[Save]  # whole chains, to be kept before the step ends
-    deferred: list[Save]  # to be kept when there is time
+    loads: list[BlockLoad]
+    urgent: list[BlockSave]  # whole chains, to be kept before the step ends
+    deferred: list[BlockSave]  # to be kept when there is time
     releases: list[LeaseId]  # not needed any more
     idle: bool  # nothing is computed in this step
     step: int = 0  # names the saves of this step, on all ranks
@@ -132,7 +132,7 @@ class _Tracked:
         self.pulling: list[int] = []  # engine blocks being filled that way
         self.may_load = True
         self.promoted: dict[str, int] = {}  # blocks of its matches that came up from the store's tiers, by tier
-        self.counts = Counts()
+        self.counts = PromptBlockCounts()
 
     @property
     def hands_off(self) -> bool:
@@ -147,7 +147,7 @@ class StorePlanner:
         *,
         block_tokens: int,
         algorithm: HashAlgorithm,
-        store: Store | None,
+        store: PlannerStore | None,
         remember: int,
         now: Callable[[], float],
         ranks: int = 1,
@@ -165,12 +165,12 @@ class StorePlanner:
         self._block_tokens = block_tokens
         self._algorithm = algorithm
         self._store = store
-        self._pace = PrefillPace()
+        self._pace = PrefillSpeed()
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
         self._queued: dict[str, EngineRequest] = {}  # never looked up, the oldest first
         self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
-        self._loads: list[Load] = []
+        self._loads: list[BlockLoad] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
         self._is_shared = ranks > 1
@@ -193,7 +193,7 @@ class StorePlanner:
             tracked = self._track(request)
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
-            tracked.counts = Counts(engine=tracked.local)
+            tracked.counts = PromptBlockCounts(engine=tracked.local)
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # once only, see vLLM
         if tracked.will_pull:
             return 0
@@ -223,7 +223,7 @@ class StorePlanner:
             return
         blocks = external_tokens // self._block_tokens
         tracked.claimed = list(block_ids[tracked.local : tracked.local + blocks])
-        self._loads.append(Load(request.request_id, match, tracked.local, tracked.claimed))
+        self._loads.append(BlockLoad(request.request_id, match, tracked.local, tracked.claimed))
         if self._is_shared:
             self._reading[request.request_id] = match.lease_id
 
@@ -265,7 +265,7 @@ class StorePlanner:
                 continue  # cancelled meanwhile
             if tracked.request.num_preemptions == 0:
                 tiers = blocks_by_tier(good, len(tracked.claimed), tracked.promoted)
-                tracked.counts = Counts(engine=tracked.local, store=good, tiers=tiers)
+                tracked.counts = PromptBlockCounts(engine=tracked.local, store=good, tiers=tiers)
             if good < len(tracked.claimed):
                 tracked.may_load = False
                 tracked.offered = min(tracked.offered, tracked.local + good)
@@ -278,16 +278,16 @@ class StorePlanner:
             if tracked is None or not tracked.pulling:
                 continue
             good = next((i for i, b in enumerate(tracked.pulling) if b in invalid_blocks), len(tracked.pulling))
-            tracked.counts = Counts(engine=tracked.local, direct=0 if request_id in failed else good)
+            tracked.counts = PromptBlockCounts(engine=tracked.local, direct=0 if request_id in failed else good)
             tracked.pulling = []
 
-    def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, Counts]]:
+    def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
         """What is known by now of those of these requests that have not ended."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts
 
-    def finished(self, request: EngineRequest) -> Counts | None:
+    def finished(self, request: EngineRequest) -> PromptBlockCounts | None:
         """Forget a request; None if the store was never to be asked for it."""
         self._queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
@@ -303,7 +303,7 @@ class StorePlanner:
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _fresh_match(self, store: Store, tracked: _Tracked, num_tokens: int) -> Match | None:
+    def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
         """What the store holds; None while more of it is on its way up, and worth waiting for (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
@@ -329,13 +329,13 @@ class StorePlanner:
             return None
         return tracked.match
 
-    def _is_coming(self, store: Store, tracked: _Tracked, num_blocks: int, now: float) -> bool:
+    def _is_coming(self, store: PlannerStore, tracked: _Tracked, num_blocks: int, now: float) -> bool:
         if now - tracked.looked_at < LOOK_AGAIN_SECONDS:
             return True
         tracked.looked_at = now
         return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
 
-    def _fetch_for_queued(self, store: Store) -> None:
+    def _fetch_for_queued(self, store: PlannerStore) -> None:
         """As rule 6 says; once a request, since it asks by itself when its turn comes."""
         for request_id in list(islice(self._queued, FETCHES_A_STEP)):
             request = self._queued.pop(request_id)
@@ -362,9 +362,9 @@ class StorePlanner:
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
         if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start the longer
-            work.urgent.append(Save(request_id, names, list(block_ids[:full]), tracked.salt))
+            work.urgent.append(BlockSave(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]
-            work.deferred.append(Save(request_id, names[first:], list(block_ids[first:full]), tracked.salt))
+            work.deferred.append(BlockSave(request_id, names[first:], list(block_ids[first:full]), tracked.salt))
         for index in fresh:
             self._offered.note(names[index], None)

@@ -51,19 +51,19 @@ SaveKey = tuple[int, int]
 """Which save: the number of its step, and its place in the step's list."""
 
 
-class Lane(IntEnum):
+class RankChannel(IntEnum):
     URGENT = 0  # by the engine's thread, within a step
     DEFERRED = 1
 
 
-class BlockOf(Struct, frozen=True, array_like=True):
+class SavedBlock(Struct, frozen=True, array_like=True):
     """One block of a save."""
 
     save: SaveKey
     index: int
 
 
-class Seat(Struct, frozen=True):
+class RankPosition(Struct, frozen=True):
     """One rank among those of an engine, and what it holds of a block."""
 
     rank: int
@@ -90,18 +90,18 @@ class Seat(Struct, frozen=True):
         return turn % self.replicas == self.rank % self.replicas
 
 
-class Hello(Struct, frozen=True, array_like=True):
+class RankHello(Struct, frozen=True, array_like=True):
     rank: int
-    lane: Lane
+    lane: RankChannel
 
 
-class Order(Struct, frozen=True, array_like=True):
+class WriteOrder(Struct, frozen=True, array_like=True):
     """From the leader: write these blocks, or nothing; and what is over."""
 
     number: int
     grant: WriteGrant | None = None
     first: int = 0  # of these places among all that were reserved with them
-    blocks: tuple[BlockOf, ...] = ()  # one a place
+    blocks: tuple[SavedBlock, ...] = ()  # one a place
     ended: tuple[SaveKey, ...] = ()  # nothing more comes of these saves
 
     @property
@@ -110,7 +110,7 @@ class Order(Struct, frozen=True, array_like=True):
         return self.blocks[0].save if self.blocks else self.ended[0]
 
 
-class Told(Struct, frozen=True, array_like=True):
+class WrittenShards(Struct, frozen=True, array_like=True):
     """To the leader: what this rank adds to the checksums of the blocks that it wrote, by place."""
 
     number: int
@@ -125,10 +125,10 @@ Source: TypeAlias = "Callable[[BlockOf], Block | None]"
 """A rank's share of a block; None: it does not have it. Valid until `kvstore.client.batch_blocks` more have been asked for."""
 
 
-class Leader:
+class LeaderRank:
     """The first rank's end of all lanes."""
 
-    def __init__(self, client: StoreClient, seat: Seat, path: Path, clock: Clock):
+    def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
         """Listens on a Unix socket at that path from now on; see `gather`."""
         self.seat = seat
         self._client = client
@@ -136,11 +136,11 @@ class Leader:
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self._path))
-        self._listener.listen(len(Lane) * seat.ranks)
-        self._turns = [threading.Lock() for _ in Lane]
-        self._numbers = [0 for _ in Lane]
-        self._followers: list[dict[int, socket.socket]] = [{} for _ in Lane]  # by rank
-        self._answering = [CircuitBreaker() for _ in Lane]  # whether all of them do
+        self._listener.listen(len(RankChannel) * seat.ranks)
+        self._turns = [threading.Lock() for _ in RankChannel]
+        self._numbers = [0 for _ in RankChannel]
+        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # by rank
+        self._answering = [CircuitBreaker() for _ in RankChannel]  # whether all of them do
         self._lost = False
         self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -155,7 +155,7 @@ class Leader:
             self._listener.settimeout(_left(deadline, self._clock))
             follower, _ = self._listener.accept()
             follower.settimeout(_left(deadline, self._clock))
-            hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=Hello)
+            hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=RankHello)
             lane = self._followers[hello.lane]
             assert 0 < hello.rank < self.seat.ranks, hello
             assert hello.rank not in lane, hello
@@ -163,9 +163,9 @@ class Leader:
 
     def write(
         self,
-        lane: Lane,
+        lane: RankChannel,
         names: Sequence[BlockHash],
-        blocks: Sequence[BlockOf],
+        blocks: Sequence[SavedBlock],
         source: Source,
         *,
         tenant: bytes,
@@ -191,7 +191,7 @@ class Leader:
                     self._have(lane, grant, blocks, source, checksums)
             finally:
                 for first in range(0, len(ended), ENDED_SAVES):
-                    self._order(lane, Order(self._number(lane), ended=tuple(ended[first : first + ENDED_SAVES])))
+                    self._order(lane, WriteOrder(self._number(lane), ended=tuple(ended[first : first + ENDED_SAVES])))
                 published = self._client.publish(grant, checksums) if grant is not None else 0
         return published
 
@@ -204,12 +204,17 @@ class Leader:
         self._path.unlink(missing_ok=True)
 
     def _have(
-        self, lane: Lane, grant: WriteGrant, blocks: Sequence[BlockOf], source: Source, checksums: dict[int, int]
+        self,
+        lane: RankChannel,
+        grant: WriteGrant,
+        blocks: Sequence[SavedBlock],
+        source: Source,
+        checksums: dict[int, int],
     ) -> None:
         """Have blocks written, order by order until a rank leaves one unanswered; adds the checksums of what all have written."""
         for first in range(0, len(grant.places), self._at_once):
             part = grant.some(first, first + self._at_once)
-            order = Order(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
+            order = WriteOrder(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
             started = self._clock.now()
             self._order(lane, order)
             told = [_put(self._client, self.seat, order, source)]
@@ -223,7 +228,7 @@ class Leader:
             written = combined_checksums(self.seat.share.block_bytes, told)
             checksums.update((first + at, crc32c) for at, crc32c in written.items())
 
-    def _order(self, lane: Lane, order: Order) -> None:
+    def _order(self, lane: RankChannel, order: WriteOrder) -> None:
         message = msgspec.msgpack.encode(order)
         for rank, follower in self._followers[lane].items():
             try:
@@ -247,7 +252,7 @@ class Leader:
             if not message:
                 self._lose(rank, EOFError("it closed its end"))
                 break
-            told = msgspec.msgpack.decode(message, type=Told)
+            told = msgspec.msgpack.decode(message, type=WrittenShards)
             if told.number == number:
                 return told.sums
         return None
@@ -257,15 +262,15 @@ class Leader:
             log.warning("a rank is gone; blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
         self._lost = True
 
-    def _number(self, lane: Lane) -> int:
+    def _number(self, lane: RankChannel) -> int:
         self._numbers[lane] += 1
         return self._numbers[lane]
 
 
-class Follower:
+class FollowerRank:
     """Another rank's end of its lanes. On each lane, one thread at a time."""
 
-    def __init__(self, client: StoreClient, seat: Seat, path: Path, clock: Clock):
+    def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
         """Joins the leader at that path, which may be starting.
 
         Raises:
@@ -275,8 +280,8 @@ class Follower:
         self._client = client
         self._clock = clock
         deadline = Nanos(clock.now() + JOIN)
-        self._lanes = [_join(path, Hello(seat.rank, lane), deadline, clock) for lane in Lane]
-        self._early: Order | None = None  # of a save to come
+        self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
+        self._early: WriteOrder | None = None  # of a save to come
 
     def follow(self, save: SaveKey, source: Source) -> bool:
         """Write this rank's share of an urgent save, as it is ordered to; False: no order came, and none is likely to in this step.
@@ -286,7 +291,7 @@ class Follower:
         """
         while True:
             deadline = Nanos(self._clock.now() + FOLLOW)
-            order, self._early = self._early or self._next(Lane.URGENT, deadline), None
+            order, self._early = self._early or self._next(RankChannel.URGENT, deadline), None
             if order is None:
                 log.warning("the first rank orders nothing; blocks are not kept")
                 return False
@@ -294,7 +299,7 @@ class Follower:
                 self._early = order
                 return True
             if order.blocks:
-                self._do(Lane.URGENT, order, source if order.save == save else _nothing)
+                self._do(RankChannel.URGENT, order, source if order.save == save else _nothing)
             if save in order.ended:
                 return True
 
@@ -302,10 +307,10 @@ class Follower:
         """Write this rank's share of deferred blocks, as it is ordered to, until the leader is gone: saves that are over."""
         with suppress(LeaderLost):
             while True:
-                order = self._next(Lane.DEFERRED, None)
+                order = self._next(RankChannel.DEFERRED, None)
                 assert order is not None
                 if order.blocks:
-                    self._do(Lane.DEFERRED, order, source)
+                    self._do(RankChannel.DEFERRED, order, source)
                 yield order.ended
 
     def close(self) -> None:
@@ -315,7 +320,7 @@ class Follower:
                 lane.shutdown(socket.SHUT_RDWR)
             lane.close()
 
-    def _next(self, lane: Lane, deadline: Nanos | None) -> Order | None:
+    def _next(self, lane: RankChannel, deadline: Nanos | None) -> WriteOrder | None:
         connection = self._lanes[lane]
         try:
             connection.settimeout(None if deadline is None else _left(deadline, self._clock))
@@ -326,23 +331,23 @@ class Follower:
             raise LeaderLost from error
         if not message:
             raise LeaderLost
-        return msgspec.msgpack.decode(message, type=Order)
+        return msgspec.msgpack.decode(message, type=WriteOrder)
 
-    def _do(self, lane: Lane, order: Order, source: Source) -> None:
+    def _do(self, lane: RankChannel, order: WriteOrder, source: Source) -> None:
         sums: Mapping[int, int] = {}
         try:
             sums = _put(self._client, self.seat, order, source)
         finally:  # the leader waits for an answer, whatever it is
             try:
                 self._lanes[lane].settimeout(seconds(LEAD))
-                self._lanes[lane].send(msgspec.msgpack.encode(Told(order.number, dict(sums))))
+                self._lanes[lane].send(msgspec.msgpack.encode(WrittenShards(order.number, dict(sums))))
             except TimeoutError:
                 log.warning("the first rank takes no answers; blocks are not kept")
             except OSError as error:
                 raise LeaderLost from error
 
 
-def _put(client: StoreClient, seat: Seat, order: Order, source: Source) -> Mapping[int, int]:
+def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
     """Write one rank's share of the blocks of an order."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
@@ -354,11 +359,11 @@ def _put(client: StoreClient, seat: Seat, order: Order, source: Source) -> Mappi
     return sums
 
 
-def _nothing(_: BlockOf) -> None:
+def _nothing(_: SavedBlock) -> None:
     return None
 
 
-def _join(path: Path, hello: Hello, deadline: Nanos, clock: Clock) -> socket.socket:
+def _join(path: Path, hello: RankHello, deadline: Nanos, clock: Clock) -> socket.socket:
     waiting = threading.Event()
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -26,7 +26,7 @@ from fleet.requests import (
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff, Start
 from kvstore.block import blocks_for
-from workers.engines.vllm_planning import COUNTS, HANDOFF, Counts
+from workers.engines.vllm_planning import COUNTS, HANDOFF, PromptBlockCounts
 from workers.ports import EngineFacts
 
 if TYPE_CHECKING:
@@ -150,13 +150,15 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
     return tuple(result)
 
 
-def counts_at_end(output: "RequestOutput") -> Counts:
+def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
     """Where the blocks of the prompt came from, as the connector counted them."""
     params = output.kv_transfer_params or {}
-    return msgspec.convert(params.get(COUNTS, []), Counts)  # none: the connector does not follow such requests
+    return msgspec.convert(
+        params.get(COUNTS, []), PromptBlockCounts
+    )  # none: the connector does not follow such requests
 
 
-def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> Counts:
+def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:
     """The same as vLLM knows it with the first token, in tokens; the connector has put right what did not arrive.
 
     vLLM does not say which connector gave the blocks. Ours has therefore left as external only what was pulled from another
@@ -166,10 +168,10 @@ def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> C
     elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last one pulled may not be full
     pulls = start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
     direct = min(blocks_for(stats.num_external_cached_tokens, block_tokens), elsewhere) if pulls else 0
-    return Counts(engine=local, store=elsewhere - direct, direct=direct)
+    return PromptBlockCounts(engine=local, store=elsewhere - direct, direct=direct)
 
 
-def report_of(start: Start, counts: Counts, facts: EngineFacts, block_bytes: int) -> KvReport:
+def report_of(start: Start, counts: PromptBlockCounts, facts: EngineFacts, block_bytes: int) -> KvReport:
     num_tokens = len(start.tokens) // TOKEN_BYTES
     prompt_blocks = blocks_for(num_tokens, facts.block_tokens)
     known = counts.engine + counts.store + counts.direct

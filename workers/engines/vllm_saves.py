@@ -27,8 +27,8 @@ from kvstore.buffers import ByteArray
 from kvstore.client import StoreClient
 from workers.engines import vllm_ranks
 from workers.engines.vllm_memory import EngineBlocks, Source
-from workers.engines.vllm_planning import Save, StoreWork
-from workers.engines.vllm_ranks import BlockOf, Follower, Lane, Leader, LeaderLost, SaveKey
+from workers.engines.vllm_planning import BlockSave, StoreWork
+from workers.engines.vllm_ranks import FollowerRank, LeaderLost, LeaderRank, RankChannel, SavedBlock, SaveKey
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ LAG_SECONDS = 1.0  # that a rank may be behind the first one with staging
 CLOSE_SECONDS = 5.0  # for what is staged, when the engine stops
 
 
-class Keeper(Protocol):
+class BlockSaverThread(Protocol):
     """Keeps the blocks that became full. All is called by the engine's thread."""
 
     def stepped(self) -> None:
@@ -63,7 +63,7 @@ class Staged(Struct, frozen=True):
     tenant: bytes = b""
     names: list[BlockHash] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    blocks: list[BlockOf] = field(default_factory=list)
+    blocks: list[SavedBlock] = field(default_factory=list)
     saves: list[SaveKey] = field(default_factory=list)  # that these are all of
 
 
@@ -126,10 +126,10 @@ class StagingArea:
             self._free.put(slot)
 
 
-class Store(Protocol):
+class SaveStore(Protocol):
     """Where whole blocks, or the first rank's shares of them, are written to. Never for long; errors are the caller's."""
 
-    def urgent(self, save: Save, key: SaveKey, source: Source) -> None:
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
         """Write those blocks of a save that the store does not have; `source` is called in order."""
         ...
 
@@ -138,13 +138,13 @@ class Store(Protocol):
         ...
 
 
-class OneRank:
-    """`Store` of an engine with one rank."""
+class SingleRankStore:
+    """`SaveStore` of an engine with one rank."""
 
     def __init__(self, client: StoreClient):
         self._client = client
 
-    def urgent(self, save: Save, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - nobody to tell
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - nobody to tell
         self._client.write(save.names, source, tenant=save.tenant)
 
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
@@ -152,16 +152,16 @@ class OneRank:
             self._client.write(staged.names, rows, tenant=staged.tenant)
 
 
-class FirstRank:
-    """`Store` of the first of several ranks."""
+class LeaderRankStore:
+    """`SaveStore` of the first of several ranks."""
 
-    def __init__(self, leader: Leader):
+    def __init__(self, leader: LeaderRank):
         self._leader = leader
 
-    def urgent(self, save: Save, key: SaveKey, source: Source) -> None:
-        blocks = [BlockOf(key, index) for index in range(len(save.names))]
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
+        blocks = [SavedBlock(key, index) for index in range(len(save.names))]
         self._leader.write(
-            Lane.URGENT,
+            RankChannel.URGENT,
             save.names,
             blocks,
             _by_block(source),
@@ -172,7 +172,7 @@ class FirstRank:
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
         places = dict(zip(staged.blocks, rows, strict=True))
         self._leader.write(
-            Lane.DEFERRED,
+            RankChannel.DEFERRED,
             staged.names,
             staged.blocks,
             places.get,
@@ -181,10 +181,10 @@ class FirstRank:
         )
 
 
-class WritingKeeper:
+class LeadingSaver:
     """Of an engine's only rank, or the first: decides what is written when."""
 
-    def __init__(self, store: Store, blocks: EngineBlocks):
+    def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
         self._blocks = blocks
         self._area = StagingArea(blocks)
@@ -207,7 +207,7 @@ class WritingKeeper:
         for at, save in enumerate(work.deferred):
             key = (work.step, at)
             slots = self._area.take(save.block_ids)
-            blocks = [BlockOf(key, index) for index in range(len(slots))]
+            blocks = [SavedBlock(key, index) for index in range(len(slots))]
             self._staged.put(Staged(save.request_id, save.tenant, save.names[: len(slots)], slots, blocks, [key]))
 
     def close(self) -> None:
@@ -241,10 +241,10 @@ class WritingKeeper:
         self._area.give_back(staged.slots)
 
 
-class FollowingKeeper:
+class FollowingSaver:
     """Of every other rank: writes its shares when the first one says so."""
 
-    def __init__(self, follower: Follower, blocks: EngineBlocks):
+    def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower
         self._blocks = blocks
         self._area = StagingArea(blocks)
@@ -274,7 +274,7 @@ class FollowingKeeper:
         self._follower.close()
         self._writer.join(timeout=CLOSE_SECONDS)
 
-    def _write(self, key: SaveKey, save: Save) -> bool:
+    def _write(self, key: SaveKey, save: BlockSave) -> bool:
         """Write an urgent save as the first rank orders; False where it orders nothing."""
         try:
             return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
@@ -296,7 +296,7 @@ class FollowingKeeper:
             self._told = True
             log.warning("the first rank is gone; blocks are not kept any more")
 
-    def _stage(self, key: SaveKey, save: Save) -> None:
+    def _stage(self, key: SaveKey, save: BlockSave) -> None:
         slots = self._area.take(save.block_ids)
         with self._changed:
             if key in self._over:
@@ -321,7 +321,7 @@ class FollowingKeeper:
         with self._changed:
             self._lost = True
 
-    def _find(self, block: BlockOf) -> ByteArray | None:
+    def _find(self, block: SavedBlock) -> ByteArray | None:
         """This rank's share of a deferred block, which may be about to be staged; None if there was no room for it."""
         with self._changed:
             known = self._changed.wait_for(lambda: block.save in self._staged or block.save in self._over, LAG_SECONDS)

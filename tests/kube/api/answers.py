@@ -4,12 +4,12 @@ import msgspec
 from aiohttp import web
 
 from tests.kube.api import tables
-from tests.kube.api.errors import Refused
-from tests.kube.api.resources import Resource
+from tests.kube.api.errors import ApiError
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.values import Json, Object
 
 
-class Form(msgspec.Struct, frozen=True):
+class AnswerForm(msgspec.Struct, frozen=True):
     """How a client wants objects."""
 
     name: str = ""
@@ -18,7 +18,7 @@ class Form(msgspec.Struct, frozen=True):
     include: str = "Metadata"
 
 
-def form_of(request: web.Request) -> Form:
+def form_of(request: web.Request) -> AnswerForm:
     """The first form in the Accept header that this server knows."""
     for each in request.headers.get("Accept", "").split(","):
         media, *parameters = (part.strip() for part in each.split(";"))
@@ -26,13 +26,15 @@ def form_of(request: web.Request) -> Form:
         form = named.get("as", "").removesuffix("List")
         known = form in {"Table", "PartialObjectMetadata"} and named.get("g", "meta.k8s.io") == "meta.k8s.io"
         if media == "application/json" and known:
-            return Form(form, named.get("v", "v1"), request.query.get("includeObject") or "Metadata")
+            return AnswerForm(form, named.get("v", "v1"), request.query.get("includeObject") or "Metadata")
         if media in {"application/json", "*/*"} and not form:
             break
-    return Form()
+    return AnswerForm()
 
 
-def shaped(resource: Resource, item: Object, form: Form, *, headed: bool = True, bookmark: bool = False) -> Object:
+def shaped(
+    resource: ServedResource, item: Object, form: AnswerForm, *, headed: bool = True, bookmark: bool = False
+) -> Object:
     if form.name == "Table":
         metadata = {"resourceVersion": item["metadata"].get("resourceVersion", "")}
         return tables.table(resource, [] if bookmark else [item], metadata, form.include, form.version, headed=headed)
@@ -48,7 +50,7 @@ def success(details: Object | None = None) -> web.Response:
     return as_json(status | ({"details": details} if details else {}))
 
 
-def refusal(refused: Refused) -> web.Response:
+def refusal(refused: ApiError) -> web.Response:
     answer = as_json(refused.status(), refused.code)
     if refused.retry_after_seconds is not None:
         answer.headers["Retry-After"] = str(refused.retry_after_seconds)

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tests.kube.api.ages import age
-from tests.kube.api.resources import Catalogue, Column, Resource, Scale
+from tests.kube.api.resources import ResourceCatalogue, ScaleSubresource, ServedResource, TableColumn
 from tests.kube.api.selectors import selector_text
-from tests.kube.api.shapes import PREFIX, Shape
+from tests.kube.api.shapes import PREFIX, StructuralSchema
 from tests.kube.api.values import Json, Object, clone, dig, every_dict
 
 VERSION = "1.36.2"
@@ -167,8 +167,8 @@ def shapes() -> dict[str, Object]:
     return found
 
 
-def shape_of(definition: str) -> Shape:
-    return Shape(shapes()[definition], shapes())
+def shape_of(definition: str) -> StructuralSchema:
+    return StructuralSchema(shapes()[definition], shapes())
 
 
 @functools.cache
@@ -182,15 +182,15 @@ def definition_names() -> dict[tuple[str, str, str], str]:
     }
 
 
-def catalogue() -> Catalogue:
-    return Catalogue(_resources())
+def catalogue() -> ResourceCatalogue:
+    return ResourceCatalogue(_resources())
 
 
-def _resources() -> Iterator[Resource]:
+def _resources() -> Iterator[ServedResource]:
     for line in TABLE.strip().splitlines():
         api, plural, kind, scope, flags, short, *categories = line.split()
         group, _, version = api.rpartition("/")
-        yield Resource(
+        yield ServedResource(
             group=group,
             version=version,
             plural=plural,
@@ -204,7 +204,9 @@ def _resources() -> Iterator[Resource]:
             selectable=("metadata.name", "metadata.namespace", *SELECTABLE.get(plural, ())),
             has_status="S" in flags,
             has_generation="G" in flags,
-            scale=Scale(("spec", "replicas"), ("status", "replicas"), ("spec", "selector")) if "X" in flags else None,
+            scale=ScaleSubresource(("spec", "replicas"), ("status", "replicas"), ("spec", "selector"))
+            if "X" in flags
+            else None,
         )
 
 
@@ -265,48 +267,48 @@ def _count(name: str) -> Callable[[Object], str]:
     return lambda item: str(len(item.get(name) or {}))
 
 
-NAME = Column("Name", ".metadata.name", format="name")
-AGE = Column("Age", lambda item: age(item["metadata"].get("creationTimestamp")))
-COLUMNS: dict[str, tuple[Column, ...]] = {
-    "namespaces": (Column("Status", ".status.phase"), AGE),
+NAME = TableColumn("Name", ".metadata.name", format="name")
+AGE = TableColumn("Age", lambda item: age(item["metadata"].get("creationTimestamp")))
+COLUMNS: dict[str, tuple[TableColumn, ...]] = {
+    "namespaces": (TableColumn("Status", ".status.phase"), AGE),
     "pods": (
-        Column("Ready", _pods_ready),
-        Column("Status", _pod_status),
-        Column(
+        TableColumn("Ready", _pods_ready),
+        TableColumn("Status", _pod_status),
+        TableColumn(
             "Restarts",
             lambda item: sum(each.get("restartCount", 0) for each in dig(item, "status", "containerStatuses") or ()),
         ),
         AGE,
-        Column("IP", ".status.podIP", priority=1),
-        Column("Node", ".spec.nodeName", priority=1),
+        TableColumn("IP", ".status.podIP", priority=1),
+        TableColumn("Node", ".spec.nodeName", priority=1),
     ),
     "deployments": (
-        Column("Ready", _of("readyReplicas", "replicas")),
-        Column("Up-to-date", lambda item: dig(item, "status", "updatedReplicas") or 0, type="integer"),
-        Column("Available", lambda item: dig(item, "status", "availableReplicas") or 0, type="integer"),
+        TableColumn("Ready", _of("readyReplicas", "replicas")),
+        TableColumn("Up-to-date", lambda item: dig(item, "status", "updatedReplicas") or 0, type="integer"),
+        TableColumn("Available", lambda item: dig(item, "status", "availableReplicas") or 0, type="integer"),
         AGE,
     ),
-    "statefulsets": (Column("Ready", _of("readyReplicas", "replicas")), AGE),
+    "statefulsets": (TableColumn("Ready", _of("readyReplicas", "replicas")), AGE),
     "replicasets": (
-        Column("Desired", ".spec.replicas", type="integer"),
-        Column("Current", lambda item: dig(item, "status", "replicas") or 0, type="integer"),
-        Column("Ready", lambda item: dig(item, "status", "readyReplicas") or 0, type="integer"),
+        TableColumn("Desired", ".spec.replicas", type="integer"),
+        TableColumn("Current", lambda item: dig(item, "status", "replicas") or 0, type="integer"),
+        TableColumn("Ready", lambda item: dig(item, "status", "readyReplicas") or 0, type="integer"),
         AGE,
     ),
     "services": (
-        Column("Type", ".spec.type"),
-        Column("Cluster-IP", ".spec.clusterIP"),
-        Column("External-IP", lambda item: "<none>"),
-        Column("Port(s)", _ports),
+        TableColumn("Type", ".spec.type"),
+        TableColumn("Cluster-IP", ".spec.clusterIP"),
+        TableColumn("External-IP", lambda item: "<none>"),
+        TableColumn("Port(s)", _ports),
         AGE,
-        Column(
+        TableColumn(
             "Selector",
             lambda item: selector_text({"matchLabels": dig(item, "spec", "selector")}) or "<none>",
             priority=1,
         ),
     ),
-    "configmaps": (Column("Data", _count("data")), AGE),
-    "secrets": (Column("Type", ".type"), Column("Data", _count("data")), AGE),
-    "leases": (Column("Holder", ".spec.holderIdentity"), AGE),
-    "customresourcedefinitions": (Column("Created At", ".metadata.creationTimestamp", type="date"),),
+    "configmaps": (TableColumn("Data", _count("data")), AGE),
+    "secrets": (TableColumn("Type", ".type"), TableColumn("Data", _count("data")), AGE),
+    "leases": (TableColumn("Holder", ".spec.holderIdentity"), AGE),
+    "customresourcedefinitions": (TableColumn("Created At", ".metadata.creationTimestamp", type="date"),),
 }

@@ -4,15 +4,15 @@ import base64
 from collections.abc import Callable, Iterator
 
 from tests.kube.api import errors
-from tests.kube.api.errors import Cause
-from tests.kube.api.resources import Resource
+from tests.kube.api.errors import ErrorCause
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.values import Object, dig
 
 Address = Callable[[], str]
 """Gives the next free address of a Service."""
 
 
-def complete(resource: Resource, item: Object, old: Object | None, next_address: Address) -> None:
+def complete(resource: ServedResource, item: Object, old: Object | None, next_address: Address) -> None:
     """Fill in what follows from other fields, or from what was there; before the schema judges."""
     if resource.custom:
         return
@@ -126,7 +126,7 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-def further_violations(resource: Resource, item: Object, old: Object | None) -> Iterator[Cause]:
+def further_violations(resource: ServedResource, item: Object, old: Object | None) -> Iterator[ErrorCause]:
     """What the server checks beyond the schema: what an operator or a chart can get wrong."""
     if resource.custom:
         return

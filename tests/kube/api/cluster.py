@@ -13,9 +13,9 @@ from enum import StrEnum
 import msgspec
 
 from tests.kube.api import ages, builtin_kinds, builtin_rules, custom, errors, names, ownership, patching, rules
-from tests.kube.api.errors import Cause, Refused
+from tests.kube.api.errors import ApiError, ErrorCause
 from tests.kube.api.ownership import Manager
-from tests.kube.api.resources import Place, Resource
+from tests.kube.api.resources import Place, ServedResource
 from tests.kube.api.shapes import drop_nulls, fill_defaults, prune, violations
 from tests.kube.api.storage import Key, Storage
 from tests.kube.api.values import Json, Object, clone, dig, without
@@ -50,7 +50,7 @@ class Written(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-class Cluster:
+class ObjectStore:
     def __init__(self, *, chance: random.Random | None = None):
         self.storage = Storage()
         self.catalogue = builtin_kinds.catalogue()
@@ -63,7 +63,7 @@ class Cluster:
 
     # Reading.
 
-    def get(self, resource: Resource, namespace: str, name: str) -> Object:
+    def get(self, resource: ServedResource, namespace: str, name: str) -> Object:
         """As stored: to be copied before it is changed.
 
         Raises:
@@ -76,14 +76,14 @@ class Cluster:
 
     # Writing.
 
-    def create(self, resource: Resource, namespace: str, body: Json, options: Options) -> Written:
+    def create(self, resource: ServedResource, namespace: str, body: Json, options: Options) -> Written:
         item = _decoded(resource, body)
         metadata = item["metadata"]
         self._check_namespace(resource, namespace, metadata)
         if not metadata.get("name") and metadata.get("generateName"):
             metadata["name"] = names.generated(metadata["generateName"], self._chance)
         if metadata.get("resourceVersion") not in {None, ""}:
-            raise Refused("BadRequest", "resourceVersion should not be set on objects to be created")
+            raise ApiError("BadRequest", "resourceVersion should not be set on objects to be created")
         if not metadata.get("name"):
             cause = errors.required("metadata.name", "name or generateName is required")
             raise errors.invalid(resource.group, resource.kind, metadata.get("name", ""), [cause])
@@ -106,10 +106,10 @@ class Cluster:
         )
         return Written(self._keep(resource, namespace, item, options), created=True, warnings=warnings)
 
-    def replace(self, resource: Resource, namespace: str, name: str, body: Json, options: Options) -> Written:
+    def replace(self, resource: ServedResource, namespace: str, name: str, body: Json, options: Options) -> Written:
         item = _decoded(resource, body)
         if item["metadata"].setdefault("name", name) != name:
-            raise Refused(
+            raise ApiError(
                 "BadRequest",
                 f"the name of the object ({item['metadata']['name']}) does not match the name on the URL ({name})",
             )
@@ -121,7 +121,9 @@ class Cluster:
             raise errors.invalid(resource.group, resource.kind, name, [cause])
         return self._change(resource, namespace, old, item, options)
 
-    def patch(self, resource: Resource, namespace: str, name: str, kind: str, body: Json, options: Options) -> Written:
+    def patch(
+        self, resource: ServedResource, namespace: str, name: str, kind: str, body: Json, options: Options
+    ) -> Written:
         """`kind` is the media type of the patch, less `application/` and suffix: `merge-patch`, `json-patch`, ...
 
         Raises:
@@ -133,28 +135,28 @@ class Cluster:
         if kind == "json-patch":
             item = patching.json_patch(old, body, group=resource.group, kind=resource.plural)
         elif not isinstance(body, dict):
-            raise Refused("BadRequest", "the body of the patch is not an object")
+            raise ApiError("BadRequest", "the body of the patch is not an object")
         elif kind == "merge-patch":
             item = clone(patching.merge_patch(old, body))
         elif kind == "strategic-merge-patch" and not resource.custom:
             item = patching.strategic_merge(old, body, resource.shape)
         else:
             known = ["application/json-patch+json", "application/merge-patch+json", "application/apply-patch+yaml"]
-            raise Refused(
+            raise ApiError(
                 "UnsupportedMediaType",
                 f"the body of the request was in an unknown format - accepted media types include: {', '.join(known)}",
             )
         return self._change(resource, namespace, old, _decoded(resource, item), options)
 
-    def _apply(self, resource: Resource, namespace: str, name: str, body: Json, options: Options) -> Written:
+    def _apply(self, resource: ServedResource, namespace: str, name: str, body: Json, options: Options) -> Written:
         applied = _decoded(resource, body)
         metadata = applied["metadata"]
         if metadata.setdefault("name", name) != name:
-            raise Refused(
+            raise ApiError(
                 "BadRequest", f"the name of the object ({metadata['name']}) does not match the name on the URL ({name})"
             )
         if metadata.get("managedFields"):
-            raise Refused("BadRequest", "metadata.managedFields must be nil")
+            raise ApiError("BadRequest", "metadata.managedFields must be nil")
         self._check_namespace(resource, namespace, metadata, exists=False)
         drop_nulls(applied, resource.shape)
         unknown = _refuse_unknown(resource, applied, options)
@@ -180,7 +182,7 @@ class Cluster:
 
     def _change(
         self,
-        resource: Resource,
+        resource: ServedResource,
         namespace: str,
         old: Object,
         item: Object,
@@ -199,7 +201,7 @@ class Cluster:
                 f"Precondition failed: UID in precondition: {before['uid']}, UID in object meta: {uid}",
             )
         if metadata.get("namespace", namespace) != namespace or metadata.get("name") != name:
-            raise Refused("BadRequest", "the name and namespace of an object cannot be changed")
+            raise ApiError("BadRequest", "the name and namespace of an object cannot be changed")
         for field in (
             "name",
             "namespace",
@@ -236,7 +238,7 @@ class Cluster:
             return Written(old, warnings=warnings)
         return Written(self._keep(resource, namespace, item, options), warnings=warnings)
 
-    def _admit(self, resource: Resource, item: Object, old: Object | None, options: Options) -> tuple[str, ...]:
+    def _admit(self, resource: ServedResource, item: Object, old: Object | None, options: Options) -> tuple[str, ...]:
         """Defaults and checks; the warnings for the sender."""
         name = item["metadata"].get("name", "")
         if resource.custom:
@@ -255,7 +257,7 @@ class Cluster:
         causes += violations(item, resource.shape)
         mistyped = [each for each in causes if "must be of type" in each.message and not resource.custom]
         if mistyped:
-            raise Refused(
+            raise ApiError(
                 "BadRequest",
                 f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: {mistyped[0]}',
             )
@@ -269,7 +271,7 @@ class Cluster:
             raise errors.invalid(resource.group, resource.kind, name, causes[:CAUSES_SHOWN])
         return warnings
 
-    def _keep(self, resource: Resource, namespace: str, item: Object, options: Options) -> Object:
+    def _keep(self, resource: ServedResource, namespace: str, item: Object, options: Options) -> Object:
         """Store an object; or remove it, if that is what it waited for."""
         key = _key(resource, namespace, item["metadata"]["name"])
         if options.dry_run:
@@ -294,7 +296,7 @@ class Cluster:
     # Deletion.
 
     def delete(
-        self, resource: Resource, namespace: str, name: str, wanted: Object, *, dry_run: bool = False
+        self, resource: ServedResource, namespace: str, name: str, wanted: Object, *, dry_run: bool = False
     ) -> tuple[Object, bool]:
         """Delete an object, or mark it. `wanted` are DeleteOptions. The object as it was last, and whether it is gone.
 
@@ -341,7 +343,7 @@ class Cluster:
             return item, gone
         return item, False
 
-    def release(self, resource: Resource, key: Key, *finalizers: str) -> None:
+    def release(self, resource: ServedResource, key: Key, *finalizers: str) -> None:
         """Take finalizers off an object that is being deleted; the controllers' way to let it go."""
         old = self.storage.get(resource.place, key)
         if old is None:
@@ -358,7 +360,7 @@ class Cluster:
             ]
         self._keep(resource, key[0], item, Options())
 
-    def _removed(self, resource: Resource, key: Key) -> Object:
+    def _removed(self, resource: ServedResource, key: Key) -> Object:
         last = self.storage.remove(resource.place, key)
         if resource.place == custom.PLACE:
             self.catalogue.replace(_place_of(last), ())
@@ -381,12 +383,14 @@ class Cluster:
 
     # Details.
 
-    def _check_namespace(self, resource: Resource, namespace: str, metadata: Object, *, exists: bool = True) -> None:
+    def _check_namespace(
+        self, resource: ServedResource, namespace: str, metadata: Object, *, exists: bool = True
+    ) -> None:
         if not resource.namespaced:
             metadata.pop("namespace", None)
             return
         if metadata.setdefault("namespace", namespace) != namespace:
-            raise Refused(
+            raise ApiError(
                 "BadRequest", "the namespace of the provided object does not match the namespace sent on the request"
             )
         if not exists:
@@ -414,39 +418,39 @@ class Cluster:
 CLEAN = custom.CLEANUP
 
 
-def as_version(item: Object, resource: Resource) -> Object:
+def as_version(item: Object, resource: ServedResource) -> Object:
     """In the version asked for; versions of a custom kind differ in nothing else (conversion `None`)."""
     return item if item["apiVersion"] == resource.api_version else item | {"apiVersion": resource.api_version}
 
 
-def _decoded(resource: Resource, body: Json) -> Object:
+def _decoded(resource: ServedResource, body: Json) -> Object:
     if not isinstance(body, dict):
-        raise Refused("BadRequest", f"the body is no {resource.kind}")
+        raise ApiError("BadRequest", f"the body is no {resource.kind}")
     item = clone(body)
     for field, expected in (("apiVersion", resource.api_version), ("kind", resource.kind)):
         if item.setdefault(field, expected) != expected:
-            raise Refused(
+            raise ApiError(
                 "BadRequest",
                 f"the {field} in the data ({item[field]}) does not match the expected {field} ({expected})",
             )
     metadata = item.setdefault("metadata", {})
     if not isinstance(metadata, dict):
-        raise Refused("BadRequest", "metadata must be an object")
+        raise ApiError("BadRequest", "metadata must be an object")
     return item
 
 
-def _refuse_unknown(resource: Resource, item: Object, options: Options) -> tuple[str, ...]:
+def _refuse_unknown(resource: ServedResource, item: Object, options: Options) -> tuple[str, ...]:
     unknown = prune(item, resource.shape)
     if unknown and options.validation is Validation.STRICT:
         text = ", ".join(f'unknown field "{each}"' for each in unknown)
-        raise Refused(
+        raise ApiError(
             "BadRequest",
             f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: strict decoding error: {text}',
         )
     return tuple(f'unknown field "{each}"' for each in unknown) if options.validation is Validation.WARN else ()
 
 
-def _only(applied: Object, subresource: str, resource: Resource) -> None:
+def _only(applied: Object, subresource: str, resource: ServedResource) -> None:
     """What may be applied here: the status through its subresource, the rest through the object."""
     if subresource == "status":
         for name in list(applied):
@@ -461,7 +465,7 @@ def _only(applied: Object, subresource: str, resource: Resource) -> None:
         applied.pop("status", None)
 
 
-def _new_finalizers(item: Object, old: Object | None) -> list[Cause]:
+def _new_finalizers(item: Object, old: Object | None) -> list[ErrorCause]:
     if old is None or not old["metadata"].get("deletionTimestamp"):
         return []
     new = sorted(set(item["metadata"].get("finalizers") or ()) - set(old["metadata"].get("finalizers") or ()))
@@ -472,11 +476,11 @@ def _new_finalizers(item: Object, old: Object | None) -> list[Cause]:
     return [errors.forbidden_field("metadata.finalizers", text)]
 
 
-def _wanted(resource: Resource, item: Object) -> Object:
+def _wanted(resource: ServedResource, item: Object) -> Object:
     return without(item, "metadata", *(["status"] if resource.has_status else []))
 
 
-def _held(resource: Resource, item: Object) -> bool:
+def _held(resource: ServedResource, item: Object) -> bool:
     """Whether something still has to happen before a deleted object may go."""
     if item["metadata"].get("finalizers"):
         return True
@@ -485,7 +489,7 @@ def _held(resource: Resource, item: Object) -> bool:
     return bool(resource.place == PODS and item["metadata"].get("deletionGracePeriodSeconds"))
 
 
-def _grace_seconds(resource: Resource, item: Object, wanted: Object) -> int:
+def _grace_seconds(resource: ServedResource, item: Object, wanted: Object) -> int:
     """Pods that run somewhere are given time; their kubelet deletes them for good, with no grace."""
     if (
         resource.place != PODS
@@ -497,7 +501,7 @@ def _grace_seconds(resource: Resource, item: Object, wanted: Object) -> int:
     return dig(item, "spec", "terminationGracePeriodSeconds") or 0 if asked is None else asked
 
 
-def _key(resource: Resource, namespace: str, name: str) -> Key:
+def _key(resource: ServedResource, namespace: str, name: str) -> Key:
     return (namespace if resource.namespaced else ""), name
 
 

@@ -4,19 +4,19 @@ An API server alone does neither, and nor does this one unless these are switche
 controllers here.
 """
 
-from tests.kube.api.cluster import NAMESPACES, Cluster
+from tests.kube.api.cluster import NAMESPACES, ObjectStore
 from tests.kube.api.resources import Place
 from tests.kube.api.storage import Key
 from tests.kube.api.values import Object, clone, dig
 
 
-def settle(cluster: Cluster) -> None:
+def settle(cluster: ObjectStore) -> None:
     """Do what is to be done, until nothing is."""
     while _collect(cluster) or _empty_namespaces(cluster):
         pass
 
 
-def _collect(cluster: Cluster) -> bool:
+def _collect(cluster: ObjectStore) -> bool:
     """One round of garbage collection; whether it changed anything."""
     everything = list(cluster.storage.everything())
     by_uid = {item["metadata"]["uid"]: (place, key, item) for place, key, item in everything}
@@ -49,7 +49,7 @@ def _collect(cluster: Cluster) -> bool:
     return cluster.storage.revision != revision
 
 
-def _empty_namespaces(cluster: Cluster) -> bool:
+def _empty_namespaces(cluster: ObjectStore) -> bool:
     revision = cluster.storage.revision
     for namespace in cluster.storage.items(NAMESPACES):
         name = namespace["metadata"]["name"]
@@ -69,13 +69,13 @@ def _blocks(item: Object, uid: str) -> bool:
     )
 
 
-def _delete(cluster: Cluster, place: Place, key: Key, policy: str) -> None:
+def _delete(cluster: ObjectStore, place: Place, key: Key, policy: str) -> None:
     item = cluster.storage.get(place, key)
     if item is not None and not item["metadata"].get("deletionTimestamp"):
         cluster.delete(cluster.catalogue.at(place), *key, {"propagationPolicy": policy})
 
 
-def _drop_owners(cluster: Cluster, place: Place, key: Key, uids: set[str]) -> None:
+def _drop_owners(cluster: ObjectStore, place: Place, key: Key, uids: set[str]) -> None:
     item = cluster.storage.get(place, key)
     if item is None:
         return

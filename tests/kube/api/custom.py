@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from tests.kube.api import ages, errors, rules
 from tests.kube.api.builtin_kinds import META, shapes
-from tests.kube.api.errors import Cause
+from tests.kube.api.errors import ErrorCause
 from tests.kube.api.jsonpath import BadPath, steps
-from tests.kube.api.resources import Catalogue, Column, Resource, Scale
-from tests.kube.api.shapes import Shape
+from tests.kube.api.resources import ResourceCatalogue, ScaleSubresource, ServedResource, TableColumn
+from tests.kube.api.shapes import StructuralSchema
 from tests.kube.api.values import Object, clone, dig, within
 
 PLACE = ("apiextensions.k8s.io", "customresourcedefinitions")
@@ -16,13 +16,13 @@ BOOLEANS = frozenset({"n", "y", "no", "yes", "on", "off"})
 """YAML 1.1 reads such a field name as a boolean, and kubectl with it. A real server takes them; this one says no, to spare users."""
 
 
-def resources_of(definition: Object) -> list[Resource]:
+def resources_of(definition: Object) -> list[ServedResource]:
     """One for each served version."""
     spec, names = definition["spec"], definition["spec"]["names"]
     return [_resource(definition, spec, names, version) for version in spec["versions"] if version.get("served")]
 
 
-def _resource(definition: Object, spec: Object, names: Object, version: Object) -> Resource:
+def _resource(definition: Object, spec: Object, names: Object, version: Object) -> ServedResource:
     schema = dig(version, "schema", "openAPIV3Schema") or {
         "type": "object",
         "x-kubernetes-preserve-unknown-fields": True,
@@ -36,7 +36,7 @@ def _resource(definition: Object, spec: Object, names: Object, version: Object) 
     subresources = version.get("subresources") or {}
     scale = subresources.get("scale")
     columns = tuple(
-        Column(
+        TableColumn(
             each["name"],
             each["jsonPath"],
             type=each["type"],
@@ -46,17 +46,17 @@ def _resource(definition: Object, spec: Object, names: Object, version: Object) 
         )
         for each in version.get("additionalPrinterColumns") or ()
     )
-    return Resource(
+    return ServedResource(
         group=spec["group"],
         version=version["name"],
         plural=names["plural"],
         kind=names["kind"],
         singular=names.get("singular") or names["kind"].lower(),
         namespaced=spec["scope"] == "Namespaced",
-        shape=Shape(root, shapes()),
+        shape=StructuralSchema(root, shapes()),
         short_names=tuple(names.get("shortNames") or ()),
         categories=tuple(names.get("categories") or ()),
-        columns=columns or (Column("Age", ".metadata.creationTimestamp", type="date"),),
+        columns=columns or (TableColumn("Age", ".metadata.creationTimestamp", type="date"),),
         selectable=(
             "metadata.name",
             "metadata.namespace",
@@ -66,7 +66,7 @@ def _resource(definition: Object, spec: Object, names: Object, version: Object) 
         has_generation=True,
         scale=None
         if scale is None
-        else Scale(
+        else ScaleSubresource(
             _path(scale["specReplicasPath"]),
             _path(scale["statusReplicasPath"]),
             _path(scale["labelSelectorPath"]) if scale.get("labelSelectorPath") else None,
@@ -122,7 +122,7 @@ def establish(definition: Object) -> Object:
     return found
 
 
-def violations(definition: Object, catalogue: Catalogue) -> Iterator[Cause]:
+def violations(definition: Object, catalogue: ResourceCatalogue) -> Iterator[ErrorCause]:
     spec = definition.get("spec") or {}
     group, names = spec.get("group", ""), spec.get("names") or {}
     wanted = f"{names.get('plural')}.{group}"
@@ -160,7 +160,7 @@ def violations(definition: Object, catalogue: Catalogue) -> Iterator[Cause]:
                 )
 
 
-def _schema_violations(node: Object, path: str) -> Iterator[Cause]:
+def _schema_violations(node: Object, path: str) -> Iterator[ErrorCause]:
     """Whether a schema is structural, and its rules compile."""
     if (
         not node.get("type")

@@ -3,7 +3,7 @@
 import itertools
 
 from tests.kube.api import builtin_kinds
-from tests.kube.api.resources import Catalogue, Resource
+from tests.kube.api.resources import ResourceCatalogue, ServedResource
 from tests.kube.api.values import Object
 
 VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
@@ -25,7 +25,7 @@ def version() -> Object:
     }
 
 
-def groups(catalogue: Catalogue) -> list[Object]:
+def groups(catalogue: ResourceCatalogue) -> list[Object]:
     found: dict[str, list[str]] = {}
     for each in catalogue:
         if each.group and each.version not in found.setdefault(each.group, []):
@@ -38,7 +38,7 @@ def group(name: str, versions: list[str]) -> Object:
     return {"name": name, "versions": listed, "preferredVersion": listed[0]}
 
 
-def resource_list(catalogue: Catalogue, group: str, version: str) -> Object | None:
+def resource_list(catalogue: ResourceCatalogue, group: str, version: str) -> Object | None:
     """What one version of a group serves; None if there is no such."""
     found = [each for each in catalogue if (each.group, each.version) == (group, version)]
     if not found:
@@ -47,7 +47,7 @@ def resource_list(catalogue: Catalogue, group: str, version: str) -> Object | No
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": found[0].api_version, "resources": listed}
 
 
-def _listed(resource: Resource) -> list[Object]:
+def _listed(resource: ServedResource) -> list[Object]:
     whole = {
         "name": resource.plural,
         "singularName": resource.singular,
@@ -66,7 +66,7 @@ def _listed(resource: Resource) -> list[Object]:
     return [whole, *parts]
 
 
-def _parts(resource: Resource) -> list[tuple[str, Object]]:
+def _parts(resource: ServedResource) -> list[tuple[str, Object]]:
     parts: list[tuple[str, Object]] = []
     if resource.has_status:
         parts.append(("status", {"kind": resource.kind, "verbs": OF_SUBRESOURCES}))
@@ -78,7 +78,7 @@ def _parts(resource: Resource) -> list[tuple[str, Object]]:
     return parts
 
 
-def aggregated(catalogue: Catalogue, *, legacy: bool, version: str) -> Object:
+def aggregated(catalogue: ResourceCatalogue, *, legacy: bool, version: str) -> Object:
     """All groups in one document, the nameless one apart, as clients have asked for since 1.26."""
     names = list(dict.fromkeys(each.group for each in catalogue if bool(each.group) != legacy))
     items = []
@@ -103,7 +103,7 @@ def aggregated(catalogue: Catalogue, *, legacy: bool, version: str) -> Object:
     }
 
 
-def _described(resource: Resource) -> Object:
+def _described(resource: ServedResource) -> Object:
     kind = {"group": resource.group, "version": resource.version, "kind": resource.kind}
     parts = [
         {

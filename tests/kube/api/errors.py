@@ -7,7 +7,7 @@ import msgspec
 from tests.kube.api.values import Json, Object
 
 
-class Cause(msgspec.Struct, frozen=True):
+class ErrorCause(msgspec.Struct, frozen=True):
     """One thing that is wrong with an object."""
 
     reason: str
@@ -18,33 +18,33 @@ class Cause(msgspec.Struct, frozen=True):
         return f"{self.field}: {self.message}"
 
 
-def invalid_value(field: str, value: Json, text: str) -> Cause:
-    return Cause("FieldValueInvalid", f"Invalid value: {brief(value)}: {text}", field)
+def invalid_value(field: str, value: Json, text: str) -> ErrorCause:
+    return ErrorCause("FieldValueInvalid", f"Invalid value: {brief(value)}: {text}", field)
 
 
-def required(field: str, text: str = "") -> Cause:
-    return Cause("FieldValueRequired", "Required value" + (f": {text}" if text else ""), field)
+def required(field: str, text: str = "") -> ErrorCause:
+    return ErrorCause("FieldValueRequired", "Required value" + (f": {text}" if text else ""), field)
 
 
-def not_supported(field: str, value: Json, allowed: list[Json]) -> Cause:
+def not_supported(field: str, value: Json, allowed: list[Json]) -> ErrorCause:
     listed = ", ".join(brief(each) for each in allowed)
-    return Cause("FieldValueNotSupported", f"Unsupported value: {brief(value)}: supported values: {listed}", field)
+    return ErrorCause("FieldValueNotSupported", f"Unsupported value: {brief(value)}: supported values: {listed}", field)
 
 
-def duplicate(field: str, value: Json) -> Cause:
-    return Cause("FieldValueDuplicate", f"Duplicate value: {brief(value)}", field)
+def duplicate(field: str, value: Json) -> ErrorCause:
+    return ErrorCause("FieldValueDuplicate", f"Duplicate value: {brief(value)}", field)
 
 
-def forbidden_field(field: str, text: str) -> Cause:
-    return Cause("FieldValueForbidden", f"Forbidden: {text}", field)
+def forbidden_field(field: str, text: str) -> ErrorCause:
+    return ErrorCause("FieldValueForbidden", f"Forbidden: {text}", field)
 
 
-def too_long(field: str, limit: int) -> Cause:
-    return Cause("FieldValueTooLong", f"Too long: may not be more than {limit} bytes", field)
+def too_long(field: str, limit: int) -> ErrorCause:
+    return ErrorCause("FieldValueTooLong", f"Too long: may not be more than {limit} bytes", field)
 
 
-def too_many(field: str, count: int, limit: int) -> Cause:
-    return Cause("FieldValueTooMany", f"Too many: {count}: must have at most {limit} items", field)
+def too_many(field: str, count: int, limit: int) -> ErrorCause:
+    return ErrorCause("FieldValueTooMany", f"Too many: {count}: must have at most {limit} items", field)
 
 
 def brief(value: Json) -> str:
@@ -83,7 +83,7 @@ CODES: dict[Reason, int] = {
 }
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """A request that gets a `Status` with an error code for an answer."""
 
     def __init__(
@@ -117,23 +117,23 @@ class Refused(Exception):
         return answer | {"code": self.code}
 
 
-def not_found(group: str, plural: str, name: str) -> Refused:
+def not_found(group: str, plural: str, name: str) -> ApiError:
     where = f"{plural}.{group}" if group else plural
-    return Refused("NotFound", f'{where} "{name}" not found', details=_details(group, plural, name))
+    return ApiError("NotFound", f'{where} "{name}" not found', details=_details(group, plural, name))
 
 
-def already_exists(group: str, plural: str, name: str) -> Refused:
+def already_exists(group: str, plural: str, name: str) -> ApiError:
     where = f"{plural}.{group}" if group else plural
-    return Refused("AlreadyExists", f'{where} "{name}" already exists', details=_details(group, plural, name))
+    return ApiError("AlreadyExists", f'{where} "{name}" already exists', details=_details(group, plural, name))
 
 
-def conflict(group: str, plural: str, name: str, why: str) -> Refused:
+def conflict(group: str, plural: str, name: str, why: str) -> ApiError:
     where = f"{plural}.{group}" if group else plural
     message = f'Operation cannot be fulfilled on {where} "{name}": {why}'
-    return Refused("Conflict", message, details=_details(group, plural, name))
+    return ApiError("Conflict", message, details=_details(group, plural, name))
 
 
-def stale(group: str, plural: str, name: str) -> Refused:
+def stale(group: str, plural: str, name: str) -> ApiError:
     return conflict(
         group,
         plural,
@@ -142,25 +142,25 @@ def stale(group: str, plural: str, name: str) -> Refused:
     )
 
 
-def forbidden(group: str, plural: str, name: str, why: str) -> Refused:
+def forbidden(group: str, plural: str, name: str, why: str) -> ApiError:
     where = f"{plural}.{group}" if group else plural
     named = f'{where} "{name}"' if name else where
-    return Refused("Forbidden", f"{named} is forbidden: {why}", details=_details(group, plural, name))
+    return ApiError("Forbidden", f"{named} is forbidden: {why}", details=_details(group, plural, name))
 
 
-def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> Refused:
+def invalid(group: str, kind: str, name: str, causes: list[ErrorCause]) -> ApiError:
     where = f"{kind}.{group}" if group else kind
     text = str(causes[0]) if len(causes) == 1 else "[" + ", ".join(str(each) for each in causes) + "]"
     details = _details(group, kind, name) | {"causes": [msgspec.to_builtins(each) for each in causes]}
-    return Refused("Invalid", f'{where} "{name}" is invalid: {text}', details=details)
+    return ApiError("Invalid", f'{where} "{name}" is invalid: {text}', details=details)
 
 
-def no_such_path() -> Refused:
-    return Refused("NotFound", "the server could not find the requested resource", details={})
+def no_such_path() -> ApiError:
+    return ApiError("NotFound", "the server could not find the requested resource", details={})
 
 
-def expired(asked: int, oldest: int) -> Refused:
-    return Refused("Expired", f"too old resource version: {asked} ({oldest})")
+def expired(asked: int, oldest: int) -> ApiError:
+    return ApiError("Expired", f"too old resource version: {asked} ({oldest})")
 
 
 def _details(group: str, kind: str, name: str) -> Object:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 
 from tests.kube.api import errors
-from tests.kube.api.errors import Cause
-from tests.kube.api.resources import Resource
+from tests.kube.api.errors import ErrorCause
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.values import Json, Object
 
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -43,7 +43,7 @@ def generated(prefix: str, chance: random.Random) -> str:
     return prefix[:58] + "".join(chance.choices(ALPHABET, k=5))
 
 
-def metadata_violations(resource: Resource, metadata: Object) -> Iterator[Cause]:
+def metadata_violations(resource: ServedResource, metadata: Object) -> Iterator[ErrorCause]:
     name = metadata.get("name", "")
     pattern, longest, words = RULES[BY_KIND.get(resource.kind, "subdomain") if not resource.custom else "subdomain"]
     if not re.fullmatch(pattern, name):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from tests.kube.api import builtin_kinds
 from tests.kube.api.builtin_kinds import META, definitions
-from tests.kube.api.resources import Catalogue, Resource
+from tests.kube.api.resources import ResourceCatalogue, ServedResource
 from tests.kube.api.shapes import PREFIX, REF
 from tests.kube.api.values import Json, Object, every_dict, without
 
@@ -32,7 +32,7 @@ ONLY_OURS = ("x-kubernetes-validations", "nullable", "anyOf", "oneOf", "not", "d
 class Documents:
     """The documents of a catalogue; made when they are asked for, and anew when the catalogue has changed."""
 
-    def __init__(self, catalogue: Catalogue):
+    def __init__(self, catalogue: ResourceCatalogue):
         self._catalogue = catalogue
         self._made: dict[str, tuple[int, bytes]] = {}
 
@@ -77,7 +77,7 @@ class Documents:
         }
 
 
-def _third(served: list[Resource]) -> Object:
+def _third(served: list[ServedResource]) -> Object:
     paths: Object = {}
     for each in served:
         parameters = [
@@ -103,14 +103,14 @@ def _third(served: list[Resource]) -> Object:
     return json.loads(json.dumps(document).replace(f'"{PREFIX}', f'"{V3_PREFIX}'))
 
 
-def definition_name(resource: Resource) -> str:
+def definition_name(resource: ServedResource) -> str:
     """As Kubernetes names it: the group backwards, for custom kinds."""
     if resource.custom:
         return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
     return builtin_kinds.definition_names()[resource.group, resource.version, resource.kind]
 
 
-def _definitions(served: Iterable[Resource], *, second: bool) -> dict[str, Object]:
+def _definitions(served: Iterable[ServedResource], *, second: bool) -> dict[str, Object]:
     """Those of what is served, and all that they refer to."""
     found: dict[str, Object] = {}
     custom = {definition_name(each): each for each in served if each.custom}
@@ -124,7 +124,7 @@ def _definitions(served: Iterable[Resource], *, second: bool) -> dict[str, Objec
     return found
 
 
-def _custom(resource: Resource, *, second: bool) -> Object:
+def _custom(resource: ServedResource, *, second: bool) -> Object:
     schema = resource.schema or {"type": "object"}
     shown = _second_form(schema) if second else schema
     metadata = {"description": "Standard object's metadata.", REF: f"{PREFIX}{META}ObjectMeta"}
@@ -159,12 +159,12 @@ def _root(group: str, version: str) -> str:
     return f"/apis/{group}/{version}" if group else f"/api/{version}"
 
 
-def _path(resource: Resource) -> str:
+def _path(resource: ServedResource) -> str:
     scope = "/namespaces/{namespace}" if resource.namespaced else ""
     return f"{_root(resource.group, resource.version)}{scope}/{resource.plural}/{{name}}"
 
 
-def _gvk(resource: Resource) -> Object:
+def _gvk(resource: ServedResource) -> Object:
     return {"group": resource.group, "version": resource.version, "kind": resource.kind}
 
 

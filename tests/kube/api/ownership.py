@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tests.kube.api.errors import Refused
-from tests.kube.api.shapes import Shape
+from tests.kube.api.errors import ApiError
+from tests.kube.api.shapes import StructuralSchema
 from tests.kube.api.values import Json, Object, clone
 
 Path = tuple[str, ...]
@@ -58,12 +58,12 @@ class Manager(msgspec.Struct, frozen=True):
         return text if self.operation == "Apply" else f"{text} using {self.version}"
 
 
-class Claim(msgspec.Struct, frozen=True):
+class FieldClaim(msgspec.Struct, frozen=True):
     fields: Fields
     time: str
 
 
-Claims = dict[Manager, Claim]
+Claims = dict[Manager, FieldClaim]
 
 
 def claims_of(metadata: Object) -> Claims:
@@ -75,7 +75,7 @@ def claims_of(metadata: Object) -> Claims:
             entry.get("apiVersion", ""),
             entry.get("subresource", ""),
         )
-        found[manager] = Claim(frozenset(_paths(entry.get("fieldsV1") or {})), entry.get("time", ""))
+        found[manager] = FieldClaim(frozenset(_paths(entry.get("fieldsV1") or {})), entry.get("time", ""))
     return found
 
 
@@ -100,23 +100,25 @@ def write_claims(metadata: Object, claims: Claims) -> None:
         metadata.pop("managedFields", None)
 
 
-def claims_after_write(claims: Claims, manager: Manager, old: Object, new: Object, shape: Shape, now: str) -> Claims:
+def claims_after_write(
+    claims: Claims, manager: Manager, old: Object, new: Object, shape: StructuralSchema, now: str
+) -> Claims:
     """Rule 1."""
     before, after = _with_values(old, shape), _with_values(new, shape)
     changed = frozenset(path for path, value in after.items() if path not in before or before[path] != value) - UNOWNED
     gone = frozenset(before) - frozenset(after)
     kept = {
-        each: Claim(claim.fields - gone - (NOTHING if each == manager else changed), claim.time)
+        each: FieldClaim(claim.fields - gone - (NOTHING if each == manager else changed), claim.time)
         for each, claim in claims.items()
     }
-    mine = kept.get(manager, Claim(NOTHING, now))
+    mine = kept.get(manager, FieldClaim(NOTHING, now))
     fields = mine.fields | changed
-    kept[manager] = Claim(fields, now if changed else mine.time)
+    kept[manager] = FieldClaim(fields, now if changed else mine.time)
     return kept
 
 
 def apply(
-    live: Object | None, applied: Object, manager: Manager, shape: Shape, now: str, *, force: bool
+    live: Object | None, applied: Object, manager: Manager, shape: StructuralSchema, now: str, *, force: bool
 ) -> tuple[Object, Claims]:
     """The object after an apply, and who then owns what. `applied` is as it was sent, less what may not be set this way.
 
@@ -132,9 +134,11 @@ def apply(
     contested = {each: common for each, claim in others.items() if (common := claim.fields & changed & listed)}
     if contested and not force:
         raise _conflict(contested)
-    others = {each: Claim(claim.fields - contested.get(each, NOTHING), claim.time) for each, claim in others.items()}
+    others = {
+        each: FieldClaim(claim.fields - contested.get(each, NOTHING), claim.time) for each, claim in others.items()
+    }
 
-    mine = claims.get(manager, Claim(NOTHING, now))
+    mine = claims.get(manager, FieldClaim(NOTHING, now))
     still_owned = {
         path[:length] for claim in others.values() for path in claim.fields for length in range(1, len(path) + 1)
     }
@@ -144,14 +148,14 @@ def apply(
         _remove(merged, path, shape)
 
     after = _with_values(merged, shape)
-    others = {each: Claim(claim.fields & frozenset(after), claim.time) for each, claim in others.items()}
-    return merged, others | {manager: Claim(listed, now if listed != mine.fields else mine.time)}
+    others = {each: FieldClaim(claim.fields & frozenset(after), claim.time) for each, claim in others.items()}
+    return merged, others | {manager: FieldClaim(listed, now if listed != mine.fields else mine.time)}
 
 
 _ABSENT = object()
 
 
-def _conflict(contested: dict[Manager, Fields]) -> Refused:
+def _conflict(contested: dict[Manager, Fields]) -> ApiError:
     found = [(str(each), readable(path)) for each, paths in contested.items() for path in sorted(paths)]
     causes = [
         {"reason": "FieldManagerConflict", "message": f"conflict with {who}", "field": path} for who, path in found
@@ -164,7 +168,7 @@ def _conflict(contested: dict[Manager, Fields]) -> Refused:
             f"conflicts with {each}:\n" + "".join(f"- {readable(path)}\n" for path in sorted(paths))
             for each, paths in contested.items()
         )
-    return Refused("Conflict", f"Apply failed with {len(found)} {many}: {said}", details={"causes": causes})
+    return ApiError("Conflict", f"Apply failed with {len(found)} {many}: {said}", details={"causes": causes})
 
 
 def readable(path: Path) -> str:
@@ -180,7 +184,7 @@ def readable(path: Path) -> str:
     return text
 
 
-def _key(shape: Shape, item: Object) -> str:
+def _key(shape: StructuralSchema, item: Object) -> str:
     return "k:" + json.dumps(dict(sorted(shape.keys_of(item).items())), separators=(",", ":"))
 
 
@@ -188,7 +192,7 @@ def _member(value: Json) -> str:
     return "v:" + json.dumps(value, separators=(",", ":"))
 
 
-def _owned(value: Object, shape: Shape, path: Path = ()) -> Iterator[Path]:
+def _owned(value: Object, shape: StructuralSchema, path: Path = ()) -> Iterator[Path]:
     """What an applied object claims: leaves, empty maps, and items of lists."""
     for name, each in value.items():
         at = (*path, f"f:{name}")
@@ -203,7 +207,7 @@ def _owned(value: Object, shape: Shape, path: Path = ()) -> Iterator[Path]:
             yield at
 
 
-def _owned_items(items: list[Json], shape: Shape, path: Path) -> Iterator[Path]:
+def _owned_items(items: list[Json], shape: StructuralSchema, path: Path) -> Iterator[Path]:
     for item in items:
         if shape.list_type == "map" and isinstance(item, dict):
             at = (*path, _key(shape, item))
@@ -213,14 +217,14 @@ def _owned_items(items: list[Json], shape: Shape, path: Path) -> Iterator[Path]:
             yield (*path, _member(item))
 
 
-_UNTYPED = Shape({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
+_UNTYPED = StructuralSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})
 
 
-def _with_values(value: Json, shape: Shape) -> dict[Path, Json]:
+def _with_values(value: Json, shape: StructuralSchema) -> dict[Path, Json]:
     """Every path of an object with what stands there; a map or a list that has paths below it stands for itself only."""
     found: dict[Path, Json] = {}
 
-    def walk(value: Json, shape: Shape, path: Path) -> None:
+    def walk(value: Json, shape: StructuralSchema, path: Path) -> None:
         if isinstance(value, dict) and not shape.atomic:
             if path:
                 found[path] = "{}"
@@ -240,7 +244,7 @@ def _with_values(value: Json, shape: Shape) -> dict[Path, Json]:
     return found
 
 
-def _merge(live: Json, applied: Json, shape: Shape) -> Json:
+def _merge(live: Json, applied: Json, shape: StructuralSchema) -> Json:
     if isinstance(applied, dict) and isinstance(live, dict) and not shape.atomic:
         merged = clone(live)
         for name, each in applied.items():
@@ -257,7 +261,7 @@ def _merge(live: Json, applied: Json, shape: Shape) -> Json:
     return clone(applied)
 
 
-def _remove(value: Json, path: Path, shape: Shape) -> None:
+def _remove(value: Json, path: Path, shape: StructuralSchema) -> None:
     """Remove what is at a path, if it is there and, for a map, if nothing is left in it that somebody owns."""
     for element in path[:-1]:
         kind, _, rest = element.partition(":")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jsonpatch
 import jsonpointer
 
-from tests.kube.api.errors import Refused
-from tests.kube.api.shapes import Shape
+from tests.kube.api.errors import ApiError
+from tests.kube.api.shapes import StructuralSchema
 from tests.kube.api.values import Json, Object, clone
 
 
@@ -22,10 +22,10 @@ def json_patch(target: Object, operations: Json, *, group: str, kind: str) -> Ob
     try:
         return jsonpatch.JsonPatch(operations).apply(clone(target))
     except (jsonpatch.InvalidJsonPatch, TypeError) as error:
-        raise Refused("BadRequest", f"the body is not a JSON patch: {error}") from error
+        raise ApiError("BadRequest", f"the body is not a JSON patch: {error}") from error
     except (jsonpatch.JsonPatchException, jsonpointer.JsonPointerException) as error:
         details = {"group": group, "kind": kind}
-        raise Refused(
+        raise ApiError(
             "Invalid", f"the server rejected our request due to an error in our request: {error}", details=details
         ) from error
 
@@ -42,7 +42,7 @@ def merge_patch(target: Json, patch: Json) -> Json:
     return merged
 
 
-def strategic_merge(target: Json, patch: Json, shape: Shape | None) -> Json:
+def strategic_merge(target: Json, patch: Json, shape: StructuralSchema | None) -> Json:
     if not isinstance(patch, dict):
         return clone(patch)
     directive = patch.get("$patch")
@@ -73,11 +73,13 @@ def strategic_merge(target: Json, patch: Json, shape: Shape | None) -> Json:
     return merged
 
 
-def _strategies(shape: Shape | None) -> list[str]:
+def _strategies(shape: StructuralSchema | None) -> list[str]:
     return [] if shape is None else shape.node.get("x-kubernetes-patch-strategy", "").split(",")
 
 
-def _merge_lists(target: list[Json], patch: list[Json], shape: Shape, order: list[Json] | None) -> list[Json]:
+def _merge_lists(
+    target: list[Json], patch: list[Json], shape: StructuralSchema, order: list[Json] | None
+) -> list[Json]:
     key = shape.node.get("x-kubernetes-patch-merge-key")
     if key is None:
         merged = [*target, *(each for each in patch if each not in target)]
@@ -87,7 +89,7 @@ def _merge_lists(target: list[Json], patch: list[Json], shape: Shape, order: lis
     merged = list(target)
     for each in patch:
         if not isinstance(each, dict) or key not in each:
-            raise Refused("BadRequest", f"map: {each} does not contain declared merge key: {key}")
+            raise ApiError("BadRequest", f"map: {each} does not contain declared merge key: {key}")
         at = next((index for index, item in enumerate(merged) if item.get(key) == each[key]), None)
         if each.get("$patch") == "delete":
             merged = [item for item in merged if item.get(key) != each[key]]

@@ -6,7 +6,7 @@ sends no such token may do everything: tests set up and look on without roles.
 
 from collections.abc import Iterator
 
-from tests.kube.api.cluster import Cluster
+from tests.kube.api.cluster import ObjectStore
 from tests.kube.api.faults import Request
 from tests.kube.api.resources import Place
 from tests.kube.api.values import Object
@@ -15,7 +15,7 @@ GROUP = "rbac.authorization.k8s.io"
 ACCOUNT = "system:serviceaccount:"
 
 
-def allowed(cluster: Cluster, request: Request) -> bool:
+def allowed(cluster: ObjectStore, request: Request) -> bool:
     if not request.user.startswith(ACCOUNT):
         return True
     namespace, _, name = request.user.removeprefix(ACCOUNT).partition(":")
@@ -28,7 +28,7 @@ def refusal(request: Request) -> str:
     return f'User "{request.user}" cannot {request.verb} resource "{request.resource}" in API group "{request.group}" {scope}'
 
 
-def _rules(cluster: Cluster, account_namespace: str, account: str, namespace: str) -> Iterator[Object]:
+def _rules(cluster: ObjectStore, account_namespace: str, account: str, namespace: str) -> Iterator[Object]:
     bindings: list[tuple[Place, str]] = [((GROUP, "clusterrolebindings"), "")]
     if namespace:
         bindings.append(((GROUP, "rolebindings"), namespace))

@@ -8,7 +8,7 @@ import base64
 from collections.abc import Iterator
 from typing import Literal
 
-from tests.kube.api.errors import Refused
+from tests.kube.api.errors import ApiError
 from tests.kube.api.values import Json, Object
 
 MAGIC = b"k8s\0"
@@ -59,10 +59,10 @@ def decode(body: bytes) -> Object:
         named = dict(_fields(envelope[1]))
         kind, version = named[2].decode(), named[1].decode()
         if kind not in KINDS:
-            raise Refused("UnsupportedMediaType", f"{kind} in protobuf is not taken here: send application/json")
+            raise ApiError("UnsupportedMediaType", f"{kind} in protobuf is not taken here: send application/json")
         return {"apiVersion": version, "kind": kind} | _message(envelope.get(2, b""), KINDS[kind])
     except (IndexError, KeyError, UnicodeDecodeError, TypeError) as error:
-        raise Refused("BadRequest", f"the body is no Kubernetes object in protobuf: {error}") from error
+        raise ApiError("BadRequest", f"the body is no Kubernetes object in protobuf: {error}") from error
 
 
 def _message(body: bytes, known: dict[int, tuple[str, Type]]) -> Object:

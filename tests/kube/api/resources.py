@@ -1,18 +1,18 @@
-"""What is served: one `Resource` a kind and version, and the catalogue of all of them."""
+"""What is served: one `ServedResource` a kind and version, and the catalogue of all of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from tests.kube.api.jsonpath import look_up
-from tests.kube.api.shapes import Shape
+from tests.kube.api.shapes import StructuralSchema
 from tests.kube.api.values import Json, Object
 
 Place = tuple[str, str]
 """Group and plural: where objects are kept, whatever version they are asked for in."""
 
 
-class Column(msgspec.Struct, frozen=True):
+class TableColumn(msgspec.Struct, frozen=True):
     """One column of `kubectl get`."""
 
     name: str
@@ -30,7 +30,7 @@ class Column(msgspec.Struct, frozen=True):
         return self.value(item)
 
 
-class Scale(msgspec.Struct, frozen=True):
+class ScaleSubresource(msgspec.Struct, frozen=True):
     """Where the scale subresource finds what it shows; paths are of field names."""
 
     replicas: tuple[str, ...]
@@ -38,21 +38,21 @@ class Scale(msgspec.Struct, frozen=True):
     selector: tuple[str, ...] | None
 
 
-class Resource(msgspec.Struct, frozen=True, eq=False):
+class ServedResource(msgspec.Struct, frozen=True, eq=False):
     group: str
     version: str
     plural: str
     kind: str
     singular: str
     namespaced: bool
-    shape: Shape
+    shape: StructuralSchema
     short_names: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
-    columns: tuple[Column, ...] = ()
+    columns: tuple[TableColumn, ...] = ()
     selectable: tuple[str, ...] = ("metadata.name", "metadata.namespace")
     has_status: bool = False
     has_generation: bool = False
-    scale: Scale | None = None
+    scale: ScaleSubresource | None = None
     custom: bool = False
     ruled: bool = False
     """Whether the schema has CEL rules."""
@@ -76,22 +76,22 @@ class Resource(msgspec.Struct, frozen=True, eq=False):
         return (*(["status"] if self.has_status else []), *(["scale"] if self.scale else []))
 
 
-class Catalogue:
+class ResourceCatalogue:
     """All that is served, in the order of its registration. A change makes `generation` grow, so that documents are made anew."""
 
-    def __init__(self, built_in: Iterable[Resource]):
-        self._resources: dict[tuple[str, str, str], Resource] = {
+    def __init__(self, built_in: Iterable[ServedResource]):
+        self._resources: dict[tuple[str, str, str], ServedResource] = {
             (each.group, each.version, each.plural): each for each in built_in
         }
         self.generation = 0
 
-    def __iter__(self) -> Iterator[Resource]:
+    def __iter__(self) -> Iterator[ServedResource]:
         return iter(self._resources.values())
 
-    def find(self, group: str, version: str, plural: str) -> Resource | None:
+    def find(self, group: str, version: str, plural: str) -> ServedResource | None:
         return self._resources.get((group, version, plural))
 
-    def at(self, place: Place) -> Resource:
+    def at(self, place: Place) -> ServedResource:
         """Any version of what is kept at a place.
 
         Raises:
@@ -102,10 +102,10 @@ class Catalogue:
                 return each
         raise KeyError(place)
 
-    def of_kind(self, api_version: str, kind: str) -> Resource | None:
+    def of_kind(self, api_version: str, kind: str) -> ServedResource | None:
         return next((each for each in self if each.api_version == api_version and each.kind == kind), None)
 
-    def replace(self, place: Place, served: Iterable[Resource]) -> None:
+    def replace(self, place: Place, served: Iterable[ServedResource]) -> None:
         """Serve these versions at a place, and no others."""
         kept = {key: each for key, each in self._resources.items() if each.place != place}
         self._resources = kept | {(each.group, each.version, each.plural): each for each in served}

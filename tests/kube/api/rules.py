@@ -14,8 +14,8 @@ import msgspec
 from cel_expr_python import cel
 from cel_expr_python.ext import ext_bindings, ext_math, ext_optional, ext_strings
 
-from tests.kube.api.errors import Cause
-from tests.kube.api.shapes import Shape
+from tests.kube.api.errors import ErrorCause
+from tests.kube.api.shapes import StructuralSchema
 from tests.kube.api.values import Json, Object, key_of, within
 
 RESERVED = frozenset(
@@ -95,7 +95,7 @@ def has_rules(node: Json) -> bool:
     return isinstance(node, list) and any(has_rules(each) for each in node)
 
 
-def broken_rules(value: Json, old: Json, shape: Shape, path: str = "") -> Iterator[Cause]:
+def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
     """What the rules of a node and of all below it say against a value. `old` is None where there is nothing to compare with."""
     if value is None:
         return
@@ -103,7 +103,7 @@ def broken_rules(value: Json, old: Json, shape: Shape, path: str = "") -> Iterat
         if rule.of_changes and old is None:
             continue
         if (said := _judge(rule, value, old, shape)) is not None:
-            yield Cause(rule.reason, f"Invalid value: {said}", (path or "<nil>") + rule.field_path)
+            yield ErrorCause(rule.reason, f"Invalid value: {said}", (path or "<nil>") + rule.field_path)
     if isinstance(value, dict):
         for name, each in value.items():
             if (child := shape.field(name)) is not None:
@@ -118,7 +118,7 @@ def broken_rules(value: Json, old: Json, shape: Shape, path: str = "") -> Iterat
             yield from broken_rules(each, before, shape.item, f"{path}[{index}]")
 
 
-def _judge(rule: Rule, value: Json, old: Json, shape: Shape) -> str | None:
+def _judge(rule: Rule, value: Json, old: Json, shape: StructuralSchema) -> str | None:
     """Why the rule is broken, or None."""
     known = {"self": _escaped(value, shape), "oldSelf": _escaped(old, shape)}
     outcome = compiled(rule.text).eval(data=known)
@@ -133,7 +133,7 @@ def _judge(rule: Rule, value: Json, old: Json, shape: Shape) -> str | None:
     return rule.message or f"failed rule: {rule.text}"
 
 
-def _escaped(value: Json, shape: Shape | None) -> Json:
+def _escaped(value: Json, shape: StructuralSchema | None) -> Json:
     """Field names that CEL cannot write get another name; keys of maps stay."""
     if isinstance(value, dict):
         named = shape is not None and shape.named

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable
 
-from tests.kube.api.errors import Refused
+from tests.kube.api.errors import ApiError
 from tests.kube.api.jsonpath import look_up
-from tests.kube.api.resources import Resource
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.values import Object, dig
 
 Test = Callable[[Object], bool]
@@ -27,7 +27,7 @@ def label_test(selector: str) -> Test:
     while at < len(selector):
         found = _REQUIREMENT.match(selector, at)
         if found is None:
-            raise Refused("BadRequest", f'unable to parse requirement: found {selector[at:]!r} in "{selector}"')
+            raise ApiError("BadRequest", f'unable to parse requirement: found {selector[at:]!r} in "{selector}"')
         tests.append(_label(found))
         at = found.end()
     return lambda item: all(test(item) for test in tests)
@@ -53,7 +53,7 @@ def _label(found: re.Match[str]) -> Test:
     return lambda item: label(item) is not None
 
 
-def field_test(selector: str, resource: Resource) -> Test:
+def field_test(selector: str, resource: ServedResource) -> Test:
     """Raises:
     Refused: It names a field that cannot be selected by (400).
     """
@@ -61,7 +61,7 @@ def field_test(selector: str, resource: Resource) -> Test:
     for each in filter(None, selector.split(",")):
         name, sign, value = re.split(r"(!=|==|=)", each, maxsplit=1) if "=" in each else (each, "", "")
         if not sign or name not in resource.selectable:
-            raise Refused(
+            raise ApiError(
                 "BadRequest", f'field label not supported: "{name}"; try one of {", ".join(resource.selectable)}'
             )
         tests.append(_field(name, sign, value))

@@ -25,11 +25,11 @@ from tests.kube.api import (
     tables,
     watching,
 )
-from tests.kube.api.cluster import NAMESPACES, Cluster, Options, Validation, as_version
-from tests.kube.api.errors import Refused
+from tests.kube.api.cluster import NAMESPACES, ObjectStore, Options, Validation, as_version
+from tests.kube.api.errors import ApiError
 from tests.kube.api.faults import Fault, Faults, Request
 from tests.kube.api.openapi import Documents
-from tests.kube.api.resources import Resource
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.selectors import Test, field_test, label_test
 from tests.kube.api.values import Json, Object, without
 
@@ -51,19 +51,19 @@ PATCHES = {
 class Target(msgspec.Struct, frozen=True):
     """What a path names; empty is not named."""
 
-    resource: Resource
+    resource: ServedResource
     namespace: str
     name: str
     subresource: str
 
 
-class Server:
+class KubeHttpServer:
     """Args:
     cluster: What is served.
     with_controllers: Also collect garbage and empty deleted namespaces, as a controller-manager does.
     """
 
-    def __init__(self, cluster: Cluster, *, with_controllers: bool = False):
+    def __init__(self, cluster: ObjectStore, *, with_controllers: bool = False):
         self.cluster = cluster
         self.faults = Faults()
         self._documents = Documents(cluster.catalogue)
@@ -84,13 +84,13 @@ class Server:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._dispatch(request)
-        except Refused as refused:
+        except ApiError as refused:
             return answers.refusal(refused)
         except (ConnectionError, web.HTTPException):
             raise
         except Exception as error:  # supervisor: a fault of this server is an answer, as it would be of a real one
             log.exception("a request failed", extra={"method": request.method, "path": request.path})
-            return answers.refusal(Refused("InternalError", f"{type(error).__name__}: {error}"))
+            return answers.refusal(ApiError("InternalError", f"{type(error).__name__}: {error}"))
 
     async def _dispatch(self, request: web.Request) -> web.StreamResponse:
         match request.path.strip("/").split("/"):
@@ -159,7 +159,7 @@ class Server:
         if document is None:
             raise errors.no_such_path()
         if accept and "json" not in accept and "*/*" not in accept:
-            raise Refused("NotAcceptable", "only application/json is served here")
+            raise ApiError("NotAcceptable", "only application/json is served here")
         return web.Response(body=document, content_type="application/json")
 
     # Objects.
@@ -204,7 +204,7 @@ class Server:
                 return await watching.stream(request, watch, self.cluster.storage, fault, lambda: self._closing)
             body = await request.read()
             answer = self._perform(request, target, verb, body)
-        except Refused as refused:
+        except ApiError as refused:
             entry["code"] = refused.code
             raise
         entry |= {"code": answer.status, "bytes": len(body)}
@@ -226,7 +226,7 @@ class Server:
                 (each for each, code in errors.CODES.items() if code == fault.code), "InternalError"
             )
             text = f"ordered by the test: {fault.code}"
-            raise Refused(reason, text, code=fault.code, retry_after_seconds=fault.retry_after_seconds)
+            raise ApiError(reason, text, code=fault.code, retry_after_seconds=fault.retry_after_seconds)
         if fault.kind == "delay":
             await asyncio.sleep(fault.seconds)
         while fault.kind == "hold" and self.faults.stands(fault) and not self._closing:
@@ -294,7 +294,7 @@ class Server:
         items = self.cluster.storage.items(target.resource.place, target.namespace)
         return [as_version(each, target.resource) for each in items if test(each)]
 
-    def _list(self, target: Target, query: Mapping[str, str], form: answers.Form) -> Object:
+    def _list(self, target: Target, query: Mapping[str, str], form: answers.AnswerForm) -> Object:
         storage, resource = self.cluster.storage, target.resource
         if token := query.get("continue"):
             rest = storage.rest(token)
@@ -370,8 +370,8 @@ def _verb(request: web.Request, target: Target) -> str:
     return verb if target.name else {"get": "list", "delete": "deletecollection"}.get(verb, verb)
 
 
-def _not_allowed() -> Refused:
-    return Refused("MethodNotAllowed", "the server does not allow this method on the requested resource")
+def _not_allowed() -> ApiError:
+    return ApiError("MethodNotAllowed", "the server does not allow this method on the requested resource")
 
 
 def _options(request: web.Request, target: Target) -> Options:
@@ -382,7 +382,7 @@ def _options(request: web.Request, target: Target) -> Options:
     except ValueError as error:
         allowed = ", ".join(f'"{each}"' for each in Validation)
         text = f'fieldValidation: Unsupported value: "{validation}": supported values: {allowed}'
-        raise Refused("BadRequest", text) from error
+        raise ApiError("BadRequest", text) from error
     return Options(
         manager=query.get("fieldManager") or request.headers.get("User-Agent", "unknown").partition("/")[0],
         dry_run="All" in query.getall("dryRun", []),
@@ -395,7 +395,7 @@ def _options(request: web.Request, target: Target) -> Options:
 def _watch(request: web.Request, target: Target) -> watching.Watch:
     query = request.query
     if target.name:
-        raise Refused("BadRequest", "watch the collection with a field selector for metadata.name")
+        raise ApiError("BadRequest", "watch the collection with a field selector for metadata.name")
     return watching.Watch(
         resource=target.resource,
         namespace=target.namespace,
@@ -407,7 +407,7 @@ def _watch(request: web.Request, target: Target) -> watching.Watch:
     )
 
 
-def _test(resource: Resource, query: Mapping[str, str]) -> Test:
+def _test(resource: ServedResource, query: Mapping[str, str]) -> Test:
     labels, fields = label_test(query.get("labelSelector", "")), field_test(query.get("fieldSelector", ""), resource)
     return lambda item: labels(item) and fields(item)
 
@@ -415,7 +415,7 @@ def _test(resource: Resource, query: Mapping[str, str]) -> Test:
 def _number(name: str, query: Mapping[str, str]) -> int:
     text = query.get(name) or "0"
     if not text.isdecimal():
-        raise Refused("BadRequest", f'{name}: Invalid value: "{text}": must be a number')
+        raise ApiError("BadRequest", f'{name}: Invalid value: "{text}": must be a number')
     return int(text)
 
 
@@ -424,9 +424,9 @@ def _patch(request: web.Request) -> str:
     if kind is None:
         known = ", ".join(PATCHES)
         text = f"the body of the request was in an unknown format - accepted media types include: {known}"
-        raise Refused("UnsupportedMediaType", text)
+        raise ApiError("UnsupportedMediaType", text)
     if kind == "apply-patch" and not request.query.get("fieldManager"):
-        raise Refused(
+        raise ApiError(
             "BadRequest",
             "PatchOptions.meta.k8s.io is invalid: fieldManager: Required value: is required for apply patch",
         )
@@ -444,13 +444,13 @@ def _decode(body: bytes) -> Json:
     try:
         return yaml.safe_load(body)
     except yaml.YAMLError as error:
-        raise Refused("BadRequest", f"the object provided is unrecognized: {error}") from error
+        raise ApiError("BadRequest", f"the object provided is unrecognized: {error}") from error
 
 
 def _delete_options(query: Mapping[str, str], body: bytes) -> Object:
     wanted = (_decode(body) if body else None) or {}
     if not isinstance(wanted, dict):
-        raise Refused("BadRequest", "the body is no DeleteOptions")
+        raise ApiError("BadRequest", "the body is no DeleteOptions")
     if "propagationPolicy" in query:
         wanted["propagationPolicy"] = query["propagationPolicy"]
     if "gracePeriodSeconds" in query:

@@ -1,6 +1,6 @@
 """Structural schemas: what a value may look like, and how lists and maps in it merge.
 
-A `Shape` is one node. Built-in kinds and custom ones have the same nodes; the former refer to each other by `$ref`.
+A `StructuralSchema` is one node. Built-in kinds and custom ones have the same nodes; the former refer to each other by `$ref`.
 
 1. What the schema does not name is pruned, unless the node preserves unknown fields.
 2. Then what is missing and has a default gets it, from the outside in.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from tests.kube.api import errors
-from tests.kube.api.errors import Cause
+from tests.kube.api.errors import ErrorCause
 from tests.kube.api.values import Json, Object, clone, key_of, within
 
 REF = "$ref"
@@ -35,7 +35,7 @@ FORMATS: dict[str, str] = {
 }
 
 
-class Shape:
+class StructuralSchema:
     """One node of a schema.
 
     Args:
@@ -50,9 +50,9 @@ class Shape:
             node = definitions[node[REF].removeprefix(PREFIX)]
         self.node = node
         self.definitions = definitions
-        self._children: dict[str, Shape | None] = {}
+        self._children: dict[str, StructuralSchema | None] = {}
 
-    def field(self, name: str) -> "Shape | None":
+    def field(self, name: str) -> "StructuralSchema | None":
         """The node of a field, by its own name or as any other of a map; None is an unknown field."""
         if name not in self._children:
             node = self.node.get("properties", {}).get(name)
@@ -60,13 +60,13 @@ class Shape:
                 node = more
             if node is None and self.node.get("x-kubernetes-embedded-resource"):
                 node = {"kind": _TEXT, "apiVersion": _TEXT, "metadata": _ANYTHING}.get(name)
-            self._children[name] = None if node is None else Shape(node, self.definitions)
+            self._children[name] = None if node is None else StructuralSchema(node, self.definitions)
         return self._children[name]
 
     @property
-    def item(self) -> "Shape":
+    def item(self) -> "StructuralSchema":
         if "[]" not in self._children:
-            self._children["[]"] = Shape(self.node.get("items", _ANYTHING), self.definitions)
+            self._children["[]"] = StructuralSchema(self.node.get("items", _ANYTHING), self.definitions)
         found = self._children["[]"]
         assert found is not None
         return found
@@ -117,7 +117,7 @@ _TEXT: Object = {"type": "string"}
 _ANYTHING: Object = {"x-kubernetes-preserve-unknown-fields": True}
 
 
-def prune(value: Json, shape: Shape, path: str = "") -> list[str]:
+def prune(value: Json, shape: StructuralSchema, path: str = "") -> list[str]:
     """Remove what the schema does not know; the paths of what was removed."""
     unknown: list[str] = []
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def prune(value: Json, shape: Shape, path: str = "") -> list[str]:
     return unknown
 
 
-def drop_nulls(value: Json, shape: Shape) -> None:
+def drop_nulls(value: Json, shape: StructuralSchema) -> None:
     """A null where the schema allows none counts as absent, as in a typed decoder, except within what is not typed."""
     if isinstance(value, dict):
         for name in list(value):
@@ -150,7 +150,7 @@ def drop_nulls(value: Json, shape: Shape) -> None:
             drop_nulls(each, shape.item)
 
 
-def fill_defaults(value: Json, shape: Shape) -> None:
+def fill_defaults(value: Json, shape: StructuralSchema) -> None:
     if isinstance(value, dict):
         for name, node in shape.node.get("properties", {}).items():
             if value.get(name) is None and "default" in node and not (name in value and node.get("nullable")):
@@ -163,7 +163,7 @@ def fill_defaults(value: Json, shape: Shape) -> None:
             fill_defaults(each, shape.item)
 
 
-def violations(value: Json, shape: Shape, path: str = "") -> Iterator[Cause]:
+def violations(value: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
     """Whatever the schema forbids, outermost first."""
     node = shape.node
     if value is None:
@@ -191,7 +191,7 @@ def violations(value: Json, shape: Shape, path: str = "") -> Iterator[Cause]:
         yield from _number_violations(value, node, path)
 
 
-def _object_violations(value: Object, shape: Shape, path: str) -> Iterator[Cause]:
+def _object_violations(value: Object, shape: StructuralSchema, path: str) -> Iterator[ErrorCause]:
     node = shape.node
     for name in node.get("required", ()):
         if name not in value:
@@ -207,7 +207,7 @@ def _object_violations(value: Object, shape: Shape, path: str) -> Iterator[Cause
             yield from violations(each, child, within(path, name))
 
 
-def _list_violations(value: list[Json], shape: Shape, path: str) -> Iterator[Cause]:
+def _list_violations(value: list[Json], shape: StructuralSchema, path: str) -> Iterator[ErrorCause]:
     node = shape.node
     if len(value) > node.get("maxItems", len(value)):
         yield errors.too_many(path, len(value), node["maxItems"])
@@ -229,7 +229,7 @@ def _list_violations(value: list[Json], shape: Shape, path: str) -> Iterator[Cau
         yield from violations(each, shape.item, at)
 
 
-def _text_violations(value: str, node: Object, path: str) -> Iterator[Cause]:
+def _text_violations(value: str, node: Object, path: str) -> Iterator[ErrorCause]:
     if len(value) > node.get("maxLength", len(value)):
         yield errors.too_long(path, node["maxLength"])
     if len(value) < node.get("minLength", 0):
@@ -243,7 +243,7 @@ def _text_violations(value: str, node: Object, path: str) -> Iterator[Cause]:
         )
 
 
-def _number_violations(value: float, node: Object, path: str) -> Iterator[Cause]:
+def _number_violations(value: float, node: Object, path: str) -> Iterator[ErrorCause]:
     bounds: tuple[tuple[str, str, Callable[[float, float], bool], str], ...] = (
         ("minimum", "exclusiveMinimum", lambda value, bound: value < bound, "greater than"),
         ("maximum", "exclusiveMaximum", lambda value, bound: value > bound, "less than"),
@@ -259,14 +259,14 @@ def _number_violations(value: float, node: Object, path: str) -> Iterator[Cause]
         yield errors.invalid_value(path, value, f"{path} in body should be a multiple of {node['multipleOf']}")
 
 
-def _combined(value: Json, shape: Shape, path: str) -> Iterator[Cause]:
+def _combined(value: Json, shape: StructuralSchema, path: str) -> Iterator[ErrorCause]:
     """`allOf`, `anyOf`, `oneOf` and `not`."""
 
     def holds(node: Object) -> bool:
-        return next(violations(value, Shape(node, shape.definitions), path), None) is None
+        return next(violations(value, StructuralSchema(node, shape.definitions), path), None) is None
 
     for each in shape.node.get("allOf", ()):
-        yield from violations(value, Shape(each, shape.definitions), path)
+        yield from violations(value, StructuralSchema(each, shape.definitions), path)
     if (options := shape.node.get("anyOf")) and not any(holds(each) for each in options):
         yield errors.invalid_value(path, value, f"{path} in body must validate at least one schema (anyOf)")
     if (options := shape.node.get("oneOf")) and sum(holds(each) for each in options) != 1:

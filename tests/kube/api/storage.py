@@ -30,7 +30,7 @@ OPEN_LISTS = 256
 """Lists whose rest is kept for their reader; the oldest goes first, and its reader begins anew."""
 
 
-class Change(msgspec.Struct, frozen=True, eq=False):
+class StoredChange(msgspec.Struct, frozen=True, eq=False):
     revision: int
     type: Literal["ADDED", "MODIFIED", "DELETED"]
     item: Object
@@ -48,7 +48,7 @@ class Storage:
     def __init__(self) -> None:
         self.revision = FIRST_REVISION
         self._objects: dict[Place, dict[Key, Object]] = {}
-        self._changes: dict[Place, list[Change]] = {}
+        self._changes: dict[Place, list[StoredChange]] = {}
         self._oldest: dict[Place, int] = {}
         self._compacted = FIRST_REVISION
         self._rests: OrderedDict[str, Rest] = OrderedDict()
@@ -79,7 +79,7 @@ class Storage:
         kept = self._objects.setdefault(place, {})
         before = kept.get(key)
         kept[key] = item
-        self._record(place, Change(self.revision, "ADDED" if before is None else "MODIFIED", item, before))
+        self._record(place, StoredChange(self.revision, "ADDED" if before is None else "MODIFIED", item, before))
         return item
 
     def remove(self, place: Place, key: Key) -> Object:
@@ -87,10 +87,10 @@ class Storage:
         before = self._objects[place].pop(key)
         self.revision += 1
         last = before | {"metadata": before["metadata"] | {"resourceVersion": str(self.revision)}}
-        self._record(place, Change(self.revision, "DELETED", last, before))
+        self._record(place, StoredChange(self.revision, "DELETED", last, before))
         return last
 
-    def _record(self, place: Place, change: Change) -> None:
+    def _record(self, place: Place, change: StoredChange) -> None:
         changes = self._changes.setdefault(place, [])
         changes.append(change)
         if len(changes) > KEPT_CHANGES:
@@ -99,7 +99,7 @@ class Storage:
             del changes[:dropped]
         self.wake()
 
-    def changes_since(self, place: Place, revision: int) -> list[Change]:
+    def changes_since(self, place: Place, revision: int) -> list[StoredChange]:
         """Raises:
         Refused: They are not kept any more (`Expired`).
         """
@@ -131,7 +131,7 @@ class Storage:
         """
         if (found := self._rests.get(token)) is None:
             text = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter."
-            raise errors.Refused("Expired", text)
+            raise errors.ApiError("Expired", text)
         return found
 
     def waiter(self) -> asyncio.Event:

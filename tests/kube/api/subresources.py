@@ -1,15 +1,15 @@
 """What is written beside an object itself: its scale, and for pods their node and their eviction."""
 
 from tests.kube.api import errors
-from tests.kube.api.cluster import Cluster, Options, Written
-from tests.kube.api.errors import Refused
+from tests.kube.api.cluster import ObjectStore, Options, Written
+from tests.kube.api.errors import ApiError
 from tests.kube.api.patching import json_patch, merge_patch, strategic_merge
-from tests.kube.api.resources import Resource
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.selectors import label_test, selector_text
 from tests.kube.api.values import Json, Object, clone, dig, without
 
 
-def scale_of(resource: Resource, item: Object) -> Object:
+def scale_of(resource: ServedResource, item: Object) -> Object:
     """The `autoscaling/v1` Scale of an object."""
     assert resource.scale is not None
     shown = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
@@ -34,7 +34,7 @@ def _scale_selector(item: Object, path: tuple[str, ...] | None) -> str:
 
 
 def replace_scale(
-    cluster: Cluster, resource: Resource, namespace: str, name: str, scale: Json, options: Options
+    cluster: ObjectStore, resource: ServedResource, namespace: str, name: str, scale: Json, options: Options
 ) -> Object:
     """Raises:
     Refused: It is no Scale, or the object refuses the number.
@@ -42,7 +42,7 @@ def replace_scale(
     assert resource.scale is not None
     replicas = dig(scale, "spec", "replicas") or 0
     if not isinstance(replicas, int) or isinstance(replicas, bool):
-        raise Refused("BadRequest", "Scale.spec.replicas must be an integer")
+        raise ApiError("BadRequest", "Scale.spec.replicas must be an integer")
     if replicas < 0:
         raise errors.invalid(
             "autoscaling",
@@ -62,7 +62,7 @@ def replace_scale(
 
 
 def patch_scale(
-    cluster: Cluster, resource: Resource, namespace: str, name: str, kind: str, patch: Json, options: Options
+    cluster: ObjectStore, resource: ServedResource, namespace: str, name: str, kind: str, patch: Json, options: Options
 ) -> Object:
     now = scale_of(resource, cluster.get(resource, namespace, name))
     now["metadata"] = without(now["metadata"], "resourceVersion")
@@ -76,7 +76,7 @@ def patch_scale(
     return replace_scale(cluster, resource, namespace, name, changed, options)
 
 
-def evict(cluster: Cluster, pods: Resource, namespace: str, name: str, eviction: Json) -> Object:
+def evict(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, eviction: Json) -> Object:
     """Delete a pod, unless a PodDisruptionBudget forbids it just now.
 
     Raises:
@@ -87,7 +87,7 @@ def evict(cluster: Cluster, pods: Resource, namespace: str, name: str, eviction:
         each for each in cluster.storage.items(("policy", "poddisruptionbudgets"), namespace) if _speaks_for(each, pod)
     ]
     if len(budgets) > 1:
-        raise Refused(
+        raise ApiError(
             "InternalError",
             "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support.",
         )
@@ -96,7 +96,7 @@ def evict(cluster: Cluster, pods: Resource, namespace: str, name: str, eviction:
         and dig(pod, "status", "phase") == "Running"
         and _disruptions_allowed(cluster, budgets[0], namespace) < 1
     ):
-        refused = Refused(
+        refused = ApiError(
             "TooManyRequests",
             "Cannot evict pod as it would violate the pod's disruption budget.",
             retry_after_seconds=10,
@@ -108,7 +108,7 @@ def evict(cluster: Cluster, pods: Resource, namespace: str, name: str, eviction:
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
 
-def bind(cluster: Cluster, pods: Resource, namespace: str, name: str, binding: Json) -> None:
+def bind(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, binding: Json) -> None:
     """Give a pod its node, as a scheduler does.
 
     Raises:
@@ -131,7 +131,7 @@ def _speaks_for(budget: Object, pod: Object) -> bool:
     return label_test(selector_text(dig(budget, "spec", "selector")))(pod)
 
 
-def _disruptions_allowed(cluster: Cluster, budget: Object, namespace: str) -> int:
+def _disruptions_allowed(cluster: ObjectStore, budget: Object, namespace: str) -> int:
     """What the disruption controller would have written into the budget's status."""
     pods = [each for each in cluster.storage.items(("", "pods"), namespace) if _speaks_for(budget, each)]
     healthy = sum(

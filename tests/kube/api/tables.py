@@ -4,12 +4,18 @@ from collections.abc import Sequence
 
 from tests.kube.api.ages import age
 from tests.kube.api.builtin_kinds import AGE, NAME
-from tests.kube.api.resources import Column, Resource
+from tests.kube.api.resources import ServedResource, TableColumn
 from tests.kube.api.values import Json, Object
 
 
 def table(
-    resource: Resource, items: Sequence[Object], metadata: Object, include: str, version: str, *, headed: bool = True
+    resource: ServedResource,
+    items: Sequence[Object],
+    metadata: Object,
+    include: str,
+    version: str,
+    *,
+    headed: bool = True,
 ) -> Object:
     """Args:
     metadata: Of the list: its revision, and how it goes on.
@@ -30,7 +36,7 @@ def table(
     }
 
 
-def _definition(column: Column) -> Object:
+def _definition(column: TableColumn) -> Object:
     return {
         "name": column.name,
         "type": column.type,
@@ -40,7 +46,7 @@ def _definition(column: Column) -> Object:
     }
 
 
-def _cell(column: Column, item: Object) -> Json:
+def _cell(column: TableColumn, item: Object) -> Json:
     value = column.cell(item)
     if column.type == "date":
         return age(value) if value is not None else "<unknown>"

@@ -11,11 +11,11 @@ from aiohttp import web
 
 from tests.kube.api import answers, errors
 from tests.kube.api.cluster import as_version
-from tests.kube.api.errors import Refused
+from tests.kube.api.errors import ApiError
 from tests.kube.api.faults import Fault
-from tests.kube.api.resources import Resource
+from tests.kube.api.resources import ServedResource
 from tests.kube.api.selectors import Test
-from tests.kube.api.storage import Change, Storage
+from tests.kube.api.storage import Storage, StoredChange
 from tests.kube.api.values import Object
 
 BOOKMARK_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
     - `initial_events`: first all there is, then a bookmark that says so, then changes.
     """
 
-    resource: Resource
+    resource: ServedResource
     namespace: str
     test: Test
     since: int
@@ -89,7 +89,7 @@ async def _events(
             changed.clear()
             try:
                 changes = storage.changes_since(resource.place, position)
-            except Refused as refused:
+            except ApiError as refused:
                 yield "ERROR", refused.status()
                 return
             position = storage.revision
@@ -111,7 +111,7 @@ async def _events(
         storage.forget(changed)
 
 
-def _told(change: Change, watch: Watch) -> Iterator[tuple[Kind, Object]]:
+def _told(change: StoredChange, watch: Watch) -> Iterator[tuple[Kind, Object]]:
     """How a change looks to who watches only some: what comes into view is added, what leaves it is deleted."""
     if watch.namespace and change.item["metadata"].get("namespace") != watch.namespace:
         return
@@ -123,7 +123,7 @@ def _told(change: Change, watch: Watch) -> Iterator[tuple[Kind, Object]]:
         yield "DELETED", change.item
 
 
-def _bookmark(resource: Resource, revision: int, annotations: Object | None = None) -> Object:
+def _bookmark(resource: ServedResource, revision: int, annotations: Object | None = None) -> Object:
     metadata: Object = {"resourceVersion": str(revision), "creationTimestamp": None}
     if annotations:
         metadata["annotations"] = annotations

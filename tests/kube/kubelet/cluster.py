@@ -16,7 +16,7 @@ from tests.kube.kubelet import controllers
 from tests.kube.kubelet.network import Network
 from tests.kube.kubelet.objects import Object, Objects, Refused
 from tests.kube.kubelet.pods import Kubelet
-from tests.kube.running import ApiServer
+from tests.kube.running import RunningApiServer
 
 NODE = "node-1"
 START_SECONDS = 60
@@ -29,7 +29,7 @@ GONE_OR_CHANGED = (404, 409)
 class ToyCluster:
     """Runs in a thread of its own, so that tests may block."""
 
-    def __init__(self, server: ApiServer, folder: Path, claims: Mapping[str, Path], gpus: int) -> None:
+    def __init__(self, server: RunningApiServer, folder: Path, claims: Mapping[str, Path], gpus: int) -> None:
         self._server = server
         self._folder = folder
         self._claims = claims
@@ -174,7 +174,7 @@ class ToyCluster:
 
 @contextlib.contextmanager
 def a_cluster(
-    server: ApiServer, folder: Path, *, claims: Mapping[str, Path] | None = None, gpus: int = 0
+    server: RunningApiServer, folder: Path, *, claims: Mapping[str, Path] | None = None, gpus: int = 0
 ) -> Iterator[ToyCluster]:
     """Args:
     server: With its controllers: what loses its owner has to go.

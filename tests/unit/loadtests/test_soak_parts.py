@@ -13,7 +13,7 @@ from loadtests.router.soak.wishes import ANSWER_TOKENS, wishes
 from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
 from workers.engines.simulated_model import SimulatedModel
-from workers.engines.simulated_sequence import Sequence, Shape
+from workers.engines.simulated_sequence import Sequence, SequenceContext
 
 BLOCK_TOKENS, BLOCK_BYTES = 8, 512
 MODEL = SimulatedModel(seed=3, vocab_size=4096, eos_token_ids=(2,), eos_probability=0.0, block_bytes=BLOCK_BYTES)
@@ -24,7 +24,7 @@ def computed(prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
     layout = EngineLayout(
         layers=2, kv_heads=4, block_tokens=BLOCK_TOKENS, head_bytes=8, tensor_parallel=2, kv_layout="NHD"
     )
-    shape = Shape(
+    shape = SequenceContext(
         model=MODEL,
         layout=layout,
         memory=BlockMemory(64, BLOCK_BYTES),

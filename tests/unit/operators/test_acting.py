@@ -4,20 +4,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from operators import kinds
-from operators.acting import Hand
-from operators.observe import Store
-from operators.ports import Stale, Taken
+from operators.acting import Applier
+from operators.observe import InformerCaches
+from operators.ports import NameTaken, ObjectConflict
 from operators.reconcile import Apply
-from operators.telemetry import Metrics
-from operators.views import Metadata, Named, Owner
+from operators.telemetry import OperatorMetrics
+from operators.views import NamedObject, ObjectMetadata, OwnerReference
 
 
 def a_service(owner):
-    reference = Owner(kind="DisaggDeployment", name="dd", uid=owner, controller=True)
-    metadata = Metadata(
+    reference = OwnerReference(kind="DisaggDeployment", name="dd", uid=owner, controller=True)
+    metadata = ObjectMetadata(
         name="dd-router", namespace="ns", uid="its-uid", resource_version="7", owner_references=(reference,)
     )
-    return Named(metadata=metadata)
+    return NamedObject(metadata=metadata)
 
 
 def a_manifest(owner):
@@ -38,7 +38,7 @@ class Cluster:
 
     async def make(self, kind, of, namespace, manifest):
         if self.there is not None:
-            raise Taken("it is there")
+            raise NameTaken("it is there")
         self.written.append(manifest)
         return a_service("ours")
 
@@ -48,31 +48,31 @@ class Cluster:
 
 
 def a_hand(cluster, store):
-    return Hand(cluster, store, lambda: True, Metrics(CollectorRegistry()), "one")
+    return Applier(cluster, store, lambda: True, OperatorMetrics(CollectorRegistry()), "one")
 
 
 async def test_what_became_somebody_elses_after_it_was_decided_on_is_left_alone():
-    cluster, store = Cluster(a_service("theirs")), Store()
-    store.of(kinds.SERVICE, Named).put(a_service("theirs"))
+    cluster, store = Cluster(a_service("theirs")), InformerCaches()
+    store.of(kinds.SERVICE, NamedObject).put(a_service("theirs"))
 
-    with pytest.raises(Stale, match="Service dd-router is somebody else's"):
+    with pytest.raises(ObjectConflict, match="Service dd-router is somebody else's"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
 
 
 async def test_a_name_that_turns_out_to_be_taken_is_known_afterwards():
-    cluster, store = Cluster(a_service("theirs")), Store()
+    cluster, store = Cluster(a_service("theirs")), InformerCaches()
 
-    with pytest.raises(Stale, match="Service dd-router is there already"):
+    with pytest.raises(ObjectConflict, match="Service dd-router is there already"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
-    assert store.of(kinds.SERVICE, Named).get("ns", "dd-router") == a_service("theirs")
+    assert store.of(kinds.SERVICE, NamedObject).get("ns", "dd-router") == a_service("theirs")
 
 
 async def test_what_is_ours_is_changed_by_its_uid_and_what_is_not_there_is_made_without_one():
-    cluster, store = Cluster(), Store()
+    cluster, store = Cluster(), InformerCaches()
     hand = a_hand(cluster, store)
 
     await hand.perform([Apply(a_manifest("ours"))], "ns")

@@ -1,11 +1,13 @@
 """A cache never goes back to what was so before a write of ours, and wakes nobody for nothing."""
 
 from operators.cache import Cache
-from operators.views import Lease, LeaseSpec, Metadata, Named
+from operators.views import KubernetesLease, LeaseSpec, NamedObject, ObjectMetadata
 
 
 def an_object(version, *, name="a", uid="1", **labels):
-    return Named(metadata=Metadata(name=name, namespace="ns", uid=uid, resource_version=str(version), labels=labels))
+    return NamedObject(
+        metadata=ObjectMetadata(name=name, namespace="ns", uid=uid, resource_version=str(version), labels=labels)
+    )
 
 
 def a_cache():
@@ -35,8 +37,8 @@ def test_a_renewal_of_a_lease_is_no_change():
     cache = a_cache()
     for version in (1, 2):
         spec = LeaseSpec(holder_identity="pod", renew_time=f"2026-01-01T00:00:0{version}Z")
-        metadata = Metadata(name="pod", namespace="ns", uid="1", resource_version=str(version))
-        changes = cache.put(Lease(metadata=metadata, spec=spec))
+        metadata = ObjectMetadata(name="pod", namespace="ns", uid="1", resource_version=str(version))
+        changes = cache.put(KubernetesLease(metadata=metadata, spec=spec))
 
     assert changes == []
     assert cache.get("ns", "pod").spec.renew_time.endswith("02Z")
@@ -58,7 +60,7 @@ def test_what_we_removed_does_not_come_back_until_its_end_was_told():
 def test_a_list_takes_away_what_it_lacks_but_not_what_was_written_after_it():
     cache = a_cache()
     gone, late = an_object(1, name="gone"), an_object(9, name="late")
-    elsewhere = Named(metadata=Metadata(name="x", namespace="other", resource_version="1"))
+    elsewhere = NamedObject(metadata=ObjectMetadata(name="x", namespace="other", resource_version="1"))
     for each in (gone, late, elsewhere):
         cache.put(each)
 

@@ -9,15 +9,15 @@ import pytest
 
 from fleet.config import load, parse_changes
 from fleet.router.settings import RouterSettings
-from operators.children.names import INSTANCE, ROLE, TYPE, Deployment
+from operators.children.names import INSTANCE, ROLE, TYPE, DesiredDeployment
 from operators.children.pods import Images, merged
 from operators.children.settings import PATIENCE_SECONDS, in_bytes
 from operators.children.shared import shared
 from operators.children.workloads import group, revision, workers
-from operators.kinds import Served
-from operators.resources.deployment import DisaggDeploymentSpec, Role, Watchdog
+from operators.kinds import OptionalKinds
+from operators.resources.deployment import DisaggDeploymentSpec, RoleSpec, WatchdogSpec
 from workers.engines import vllm_spread
-from workers.groups import common_of
+from workers.groups import common_settings_digest
 from workers.settings import WorkerSettings
 from workers.watchdog import WatchdogSettings
 
@@ -29,7 +29,7 @@ IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_ro
 def a_deployment(path=CPU, **changes):
     content = msgspec.yaml.decode(path.read_bytes())
     spec = msgspec.convert(content["spec"] | changes, DisaggDeploymentSpec)
-    return Deployment(name=content["metadata"]["name"], namespace="ns", spec=spec, uid="1-2-3")
+    return DesiredDeployment(name=content["metadata"]["name"], namespace="ns", spec=spec, uid="1-2-3")
 
 
 def manifests(deployment):
@@ -89,7 +89,7 @@ def test_workers_are_told_what_a_deployment_says_of_their_watchdog(told):
 
 
 def test_the_watchdog_of_a_deployment_has_the_defaults_of_a_workers():
-    asked, own = Watchdog(), WatchdogSettings()
+    asked, own = WatchdogSpec(), WatchdogSettings()
 
     assert (asked.enabled, asked.floor_seconds, asked.ceiling_seconds) == (
         own.enabled,
@@ -169,9 +169,9 @@ def test_what_is_in_a_volume_or_an_image_is_not_fetched(model):
 def test_every_worker_is_let_in_to_by_workers_and_routers_of_its_deployment_alone(path, leader_worker_sets):
     """Ranks of a group, and engines that hand blocks over, ask for no key: this is all that guards them."""
     deployment = a_deployment(path)
-    served = Served(leader_worker_sets=leader_worker_sets)
+    served = OptionalKinds(leader_worker_sets=leader_worker_sets)
     theirs = {"podTemplate": {"metadata": {"labels": {TYPE: "mine", ROLE: "mine", INSTANCE: "mine"}}}}
-    roles = tuple(msgspec.convert(msgspec.to_builtins(each) | theirs, Role) for each in deployment.spec.roles)
+    roles = tuple(msgspec.convert(msgspec.to_builtins(each) | theirs, RoleSpec) for each in deployment.spec.roles)
     spec = msgspec.structs.replace(deployment.spec, roles=roles)
     deployment = msgspec.structs.replace(deployment, spec=spec)
     pods = {}
@@ -260,7 +260,7 @@ def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
 def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_worker_sets):
     deployment = a_deployment(next(path for path in SAMPLES if path.stem == "b200-deepseek-moe"))
     (role,) = (each for each in deployment.workers if each.nodes_per_replica > 1)
-    served = Served(leader_worker_sets=leader_worker_sets)
+    served = OptionalKinds(leader_worker_sets=leader_worker_sets)
     config, *others = workers(deployment, role, "rev", IMAGES, served)
     (child,) = others or [group(deployment, role, "rev", 0, IMAGES)]
     spec = child["spec"].get("leaderWorkerTemplate") or child["spec"]
@@ -281,7 +281,7 @@ def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_
     assert [each.group.rank for each in ranks] == [0, 1]
     assert {each.group.leader for each in ranks} == {"pod-0.ns:50063"}
     assert {each.group.nodes for each in ranks} == {2}
-    assert len({common_of(each) for each in ranks}) == 1
+    assert len({common_settings_digest(each) for each in ranks}) == 1
     for each in ranks:
         vllm_spread.check(each)
         assert pod["terminationGracePeriodSeconds"] * 1000 > each.drain_timeout_ms, (

@@ -7,14 +7,14 @@ import pytest
 from msgspec import structs
 
 from fleet.router.settings import RouterSettings
-from operators.children.names import Deployment
+from operators.children.names import DesiredDeployment
 from operators.children.pods import Images, pod_template
 from operators.children.settings import router_settings, worker_settings
 from operators.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
-from operators.ports import Missing, Taken
-from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType
+from operators.ports import NameTaken, ObjectMissing
+from operators.resources.deployment import DisaggDeploymentSpec, RoleSpec, RoleType
 from operators.resources.parts import ModelSource
-from operators.views import Metadata, SecretData
+from operators.views import ObjectMetadata, SecretData
 from workers.settings import WorkerSettings
 
 IMAGES = Images(router="r", worker_cpu="c", worker_cuda="u", worker_rocm="o")
@@ -30,21 +30,21 @@ class Cluster:
     async def get(self, kind, view, namespace, name):
         self.asked.append("get")
         if not self.kept:
-            raise Missing("there is none")
-        return SecretData(metadata=Metadata(name=name, namespace=namespace), data=self.kept)
+            raise ObjectMissing("there is none")
+        return SecretData(metadata=ObjectMetadata(name=name, namespace=namespace), data=self.kept)
 
     async def create(self, kind, view, namespace, manifest):
         self.asked.append("create")
         if self.kept:
-            raise Taken("there is one")
+            raise NameTaken("there is one")
         self.kept = dict(manifest["data"])
 
 
-def a_deployment(**fields) -> Deployment:
+def a_deployment(**fields) -> DesiredDeployment:
     spec = DisaggDeploymentSpec(
-        model=ModelSource(name="tiny"), roles=(Role(name="all", type=RoleType.AGGREGATED),), **fields
+        model=ModelSource(name="tiny"), roles=(RoleSpec(name="all", type=RoleType.AGGREGATED),), **fields
     )
-    return Deployment(name="tiny", namespace="dev", spec=spec, uid="u")
+    return DesiredDeployment(name="tiny", namespace="dev", spec=spec, uid="u")
 
 
 async def loaded(cluster: Cluster) -> ControlSecrets:

@@ -2,30 +2,32 @@
 
 import pytest
 
-from operators.diagnosis import Reason, troubles
-from operators.refusals import Cause, Details, Status, spoken
+from operators.diagnosis import TroubleReason, troubles
+from operators.refusals import ApiStatus, StatusCause, StatusDetails, public_message
 from operators.views import (
     ContainerState,
     ContainerStatus,
-    Metadata,
+    ContainerTerminated,
+    ContainerWaiting,
     ObjectCondition,
+    ObjectMetadata,
     Pod,
     PodStatus,
-    Scaled,
-    ScaledStatus,
-    Terminated,
-    Waiting,
+    WorkloadResource,
+    WorkloadStatus,
 )
 
 
 def a_pod(*containers, conditions=(), deleted=None, name="pod"):
-    metadata = Metadata(name=name, deletion_timestamp=deleted)
+    metadata = ObjectMetadata(name=name, deletion_timestamp=deleted)
     return Pod(metadata=metadata, status=PodStatus(conditions=conditions, container_statuses=containers))
 
 
 def waiting(reason, message="", last=None):
     return ContainerStatus(
-        name="main", state=ContainerState(waiting=Waiting(reason, message)), last_state=ContainerState(terminated=last)
+        name="main",
+        state=ContainerState(waiting=ContainerWaiting(reason, message)),
+        last_state=ContainerState(terminated=last),
     )
 
 
@@ -38,27 +40,34 @@ def unschedulable(message):
     [
         (
             a_pod(conditions=unschedulable("0/3 nodes are available: 3 Insufficient amd.com/gpu.")),
-            Reason.InsufficientCapacity,
+            TroubleReason.InsufficientCapacity,
         ),
-        (a_pod(conditions=unschedulable("1 node(s) didn't match Pod's node affinity/selector.")), Reason.NoSuchGpu),
+        (
+            a_pod(conditions=unschedulable("1 node(s) didn't match Pod's node affinity/selector.")),
+            TroubleReason.NoSuchGpu,
+        ),
         (
             a_pod(conditions=unschedulable("0/3 nodes are available: 3 node(s) had untolerated taint.")),
-            Reason.Unschedulable,
+            TroubleReason.Unschedulable,
         ),
-        (a_pod(waiting("ErrImagePull")), Reason.ImagePull),
-        (a_pod(waiting("CreateContainerConfigError", 'secret "hf" not found')), Reason.ConfigurationMissing),
-        (a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=137, reason="OOMKilled"))), Reason.OutOfMemory),
-        (a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=1))), Reason.CrashLooping),
+        (a_pod(waiting("ErrImagePull")), TroubleReason.ImagePull),
+        (a_pod(waiting("CreateContainerConfigError", 'secret "hf" not found')), TroubleReason.ConfigurationMissing),
+        (
+            a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=137, reason="OOMKilled"))),
+            TroubleReason.OutOfMemory,
+        ),
+        (a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1))), TroubleReason.CrashLooping),
         (
             a_pod(
                 waiting(
-                    "CrashLoopBackOff", last=Terminated(exit_code=3, message="fleet: model_dir: '/m' is not a folder")
+                    "CrashLoopBackOff",
+                    last=ContainerTerminated(exit_code=3, message="fleet: model_dir: '/m' is not a folder"),
                 )
             ),
-            Reason.ModelNotFound,
+            TroubleReason.ModelNotFound,
         ),
     ],
-    ids=lambda each: each.name if isinstance(each, Reason) else "",
+    ids=lambda each: each.name if isinstance(each, TroubleReason) else "",
 )
 def test_each_trouble_has_its_reason(pod, reason):
     [found] = troubles([pod], [], ["NVIDIA-H100"])
@@ -68,14 +77,16 @@ def test_each_trouble_has_its_reason(pod, reason):
 
 def test_of_what_a_container_wrote_only_a_line_of_our_own_is_repeated():
     written = "token=hunter2\nfleet: vllm: out of memory\nTraceback hunter2"
-    [found] = troubles([a_pod(waiting("CrashLoopBackOff", last=Terminated(exit_code=1, message=written)))], [], [])
+    [found] = troubles(
+        [a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1, message=written)))], [], []
+    )
 
     assert "vllm: out of memory" in found.message
     assert "hunter2" not in found.message
 
 
 def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
-    ended = ContainerState(terminated=Terminated(exit_code=1))
+    ended = ContainerState(terminated=ContainerTerminated(exit_code=1))
     again = ContainerStatus(name="main", last_state=ended)
 
     assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
@@ -83,25 +94,25 @@ def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
 
 def test_a_hub_that_is_out_of_reach_is_told_also_while_it_is_asked_again():
     text = "fleet: hub.endpoint: nothing of owner/name came from https://hub for 120 s (ConnectError); see that it can be reached"
-    ended = ContainerState(terminated=Terminated(exit_code=3, message=f"hunter2\n{text}"))
+    ended = ContainerState(terminated=ContainerTerminated(exit_code=3, message=f"hunter2\n{text}"))
     again = ContainerStatus(name="main", last_state=ended, restart_count=1)
     ready = (ObjectCondition(type="Ready", status="True"),)
 
     for pod in (a_pod(waiting("CrashLoopBackOff", last=ended.terminated)), a_pod(again)):
         [found] = troubles([pod], [], [])
-        assert (found.reason, found.message) == (Reason.HubUnreachable, text.removeprefix("fleet: "))
+        assert (found.reason, found.message) == (TroubleReason.HubUnreachable, text.removeprefix("fleet: "))
     assert troubles([a_pod(again, conditions=ready)], [], []) == ()
 
 
 def test_a_quota_is_told_before_what_follows_from_it():
     text = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8'
     failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)
-    child = Scaled(metadata=Metadata(name="dd"), status=ScaledStatus(conditions=(failed,)))
+    child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
 
     first, *_ = troubles([a_pod(waiting("ErrImagePull"))], [child], [])
 
     assert (first.reason, first.message) == (
-        Reason.QuotaExceeded,
+        TroubleReason.QuotaExceeded,
         "exceeded quota: gpus, requested: requests.nvidia.com/gpu=8",
     )
 
@@ -116,30 +127,30 @@ def test_a_quota_is_told_before_what_follows_from_it():
     ],
 )
 def test_of_a_refusal_the_field_and_what_it_requires_are_told_and_not_the_value(message, said):
-    causes = [Cause(field="f", reason="FieldValueInvalid", message=message)]
+    causes = [StatusCause(field="f", reason="FieldValueInvalid", message=message)]
 
-    assert spoken(Status(reason="Invalid", message="hunter2", details=Details(causes=causes))) == said
+    assert public_message(ApiStatus(reason="Invalid", message="hunter2", details=StatusDetails(causes=causes))) == said
 
 
 def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else():
     quota = 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2'
     right = 'leases is forbidden: User "system:serviceaccount:a:b" cannot create resource "leases"'
 
-    assert spoken(Status(reason="Forbidden", message=quota)).startswith("exceeded quota: small")
-    assert spoken(Status(reason="Forbidden", message=right)).startswith(
+    assert public_message(ApiStatus(reason="Forbidden", message=quota)).startswith("exceeded quota: small")
+    assert public_message(ApiStatus(reason="Forbidden", message=right)).startswith(
         'User "system:serviceaccount:a:b" cannot create'
     )
-    assert spoken(Status(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
+    assert public_message(ApiStatus(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
 
 
 def test_of_what_cannot_be_read_the_field_and_its_type_are_told():
     strange = 'failed to create typed patch object (ns/dd; apps/v1, Kind=Deployment): .spec.template.spec.containers[name="main"].env: expected list, got string'
     quoted = 'spec.template.spec.nodeName: Invalid value: "hunter2": hunter2'
 
-    assert spoken(_bad(strange)) == 'spec.template.spec.containers[name="main"].env: expected list, got string'
-    assert spoken(_bad(quoted)) == "spec.template.spec.nodeName: BadRequest"
-    assert spoken(_bad("hunter2")) == "BadRequest"
+    assert public_message(_bad(strange)) == 'spec.template.spec.containers[name="main"].env: expected list, got string'
+    assert public_message(_bad(quoted)) == "spec.template.spec.nodeName: BadRequest"
+    assert public_message(_bad("hunter2")) == "BadRequest"
 
 
 def _bad(message):
-    return Status(reason="BadRequest", message=message)
+    return ApiStatus(reason="BadRequest", message=message)

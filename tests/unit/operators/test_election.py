@@ -4,27 +4,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.clock import SECOND, Nanos
-from operators.election import Election, Found, Step
+from operators.election import Election, ElectionStep, ObservedLease
 
 DURATION, RENEW_WITHIN, RETRY = Nanos(15 * SECOND), Nanos(10 * SECOND), Nanos(2 * SECOND)
 
 
 def found(holder, version="1"):
-    return Found(holder=holder, version=version, duration=DURATION)
+    return ObservedLease(holder=holder, version=version, duration=DURATION)
 
 
 def test_a_lease_is_taken_when_it_was_not_renewed_for_its_duration_since_we_first_saw_it():
     election = Election("me", RENEW_WITHIN)
 
-    assert election.step(found("other"), Nanos(100 * SECOND)) is Step.WAIT
-    assert election.step(found("other"), Nanos(114 * SECOND)) is Step.WAIT
-    assert election.step(found("other", "2"), Nanos(115 * SECOND)) is Step.WAIT
-    assert election.step(found("other", "2"), Nanos(130 * SECOND)) is Step.TAKE
+    assert election.step(found("other"), Nanos(100 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other"), Nanos(114 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other", "2"), Nanos(115 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other", "2"), Nanos(130 * SECOND)) is ElectionStep.TAKE
 
 
 def test_a_free_lease_is_taken_at_once_and_a_missing_one_made():
-    assert Election("me", RENEW_WITHIN).step(found(""), Nanos(0)) is Step.TAKE
-    assert Election("me", RENEW_WITHIN).step(None, Nanos(0)) is Step.CREATE
+    assert Election("me", RENEW_WITHIN).step(found(""), Nanos(0)) is ElectionStep.TAKE
+    assert Election("me", RENEW_WITHIN).step(None, Nanos(0)) is ElectionStep.CREATE
 
 
 def test_who_does_not_renew_stops_acting_before_anybody_may_take_over():
@@ -87,7 +87,7 @@ def test_at_most_one_leads_at_any_time_however_slow_and_lossy_the_way_to_the_ser
         step = election.step(lease, began)
         time += slow  # between reading and writing
         if (
-            step is not Step.WAIT
+            step is not ElectionStep.WAIT
             and server.write(identities[who], None if lease is None else lease.version)
             and not lost
         ):

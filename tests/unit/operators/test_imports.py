@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from fleet.errors import ConfigurationRefused
-from operators.children.names import Deployment
+from operators.children.names import DesiredDeployment
 from operators.children.pods import Images
 from operators.children.shared import shared
 from operators.children.workloads import revision, workers
@@ -20,7 +20,7 @@ from operators.imports.engine_flags import flags_of, settings_of
 from operators.imports.importing import imported
 from operators.imports.pods import variables_of
 from operators.imports.secret_names import is_secret
-from operators.resources.deployment import DisaggDeploymentSpec, Role, RoleType
+from operators.resources.deployment import DisaggDeploymentSpec, RoleSpec, RoleType
 from operators.resources.parts import ModelSource
 
 FOLDER = Path(__file__).parent / "imports"
@@ -46,7 +46,7 @@ def noted(made):
 def check(made):
     """What was made is something that the operator can go on with."""
     for each in made.objects:
-        deployment = Deployment(
+        deployment = DesiredDeployment(
             name=each["metadata"]["name"], namespace="n", spec=msgspec.convert(each["spec"], DisaggDeploymentSpec)
         )
         assert not list(contradictions(deployment.spec))
@@ -332,10 +332,10 @@ def test_how_ranks_are_started_is_our_workers_own_business():
 
 
 def test_what_contradicts_itself_is_refused_and_not_written():
-    roles = (Role(name="alone", type=RoleType.PREFILL),)
+    roles = (RoleSpec(name="alone", type=RoleType.PREFILL),)
     with pytest.raises(ConfigurationRefused, match=r"it: spec\.roles: prefill and decode need each other"):
         document("it", DisaggDeploymentSpec(model=ModelSource(name="m"), roles=roles))
-    alone = DisaggDeploymentSpec(model=ModelSource(name="m"), roles=(Role(name="alone", type=RoleType.AGGREGATED),))
+    alone = DisaggDeploymentSpec(model=ModelSource(name="m"), roles=(RoleSpec(name="alone", type=RoleType.AGGREGATED),))
     with pytest.raises(ConfigurationRefused, match=r"metadata\.name: too long beside the name of a role"):
         document("d" * 50, alone)
 

@@ -9,7 +9,7 @@ from operators.nesting import DEEPEST, prune, shallow
 from operators.proposals import propose
 from operators.requested import proposed
 from operators.resources.request import ServingRequestSpec
-from operators.views import Custom
+from operators.views import CustomObject
 
 FEASIBLE = {
     "model": {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct"},
@@ -73,9 +73,9 @@ def test_a_request_however_deep_has_an_answer(levels):
     request = msgspec.json.encode({"metadata": {"name": "a"}, "spec": FEASIBLE | {"podTemplate": None}})
     request = request.replace(b"null", nested(levels))
     try:
-        found = msgspec.json.decode(request, type=Custom)
+        found = msgspec.json.decode(request, type=CustomObject)
     except RecursionError:  # as `operators.cluster` does
-        found = msgspec.json.decode(shallow(request), type=Custom)
+        found = msgspec.json.decode(shallow(request), type=CustomObject)
     made = proposed("a", propose(msgspec.convert(found.spec, ServingRequestSpec)))
 
     assert json.dumps(made).count('"a": {') > DEEPEST / 2

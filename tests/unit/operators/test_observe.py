@@ -6,47 +6,49 @@ import msgspec
 
 from operators import kinds
 from operators.children.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
-from operators.kinds import Served
-from operators.observe import HALF_SECONDS, Store, observe
-from operators.probing import Running
-from operators.registrations import WARM, Registration, WorkerLease, registered
+from operators.kinds import OptionalKinds
+from operators.observe import PARTIAL_GROUP_SECONDS, InformerCaches, observe
+from operators.probing import RunningPod
+from operators.registrations import WARM, WorkerLease, WorkerRegistration, registered
 from operators.resources.deployment import DisaggDeploymentSpec
 from operators.views import (
     ContainerState,
     ContainerStatus,
-    Custom,
-    Lease,
+    ContainerTerminated,
+    CustomObject,
+    KubernetesLease,
     LeaseSpec,
-    Metadata,
-    Named,
+    NamedObject,
     ObjectCondition,
-    Owner,
+    ObjectMetadata,
+    OwnerReference,
     Pod,
     PodStatus,
-    Scaled,
-    ScaledSpec,
-    Terminated,
+    WorkloadResource,
+    WorkloadSpec,
 )
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 SPEC = msgspec.convert({"model": {"name": "m"}, "roles": [{"name": "all", "type": "aggregated"}]}, DisaggDeploymentSpec)
-CUSTOM = Custom(metadata=Metadata(name="dd", namespace="ns", uid="dd-uid", generation=3))
+CUSTOM = CustomObject(metadata=ObjectMetadata(name="dd", namespace="ns", uid="dd-uid", generation=3))
 LABELS = {INSTANCE: "dd", ROLE: "all", REVISION: "r1", TYPE: "aggregated"}
-OLD = NOW - timedelta(seconds=3 * HALF_SECONDS)
+OLD = NOW - timedelta(seconds=3 * PARTIAL_GROUP_SECONDS)
 
 
 def owned(name, by="dd-uid", **labels):
-    owner = Owner(kind="DisaggDeployment", name="dd", uid=by, controller=True)
-    return Metadata(name=name, namespace="ns", uid=f"{name}-uid", owner_references=(owner,), labels=LABELS | labels)
+    owner = OwnerReference(kind="DisaggDeployment", name="dd", uid=by, controller=True)
+    return ObjectMetadata(
+        name=name, namespace="ns", uid=f"{name}-uid", owner_references=(owner,), labels=LABELS | labels
+    )
 
 
 def a_child(replicas=1, name="dd-all-r1", **labels):
-    return Scaled(metadata=owned(name, **labels), spec=ScaledSpec(replicas=replicas))
+    return WorkloadResource(metadata=owned(name, **labels), spec=WorkloadSpec(replicas=replicas))
 
 
 def a_pod(name, *, of="dd-all-r1-uid", ready=True, deleted=None, unplaced=None, restarts=0, ended=None, **labels):
-    owner = Owner(kind="ReplicaSet", name="x", uid=of, controller=True)
-    metadata = Metadata(
+    owner = OwnerReference(kind="ReplicaSet", name="x", uid=of, controller=True)
+    metadata = ObjectMetadata(
         name=name,
         namespace="ns",
         uid=name,
@@ -59,7 +61,7 @@ def a_pod(name, *, of="dd-all-r1-uid", ready=True, deleted=None, unplaced=None, 
         said = ObjectCondition(
             type="PodScheduled", status="False", reason="Unschedulable", last_transition_time=unplaced
         )
-    last = ContainerState(terminated=Terminated(exit_code=1, finished_at=ended)) if ended else ContainerState()
+    last = ContainerState(terminated=ContainerTerminated(exit_code=1, finished_at=ended)) if ended else ContainerState()
     container = ContainerStatus(name="main", restart_count=restarts, last_state=last)
     return Pod(
         metadata=metadata, status=PodStatus(phase="Running", conditions=(said,), container_statuses=(container,))
@@ -67,21 +69,25 @@ def a_pod(name, *, of="dd-all-r1-uid", ready=True, deleted=None, unplaced=None, 
 
 
 def a_lease(pod, *, renewed=NOW, seconds=30, holder=None):
-    metadata = Metadata(name=pod, namespace="ns", labels=LABELS)
+    metadata = ObjectMetadata(name=pod, namespace="ns", labels=LABELS)
     spec = LeaseSpec(
         holder_identity=pod if holder is None else holder,
         lease_duration_seconds=seconds,
         renew_time=renewed.isoformat(),
     )
-    return Lease(metadata=metadata, spec=spec)
+    return KubernetesLease(metadata=metadata, spec=spec)
 
 
 def seen(*objects, told=None, stateful=False):
-    store = Store()
+    store = InformerCaches()
     for each in objects:
-        kind = {Pod: kinds.POD, Lease: kinds.LEASE, Scaled: kinds.STATEFUL_SET if stateful else kinds.DEPLOYMENT}
+        kind = {
+            Pod: kinds.POD,
+            KubernetesLease: kinds.LEASE,
+            WorkloadResource: kinds.STATEFUL_SET if stateful else kinds.DEPLOYMENT,
+        }
         store.any(kind.get(type(each), kinds.SERVICE)).put(each)
-    return observe(store, CUSTOM, SPEC, told, NOW, Served(leader_worker_sets=not stateful))
+    return observe(store, CUSTOM, SPEC, told, NOW, OptionalKinds(leader_worker_sets=not stateful))
 
 
 def test_a_replica_serves_when_its_pod_is_ready_and_known_to_the_router():
@@ -106,7 +112,7 @@ def test_a_lease_that_ended_or_was_given_up_and_one_that_nobody_told_count_for_n
 
 def test_what_a_router_says_and_what_leases_say_are_both_believed():
     found = seen(
-        a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told={"router": (Registration(pod="b", warm_blocks=7),)}
+        a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told={"router": (WorkerRegistration(pod="b", warm_blocks=7),)}
     )
 
     assert found.children[0].registered == 2
@@ -115,7 +121,7 @@ def test_what_a_router_says_and_what_leases_say_are_both_believed():
 
 def test_a_lease_that_does_not_say_how_warm_its_worker_is_leaves_what_the_router_said():
     lease = WorkerLease(holder="a", renewed=NOW, duration_seconds=9)
-    told = {"router": (Registration(pod="a", warm_blocks=7),)}
+    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7),)}
 
     assert registered((lease,), told, NOW)["a"].warm_blocks == 7
     said = msgspec.structs.replace(lease, annotations={WARM: "12"})
@@ -130,7 +136,7 @@ def test_pods_without_a_child_still_hold_what_they_hold():
 
 
 def test_a_namesakes_children_are_foreign():
-    service = Named(metadata=owned("dd-router", by="uid of the one before"))
+    service = NamedObject(metadata=owned("dd-router", by="uid of the one before"))
 
     found = seen(service)
 
@@ -154,12 +160,12 @@ def test_a_group_is_one_replica_which_is_ready_when_all_of_it_is():
     part = group(member("a"), a_lease("a"))
 
     assert (whole.replicas.pods, whole.replicas.ready, whole.registered) == (1, 1, 1)
-    assert whole.serving == (Running("a", uid="a"),), "the others answer no requests"
+    assert whole.serving == (RunningPod("a", uid="a"),), "the others answer no requests"
     assert (part.replicas.pods, part.replicas.ready) == (1, 0)
 
 
 def test_a_group_is_worth_the_warm_blocks_of_all_its_pods_where_that_is_told():
-    told = {"router": (Registration(pod="a", warm_blocks=7), Registration(pod="b", warm_blocks=5))}
+    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7), WorkerRegistration(pod="b", warm_blocks=5))}
     sets = [a_child(1, name=f"dd-all-r1-{number}", **{GROUP_LABEL: str(number)}) for number in range(3)]
     pods = [
         a_pod(name, of=f"dd-all-r1-{number}-uid", ready=name != "d", **{GROUP_LABEL: str(number)})
@@ -182,7 +188,7 @@ def test_what_a_worker_says_of_itself_with_each_renewal_wakes_nobody():
 
 
 def test_a_group_that_finds_nodes_for_half_of_its_pods_only_is_given_back_after_a_while():
-    lately = NOW - timedelta(seconds=HALF_SECONDS / 2)
+    lately = NOW - timedelta(seconds=PARTIAL_GROUP_SECONDS / 2)
 
     assert group(member("a"), member("b", ready=False, unplaced=lately)).halves == ()
     assert group(member("a"), member("b", ready=False, unplaced=OLD)).halves == ("dd-all-r1-0",)
@@ -207,7 +213,7 @@ def a_router(name, ready=True):
 
 
 def word(*pods):
-    return tuple(Registration(pod=pod) for pod in pods)
+    return tuple(WorkerRegistration(pod=pod) for pod in pods)
 
 
 def test_a_worker_is_registered_when_all_routers_know_it_and_serves_when_one_does():
@@ -238,9 +244,9 @@ def test_pods_that_serve_are_told_with_how_often_they_have_begun_anew():
 
     found = seen(a_child(4), *pods, a_router("r1"), told={"r1": word("a", "b", "c")})
 
-    assert found.children[0].serving == (Running("a", uid="a"), Running("b", 2, "b"))
+    assert found.children[0].serving == (RunningPod("a", uid="a"), RunningPod("b", 2, "b"))
     router = seen(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
-    assert router.pods == (Running("r1", uid="r1"),)
+    assert router.pods == (RunningPod("r1", uid="r1"),)
 
 
 def test_routers_of_a_role_that_has_another_name_by_now_are_old_ones():

@@ -1,9 +1,9 @@
 from fleet.clock import SECOND, Nanos
-from operators.pace import LONG, MOST_PER_SECOND, SHORT, Pace
+from operators.pace import LONG, MOST_PER_SECOND, SHORT, StatusRateLimiter
 
 
 def test_what_is_new_is_written_soon_and_what_counts_along_later():
-    pace = Pace()
+    pace = StatusRateLimiter()
     assert pace.due("a", Nanos(5), urgent=False) == 5
 
     pace.wrote("a", Nanos(5))
@@ -14,7 +14,7 @@ def test_what_is_new_is_written_soon_and_what_counts_along_later():
 
 
 def test_what_counts_along_of_many_is_written_so_rarely_that_all_together_write_at_most_so_many_a_second():
-    pace, many = Pace(), 200
+    pace, many = StatusRateLimiter(), 200
     for key in range(many):
         pace.wrote(key, Nanos(0))
 
@@ -30,7 +30,7 @@ def test_what_counts_along_of_many_is_written_so_rarely_that_all_together_write_
 
 
 def test_what_is_so_for_a_moment_is_written_when_the_moment_is_long():
-    pace = Pace()
+    pace = StatusRateLimiter()
     pace.wrote("a", Nanos(0))
     began = Nanos(60 * SECOND)
 

@@ -3,44 +3,44 @@
 import msgspec
 
 from operators.probing import (
-    Aim,
-    Completion,
-    Failure,
-    Running,
-    Shown,
-    Subject,
+    ProbeCompletion,
+    ProbeEvidence,
+    ProbeFailure,
+    ProbeSubject,
+    ProbeTarget,
+    RunningPod,
     answered,
+    evidence_from_status,
     failed,
     kept,
-    recalled,
+    missing_only_routers,
     unanswered,
-    vouched,
     wanted,
 )
 
-REFUSED = Failure(503, "no_worker: nobody serves it")
-FULL = Failure(429, "queue_full", busy=True)
+REFUSED = ProbeFailure(503, "no_worker: nobody serves it")
+FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 def an_aim(worker, role="decode", restarts=0, pair=True):
-    return Aim(role, Running(worker, restarts), pair)
+    return ProbeTarget(role, RunningPod(worker, restarts), pair)
 
 
 def a_subject(*aims, routers=("r",), prefills=("p",)):
-    return Subject(
+    return ProbeSubject(
         service="dd-router",
         model="m",
-        routers=tuple(map(Running, routers)),
-        prefills=tuple(map(Running, prefills)),
+        routers=tuple(map(RunningPod, routers)),
+        prefills=tuple(map(RunningPod, prefills)),
         aims=aims,
     )
 
 
 def after(subject, *workers, shown=None, handed=True):
-    shown = shown or Shown()
+    shown = shown or ProbeEvidence()
     for aim in subject.aims:
         if aim.worker.pod in workers:
-            shown = answered(shown, subject, aim, Completion(handed))
+            shown = answered(shown, subject, aim, ProbeCompletion(handed))
     return shown
 
 
@@ -51,7 +51,7 @@ def asked(subject, shown):
 def test_every_worker_that_answers_requests_is_asked_once():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
-    assert asked(subject, Shown()) == ["a", "b"]
+    assert asked(subject, ProbeEvidence()) == ["a", "b"]
     assert asked(subject, after(subject, "a")) == ["b"]
     assert asked(subject, after(subject, "a", "b")) == []
 
@@ -66,7 +66,7 @@ def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not(
 
 
 def test_a_pod_that_was_made_anew_under_its_name_is_asked():
-    before, after_it = (a_subject(Aim("wide", Running("dd-0-0", 0, uid))) for uid in ("u-1", "u-2"))
+    before, after_it = (a_subject(ProbeTarget("wide", RunningPod("dd-0-0", 0, uid))) for uid in ("u-1", "u-2"))
 
     assert asked(after_it, after(before, "dd-0-0")) == ["dd-0-0"]
     assert before.digest != after_it.digest, "what the status proves is of the one before"
@@ -78,9 +78,9 @@ def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again
 
     for changed in (a_subject(*aims, routers=("other",)), a_subject(*aims, prefills=("p", "q"))):
         assert [each.worker.pod for each in unanswered(changed, shown)] == ["a", "x"]
-        part = answered(shown, changed, aims[1], Completion(True))
+        part = answered(shown, changed, aims[1], ProbeCompletion(True))
         assert asked(changed, part) == ["x"], "one answer of a role is enough"
-        assert asked(changed, answered(part, changed, aims[2], Completion())) == []
+        assert asked(changed, answered(part, changed, aims[2], ProbeCompletion())) == []
 
 
 def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_is_asked_again():
@@ -95,17 +95,17 @@ def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_
 
 def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_pods():
     subject = a_subject(an_aim("a"))
-    once = failed(Shown(), subject, subject.aims[0], REFUSED)
+    once = failed(ProbeEvidence(), subject, subject.aims[0], REFUSED)
     twice = failed(once, subject, subject.aims[0], REFUSED)
 
     assert (once.told, twice.told, twice.failed) == (None, REFUSED, "a")
-    assert answered(twice, subject, subject.aims[0], Completion()).told is None
+    assert answered(twice, subject, subject.aims[0], ProbeCompletion()).told is None
     assert kept(a_subject(an_aim("b")), twice).told is None
     assert kept(subject, twice).told == REFUSED
 
 
 def told_after(subject, *failures, shown=None):
-    shown = shown or Shown()
+    shown = shown or ProbeEvidence()
     for failure in failures:
         shown = failed(shown, subject, subject.aims[0], failure)
     return shown.told
@@ -126,29 +126,29 @@ def test_all_have_answered_before_where_only_the_routers_are_others():
     aims = (an_aim("a"), an_aim("b"))
     shown = after(a_subject(*aims), "a", "b")
 
-    assert vouched(a_subject(*aims, routers=("other",)), shown)
-    assert not vouched(a_subject(*aims, prefills=("q",)), shown), "who computes prompts is another one"
-    assert not vouched(a_subject(*aims, an_aim("c"), routers=("other",)), shown)
-    assert not vouched(a_subject(an_aim("a", restarts=1), aims[1], routers=("other",)), shown)
-    assert not vouched(a_subject(*aims), Shown())
+    assert missing_only_routers(a_subject(*aims, routers=("other",)), shown)
+    assert not missing_only_routers(a_subject(*aims, prefills=("q",)), shown), "who computes prompts is another one"
+    assert not missing_only_routers(a_subject(*aims, an_aim("c"), routers=("other",)), shown)
+    assert not missing_only_routers(a_subject(an_aim("a", restarts=1), aims[1], routers=("other",)), shown)
+    assert not missing_only_routers(a_subject(*aims), ProbeEvidence())
 
 
 def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
-    assert asked(subject, recalled(subject, subject.digest, "True")) == []
-    assert asked(subject, recalled(subject, subject.digest, "False")) == ["a", "b"]
-    assert unanswered(subject, recalled(subject, subject.digest, "False")) == ()
+    assert asked(subject, evidence_from_status(subject, subject.digest, "True")) == []
+    assert asked(subject, evidence_from_status(subject, subject.digest, "False")) == ["a", "b"]
+    assert unanswered(subject, evidence_from_status(subject, subject.digest, "False")) == ()
 
 
 def test_the_next_leader_knows_whose_answers_came_through_other_routers():
     subject = a_subject(an_aim("a"), an_aim("b"))
     before = a_subject(an_aim("a"), an_aim("b"), routers=("other",)).digest
 
-    assert asked(subject, recalled(subject, before, "True")) == ["a"]
-    assert vouched(subject, recalled(subject, before, "True"))
+    assert asked(subject, evidence_from_status(subject, before, "True")) == ["a"]
+    assert missing_only_routers(subject, evidence_from_status(subject, before, "True"))
     for unlike in ("", "x", a_subject(an_aim("a"), routers=("r",)).digest):
-        assert recalled(subject, unlike, "True") is None
+        assert evidence_from_status(subject, unlike, "True") is None
 
 
 def test_a_digest_is_of_all_pods_that_requests_pass_through():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fleet.hardware.gpus import gpus
 from fleet.hardware.known import known
-from operators.children.names import Deployment
+from operators.children.names import DesiredDeployment
 from operators.children.pods import Images
 from operators.children.shared import shared
 from operators.children.workloads import workers
@@ -114,7 +114,7 @@ def test_a_proposal_is_whole_and_holds_together(changes):
     assert list(contradictions(spec, "x" * 47)) == []
     assert sum(role.replicas * role.gpus.per_replica for role in spec.roles) <= request.hardware.count
     assert spec.balance.gpu_budget == request.hardware.count
-    wish = Deployment(name="llama", namespace="default", spec=spec)
+    wish = DesiredDeployment(name="llama", namespace="default", spec=spec)
     assert shared(wish, IMAGES)
     for role in wish.workers:
         [settings, child] = workers(wish, role, "rev", IMAGES)

@@ -5,12 +5,12 @@ import random
 import msgspec
 import pytest
 
-from operators.children.names import REVISION, ROLE, Deployment
+from operators.children.names import REVISION, ROLE, DesiredDeployment
 from operators.children.pods import Images
-from operators.reconcile import DIGEST, Apply, End, Remove, Scale, Value, reconcile
+from operators.reconcile import DIGEST, Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
 from operators.resources.deployment import DisaggDeploymentSpec
-from operators.scaling import Replicas
-from operators.seen import Child, Refusal, RouterSeen, Seen, Worth
+from operators.scaling import RevisionReplicas
+from operators.seen import ApiRefusal, ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
 
 IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
 NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
@@ -19,7 +19,7 @@ NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
 def a_wish(*roles, **spec):
     roles = roles or ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
     content = {"model": {"name": "m"}, "roles": list(roles)} | spec
-    return Deployment(name="dd", namespace="ns", uid="1", spec=msgspec.convert(content, DisaggDeploymentSpec))
+    return DesiredDeployment(name="dd", namespace="ns", uid="1", spec=msgspec.convert(content, DisaggDeploymentSpec))
 
 
 class Cluster:
@@ -38,12 +38,12 @@ class Cluster:
             labels = each["metadata"].get("labels", {})
             if kind in ("Deployment", "LeaderWorkerSet") and REVISION in labels:
                 pods, ready, leaving = self.pods.get((kind, name), (0, 0, 0))
-                replicas = Replicas(
+                replicas = RevisionReplicas(
                     revision=labels[REVISION], asked=each["spec"]["replicas"], pods=pods, ready=ready, leaving=leaving
                 )
                 known = {"ready_pods": ready, "registered": ready if self.registers else 0}
-                children.append(Child(kind=kind, name=name, role=labels[ROLE], replicas=replicas, **known))
-        return Seen(
+                children.append(ObservedChild(kind=kind, name=name, role=labels[ROLE], replicas=replicas, **known))
+        return ObservedState(
             children=tuple(children),
             digests={key: each["metadata"]["annotations"][DIGEST] for key, each in self.objects.items()},
             foreign=foreign,
@@ -64,7 +64,7 @@ class Cluster:
         if found is None:
             return None
         asked = found["spec"]["replicas"]
-        return RouterSeen(name="dd-router", asked=asked, replicas=asked, ready=asked, updated=asked)
+        return ObservedRouter(name="dd-router", asked=asked, replicas=asked, ready=asked, updated=asked)
 
     def do(self, action):
         self.writes.append(action)
@@ -184,7 +184,7 @@ def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_a
 
 
 def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
-    outcome = reconcile(a_wish(), Seen(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
+    outcome = reconcile(a_wish(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
 
     assert not [
         each
@@ -242,11 +242,15 @@ def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_i
     wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
     seen = cluster.seen()
     [child] = [each for each in seen.children if each.role == "decode"]
-    worths = (Worth(pod="a", blocks=5), Worth(pod="b", blocks=7, said="7"), Worth(pod="c", blocks=None))
+    worths = (
+        PodDeletionCost(pod="a", blocks=5),
+        PodDeletionCost(pod="b", blocks=7, said="7"),
+        PodDeletionCost(pod="c", blocks=None),
+    )
 
     said = actions(msgspec.structs.replace(seen, worths={("decode", child.replicas.revision): worths}), wish)
 
-    assert said == (Value("a", 5), Scale("Deployment", child.name, 1, 2))
+    assert said == (SetDeletionCost("a", 5), Scale("Deployment", child.name, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, g
     ]
 
 
-@pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [End("p")]), ({"args": ["--x"]}, [])])
+@pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
 def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_behind_begins_anew(container, ends):
     template = {"spec": {"containers": [{"name": "main"} | container]}}
     wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
@@ -291,7 +295,7 @@ def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_beh
 
     said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
 
-    assert [each for each in said if isinstance(each, Remove | End)] == [Remove("StatefulSet", "x-1"), *ends]
+    assert [each for each in said if isinstance(each, Remove | DeletePod)] == [Remove("StatefulSet", "x-1"), *ends]
 
 
 def settled_seen(wish):
@@ -327,9 +331,9 @@ def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_
 
 
 def test_what_the_api_server_refuses_is_why_it_is_not_ready():
-    refusal = Refusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
+    refusal = ApiRefusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
 
-    status = reconcile(a_wish(), Seen(refusals=(refusal,)), IMAGES, NOW).status
+    status = reconcile(a_wish(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
 
     assert (condition(status, "Ready").reason, condition(status, "Degraded").reason) == ("Invalid", "Invalid")
     assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"

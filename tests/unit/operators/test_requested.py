@@ -6,8 +6,8 @@ from operators.proposals import propose
 from operators.reconcile import DIGEST, Apply
 from operators.requested import actions, misread, status
 from operators.resources.request import ServingRequestSpec
-from operators.seen import Refusal
-from operators.views import Custom, Metadata, Owner
+from operators.seen import ApiRefusal
+from operators.views import CustomObject, ObjectMetadata, OwnerReference
 
 NOW = "2026-01-01T00:00:00Z"
 SPEC = {
@@ -22,8 +22,8 @@ IMPOSSIBLE = {"objective": {"ttftMs": 1, "tpotMs": 1}}
 
 
 def a_request(generation=1, **changes):
-    metadata = Metadata(name="please", namespace="models", uid="request-uid", generation=generation)
-    return Custom(metadata=metadata, spec=SPEC | changes)
+    metadata = ObjectMetadata(name="please", namespace="models", uid="request-uid", generation=generation)
+    return CustomObject(metadata=metadata, spec=SPEC | changes)
 
 
 def decided(request, there=None, **options):
@@ -39,14 +39,14 @@ def told(request, there=None, refusals=()):
 def as_made(made, *, owner="request-uid", status=None, generation=1):
     """What a server has of a manifest."""
     metadata = made.manifest["metadata"]
-    return Custom(
-        metadata=Metadata(
+    return CustomObject(
+        metadata=ObjectMetadata(
             name=metadata["name"],
             namespace=metadata["namespace"],
             uid="deployment-uid",
             generation=generation,
             annotations=metadata["annotations"],
-            owner_references=(Owner(kind="ServingRequest", name="please", uid=owner, controller=True),)
+            owner_references=(OwnerReference(kind="ServingRequest", name="please", uid=owner, controller=True),)
             if owner
             else (),
         ),
@@ -164,7 +164,7 @@ def test_a_request_is_ready_when_its_deployment_says_so_of_what_it_says_now():
 
 
 def test_what_the_api_server_refuses_is_the_reason():
-    refusal = Refusal("DisaggDeployment", "please", "Invalid", "spec.roles: too many")
+    refusal = ApiRefusal("DisaggDeployment", "please", "Invalid", "spec.roles: too many")
 
     said = told(a_request(), None, (refusal,))
 

@@ -5,23 +5,23 @@ import random
 import msgspec
 import pytest
 
-from operators.scaling import Bounds, Pool, Replicas, Side, next_changes, targets
+from operators.scaling import PairSide, RevisionReplicas, ScaledRole, ScalingBounds, next_changes, targets
 
 
 def a_pool(name="prefill", target=1, *replicas, **fields):
     given = {
-        "side": Side(name),
+        "side": PairSide(name),
         "gpus": 1,
         "surge": 1,
         "unavailable": 0,
         "revision": "new",
     }
-    return Pool(name=name, target=target, replicas=tuple(replicas), **(given | fields))
+    return ScaledRole(name=name, target=target, replicas=tuple(replicas), **(given | fields))
 
 
 def up(count, revision="new"):
     """Replicas that all serve."""
-    return Replicas(revision=revision, asked=count, pods=count, ready=count)
+    return RevisionReplicas(revision=revision, asked=count, pods=count, ready=count)
 
 
 def as_dict(changes):
@@ -45,7 +45,7 @@ class World:
             pool = self.pools[change.role]
             old = next(
                 (each for each in pool.replicas if each.revision == change.revision),
-                Replicas(revision=change.revision, asked=0),
+                RevisionReplicas(revision=change.revision, asked=0),
             )
             others = tuple(each for each in pool.replicas if each.revision != change.revision)
             self.wish(change.role, replicas=(*others, msgspec.structs.replace(old, asked=change.replicas)))
@@ -88,18 +88,18 @@ class World:
 
 
 def test_missing_replicas_are_asked_for_by_so_many_at_once():
-    assert as_dict(next_changes([a_pool("alone", 5)], Bounds(max_step=2))) == {("alone", "new"): 2}
+    assert as_dict(next_changes([a_pool("alone", 5)], ScalingBounds(max_step=2))) == {("alone", "new"): 2}
 
 
 def test_a_rebalance_under_a_full_budget_shrinks_waits_for_the_drain_and_grows():
-    world = World([a_pool("prefill", 2, up(2)), a_pool("decode", 2, up(2))], Bounds(gpu_budget=4))
+    world = World([a_pool("prefill", 2, up(2)), a_pool("decode", 2, up(2))], ScalingBounds(gpu_budget=4))
     world.wish("prefill", target=3)
     world.wish("decode", target=1)
 
     assert world.reconcile()
     assert [pool.asked for pool in world.pools.values()] == [2, 1]
     assert not world.reconcile()  # the pod is still there
-    world.wish("decode", replicas=(Replicas(revision="new", asked=1, pods=1, ready=1, leaving=1),))
+    world.wish("decode", replicas=(RevisionReplicas(revision="new", asked=1, pods=1, ready=1, leaving=1),))
     assert not world.reconcile()  # and drains
     world.wish("decode", replicas=(up(1),))
     assert world.reconcile()
@@ -109,26 +109,26 @@ def test_a_rebalance_under_a_full_budget_shrinks_waits_for_the_drain_and_grows()
 def test_an_old_pair_stays_until_a_new_one_is_whole():
     pools = [
         a_pool("prefill", 1, up(1, "old"), up(1, "new")),
-        a_pool("decode", 1, up(1, "old"), Replicas(revision="new", asked=1, pods=1, ready=0)),
+        a_pool("decode", 1, up(1, "old"), RevisionReplicas(revision="new", asked=1, pods=1, ready=0)),
     ]
-    assert next_changes(pools, Bounds()) == []
+    assert next_changes(pools, ScalingBounds()) == []
 
     pools[1] = a_pool("decode", 1, up(1, "old"), up(1, "new"))
 
-    assert as_dict(next_changes(pools, Bounds())) == {("prefill", "old"): 0, ("decode", "old"): 0}
+    assert as_dict(next_changes(pools, ScalingBounds())) == {("prefill", "old"): 0, ("decode", "old"): 0}
 
 
 def test_a_revert_keeps_what_serves_and_drops_what_never_came_up():
-    pool = a_pool("alone", 2, up(2, "first"), Replicas(revision="second", asked=1, pods=1), revision="first")
+    pool = a_pool("alone", 2, up(2, "first"), RevisionReplicas(revision="second", asked=1, pods=1), revision="first")
 
-    assert as_dict(next_changes([pool], Bounds())) == {("alone", "second"): 0}
+    assert as_dict(next_changes([pool], ScalingBounds())) == {("alone", "second"): 0}
 
 
 def test_a_rollout_without_room_for_one_more_waits_unless_one_may_be_missing():
     full = a_pool("alone", 2, up(2, "old"))
 
-    assert next_changes([full], Bounds(gpu_budget=2)) == []
-    assert as_dict(next_changes([msgspec.structs.replace(full, unavailable=1)], Bounds(gpu_budget=2))) == {
+    assert next_changes([full], ScalingBounds(gpu_budget=2)) == []
+    assert as_dict(next_changes([msgspec.structs.replace(full, unavailable=1)], ScalingBounds(gpu_budget=2))) == {
         ("alone", "old"): 1
     }
 
@@ -136,7 +136,7 @@ def test_a_rollout_without_room_for_one_more_waits_unless_one_may_be_missing():
 def test_a_ratio_that_single_steps_would_break_is_kept_by_a_change_of_both():
     pools = [a_pool("prefill", 2, up(1)), a_pool("decode", 4, up(2))]
 
-    changes = next_changes(pools, Bounds(least=(1, 2), most=(1, 2)))
+    changes = next_changes(pools, ScalingBounds(least=(1, 2), most=(1, 2)))
 
     assert as_dict(changes) == {("prefill", "new"): 2, ("decode", "new"): 4}
 
@@ -144,12 +144,12 @@ def test_a_ratio_that_single_steps_would_break_is_kept_by_a_change_of_both():
 @pytest.mark.parametrize(
     ("asked", "bounds", "possible"),
     [
-        ((4, 1), Bounds(most=(2, 1)), (2, 1)),
-        ((1, 9), Bounds(least=(1, 4)), (1, 4)),
-        ((3, 3), Bounds(gpu_budget=4), (2, 2)),
-        ((1, 1), Bounds(gpu_budget=1), (0, 1)),
-        ((1, 1), Bounds(most=(1, 2)), (1, 1)),
-        ((0, 3), Bounds(least=(1, 2)), (0, 3)),
+        ((4, 1), ScalingBounds(most=(2, 1)), (2, 1)),
+        ((1, 9), ScalingBounds(least=(1, 4)), (1, 4)),
+        ((3, 3), ScalingBounds(gpu_budget=4), (2, 2)),
+        ((1, 1), ScalingBounds(gpu_budget=1), (0, 1)),
+        ((1, 1), ScalingBounds(most=(1, 2)), (1, 1)),
+        ((0, 3), ScalingBounds(least=(1, 2)), (0, 3)),
     ],
 )
 def test_targets_are_lowered_to_what_is_possible(asked, bounds, possible):
@@ -172,7 +172,9 @@ def serving(pools, name):
 def test_limits_hold_at_every_step_whatever_happens_and_the_end_is_reached(seed):
     chance = random.Random(seed)
     least, most = chance.choice([((1, 999), (999, 1)), ((1, 3), (2, 1)), ((1, 2), (1, 1))])
-    bounds = Bounds(gpu_budget=chance.choice([0, 6, 9, 14]), least=least, most=most, max_step=chance.randint(1, 3))
+    bounds = ScalingBounds(
+        gpu_budget=chance.choice([0, 6, 9, 14]), least=least, most=most, max_step=chance.randint(1, 3)
+    )
     world = World([any_pool(name, chance) for name in ("prefill", "decode", "alone")], bounds)
 
     for _ in range(chance.randint(0, 60)):

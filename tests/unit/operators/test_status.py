@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from operators.probing import Completion, Failure, Running, Shown, answered, failed
+from operators.probing import ProbeCompletion, ProbeEvidence, ProbeFailure, RunningPod, answered, failed
 from operators.reconcile import reconcile
-from operators.scaling import Replicas
-from operators.seen import RouterSeen
+from operators.scaling import RevisionReplicas
+from operators.seen import ObservedRouter
 from tests.unit.operators.test_reconcile import IMAGES, LATER, NOW, Cluster, a_wish, condition
 
 DIRECT = {"kvTransfer": {"paths": ["direct"]}}
-DOWN = Failure(503, "no_worker: nobody serves it")
-FULL = Failure(429, "queue_full", busy=True)
+DOWN = ProbeFailure(503, "no_worker: nobody serves it")
+FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 def settled(wish):
@@ -20,11 +20,13 @@ def settled(wish):
     cluster.settle(wish)
     seen = cluster.seen()
     children = tuple(
-        msgspec.structs.replace(each, serving=tuple(Running(f"{each.role}-{at}") for at in range(each.replicas.ready)))
+        msgspec.structs.replace(
+            each, serving=tuple(RunningPod(f"{each.role}-{at}") for at in range(each.replicas.ready))
+        )
         for each in seen.children
     )
-    router = msgspec.structs.replace(seen.router, pods=(Running("router-0"),))
-    return msgspec.structs.replace(seen, children=children, router=router, shown=Shown())
+    router = msgspec.structs.replace(seen.router, pods=(RunningPod("router-0"),))
+    return msgspec.structs.replace(seen, children=children, router=router, shown=ProbeEvidence())
 
 
 def look(seen, wish=None, now=NOW, **changes):
@@ -37,9 +39,9 @@ def ready(outcome):
 
 
 def all_answered(subject, handed=True):
-    shown = Shown()
+    shown = ProbeEvidence()
     for aim in subject.aims:
-        shown = answered(shown, subject, aim, Completion(handed))
+        shown = answered(shown, subject, aim, ProbeCompletion(handed))
     return shown
 
 
@@ -48,7 +50,7 @@ def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
 
     first = look(seen)
     subject = first.wanted.subject
-    half = look(seen, shown=answered(Shown(), subject, subject.aims[0], Completion(True)))
+    half = look(seen, shown=answered(ProbeEvidence(), subject, subject.aims[0], ProbeCompletion(True)))
     whole = look(seen, shown=all_answered(subject))
 
     assert [(aim.worker.pod, aim.pair) for aim in subject.aims] == [("decode-0", True), ("decode-1", True)]
@@ -71,7 +73,7 @@ def test_what_has_not_come_up_is_not_probed():
 def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
-    shown = Shown()
+    shown = ProbeEvidence()
     for _ in range(9):
         shown = failed(shown, subject, subject.aims[0], DOWN)
         assert ready(look(seen, shown=shown))[0] == "False"
@@ -83,9 +85,11 @@ def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
 def test_routers_that_want_a_key_which_nobody_gave_leave_ready_unknown_and_say_what_to_do():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
-    shown = Shown()
+    shown = ProbeEvidence()
     for _ in range(2):
-        shown = failed(shown, subject, subject.aims[0], Failure(401, "its routers want an API key", wants_key=True))
+        shown = failed(
+            shown, subject, subject.aims[0], ProbeFailure(401, "its routers want an API key", wants_key=True)
+        )
 
     found = condition(look(seen, shown=shown).status, "Ready")
 
@@ -102,7 +106,7 @@ def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
         seen,
         proved=proved.proved,
         conditions=proved.conditions,
-        router=msgspec.structs.replace(seen.router, pods=(Running("router-0", 1),)),
+        router=msgspec.structs.replace(seen.router, pods=(RunningPod("router-0", 1),)),
     )
 
     assert again.status == proved
@@ -111,7 +115,7 @@ def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
 
 def behind_other_routers(seen, **changes):
     """The same, once its routers are others."""
-    router = msgspec.structs.replace(seen.router, pods=(Running("router-1"),))
+    router = msgspec.structs.replace(seen.router, pods=(RunningPod("router-1"),))
     return msgspec.structs.replace(seen, router=router, **changes)
 
 
@@ -141,8 +145,8 @@ def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_be
 def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
-    half = answered(Shown(), subject, subject.aims[0], Completion(True))
-    for shown in (Shown(), half):
+    half = answered(ProbeEvidence(), subject, subject.aims[0], ProbeCompletion(True))
+    for shown in (ProbeEvidence(), half):
         assert ready(look(seen, shown=full(subject, shown))) == ("Unknown", "Saturated")
 
 
@@ -167,14 +171,14 @@ def test_the_next_leader_lets_a_deployment_be_ready_whose_routers_were_full_unti
     said = look(other, shown=full(subject, shown)).status
     assert said.proved == proved
 
-    begun = look(other, now=LATER, shown=Shown(), conditions=said.conditions)
+    begun = look(other, now=LATER, shown=ProbeEvidence(), conditions=said.conditions)
     assert condition(begun.status, "Ready") == condition(said, "Ready")
     knows = begun.wanted.shown
     for _ in range(2):
         knows = failed(knows, subject, subject.aims[0], DOWN)
     assert ready(look(other, shown=knows, conditions=said.conditions)) == ("False", "ServedProbeFailed")
 
-    strange = look(other, proved="", shown=Shown(), conditions=said.conditions)
+    strange = look(other, proved="", shown=ProbeEvidence(), conditions=said.conditions)
     assert ready(strange) == ("Unknown", "Saturated"), "nothing shows that anybody has answered"
 
 
@@ -208,7 +212,7 @@ def test_between_two_probes_the_way_of_blocks_is_as_it_was_seen_last():
     seen = settled(a_wish())
     conditions = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
 
-    rolling = look(seen, conditions=conditions, router=RouterSeen(name="dd-router", asked=1), now=LATER)
+    rolling = look(seen, conditions=conditions, router=ObservedRouter(name="dd-router", asked=1), now=LATER)
 
     assert ready(rolling)[0] == "False"
     assert condition(rolling.status, "KVPathReady") == condition(
@@ -260,7 +264,9 @@ def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, de
     seen = settled(a_wish())
 
     def moved(child, asked, leaving):
-        replicas = Replicas(revision=child.replicas.revision, asked=asked, pods=asked, ready=asked, leaving=leaving)
+        replicas = RevisionReplicas(
+            revision=child.replicas.revision, asked=asked, pods=asked, ready=asked, leaving=leaving
+        )
         return msgspec.structs.replace(child, replicas=replicas)
 
     counts = {"prefill": prefill, "decode": decode}

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from operators.views import Lease, LeaseSpec, Metadata
+from operators.views import KubernetesLease, LeaseSpec, ObjectMetadata
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
@@ -12,7 +12,7 @@ HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 
 def a_lease(renewed):
     spec = LeaseSpec(holder_identity="pod", lease_duration_seconds=9, renew_time=renewed.isoformat())
-    return Lease(metadata=Metadata(name="pod"), spec=spec)
+    return KubernetesLease(metadata=ObjectMetadata(name="pod"), spec=spec)
 
 
 @pytest.mark.parametrize("off", [-HOUR, HOUR], ids=["behind", "ahead"])

@@ -7,7 +7,7 @@ import msgspec
 
 from kvstore.block import HashAlgorithm, chain
 from tests.builders import token_bytes
-from workers.engines.cache_books import CacheBooks
+from workers.engines.cache_books import KvEventTranslator
 
 BLOCK_TOKENS = 32
 PAGE_TOKENS = 16
@@ -22,8 +22,10 @@ VLLM = [bytes.fromhex(batch) for batch in recorded("vllm_kv_events.json")["batch
 SGLANG = [bytes.fromhex(payload) for _, _, payload in recorded("sglang_kv_events.json")["messages"]]
 
 
-def some_books(capacity: int = 10, block_tokens: int = BLOCK_TOKENS, **options) -> CacheBooks:
-    return CacheBooks(block_tokens=block_tokens, algorithm=HashAlgorithm.SHA256_128, capacity=capacity, **options)
+def some_books(capacity: int = 10, block_tokens: int = BLOCK_TOKENS, **options) -> KvEventTranslator:
+    return KvEventTranslator(
+        block_tokens=block_tokens, algorithm=HashAlgorithm.SHA256_128, capacity=capacity, **options
+    )
 
 
 def names(first: int, last: int, salt: bytes = b"", block_tokens: int = BLOCK_TOKENS) -> tuple[bytes, ...]:

@@ -3,13 +3,13 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.engines.adapter_slots import AdapterSlots
+from workers.engines.adapter_slots import LoraSlots
 
 NAMES = st.sampled_from("abcd")
 
 
 def test_an_adapter_that_is_there_need_not_be_loaded():
-    slots = AdapterSlots(2)
+    slots = LoraSlots(2)
 
     assert slots.hold("a")
     assert not slots.hold("a")
@@ -20,7 +20,7 @@ def test_an_adapter_that_is_there_need_not_be_loaded():
 
 
 def test_the_one_idle_longest_makes_room():
-    slots = AdapterSlots(2)
+    slots = LoraSlots(2)
     for name in "ab":
         slots.hold(name)
         slots.release(name)
@@ -31,7 +31,7 @@ def test_the_one_idle_longest_makes_room():
 
 
 def test_who_finds_all_slots_held_waits():
-    slots = AdapterSlots(1)
+    slots = LoraSlots(1)
     slots.hold("a")
 
     assert not slots.takes("b")
@@ -43,7 +43,7 @@ def test_who_finds_all_slots_held_waits():
 class SlotsKeepTheirBooks(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.slots = AdapterSlots(2)
+        self.slots = LoraSlots(2)
         self.held: list[str] = []
 
     @rule(name=NAMES)

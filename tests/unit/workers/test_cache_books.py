@@ -17,8 +17,8 @@ from tests.unit.workers.published import (
     some_books,
     stored,
 )
-from workers.engines.cache_books import PassedOver, salt_of_client
-from workers.engines.engine_events import Unreadable
+from workers.engines.cache_books import SkipReason, salt_of_client
+from workers.engines.engine_events import UnreadableEngineEvent
 
 FIRST, LONGER, SALTED, PUSHING, RESET = VLLM
 
@@ -51,7 +51,7 @@ def test_blocks_after_an_unknown_one_have_no_name():
     books = some_books()
 
     assert books.take(LONGER) == []
-    assert books.passed_over == {PassedOver.UNKNOWN_PARENT: 2}
+    assert books.passed_over == {SkipReason.UNKNOWN_PARENT: 2}
     assert books.take(PUSHING) == [KvStored(names(1000, 1200))], "removals of unknown blocks are nothing"
 
 
@@ -73,7 +73,7 @@ def test_recorded_events_of_sglang_name_the_blocks_of_the_prompts():
         [KvRemoved(names(100, 164, b"", PAGE_TOKENS)), KvStored(names(1000, 1064, b"", PAGE_TOKENS))],
         [KvCleared()],
     ]
-    assert books.passed_over == {PassedOver.OTHER_TIER: 4}, "what went to pinned memory is not in the GPU's"
+    assert books.passed_over == {SkipReason.OTHER_TIER: 4}, "what went to pinned memory is not in the GPU's"
 
 
 class _SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
@@ -155,7 +155,7 @@ def test_unknown_fields_and_kinds_are_passed_over():
     ],
 )
 def test_what_cannot_be_read_is_said_and_nothing_else_happens(payload):
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableEngineEvent):
         some_books().take(payload)
 
 
@@ -183,15 +183,15 @@ def test_a_name_that_the_engine_has_two_hashes_for_is_gone_with_the_second():
 @pytest.mark.parametrize(
     ("foreign", "why"),
     [
-        ({"medium": "CPU"}, PassedOver.OTHER_TIER),
-        ({"lora_id": 1}, PassedOver.NAMELESS_ADAPTER),
-        ({"block_size": 16}, PassedOver.OTHER_BLOCK_SIZE),
-        ({"extra_keys": [[["image", 0]]]}, PassedOver.NOT_ONLY_TOKENS),
-        ({"extra_keys": [["not a salt"]]}, PassedOver.NOT_ONLY_TOKENS),
-        ({"extra_keys": [["z" * 64]]}, PassedOver.NOT_ONLY_TOKENS),
-        ({"extra_keys": [["ab" * 32, "embeddings"]]}, PassedOver.NOT_ONLY_TOKENS),
-        ({"lora_id": 1, "lora_name": "adapter", "extra_keys": [["adapter"]]}, PassedOver.NOT_ONLY_TOKENS),
-        ({"token_ids": [(n, n + 1) for n in range(32)]}, PassedOver.NOT_ONLY_TOKENS),
+        ({"medium": "CPU"}, SkipReason.OTHER_TIER),
+        ({"lora_id": 1}, SkipReason.NAMELESS_ADAPTER),
+        ({"block_size": 16}, SkipReason.OTHER_BLOCK_SIZE),
+        ({"extra_keys": [[["image", 0]]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["not a salt"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["z" * 64]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["ab" * 32, "embeddings"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"lora_id": 1, "lora_name": "adapter", "extra_keys": [["adapter"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"token_ids": [(n, n + 1) for n in range(32)]}, SkipReason.NOT_ONLY_TOKENS),
     ],
     ids=["tier", "nameless", "size", "image", "strange salt", "no hex", "two keys", "unsalted adapter", "pairs"],
 )
@@ -200,7 +200,7 @@ def test_blocks_that_our_chain_cannot_name_are_left_out_and_counted(foreign, why
 
     assert books.take(a_batch(stored([7], None, 0, 32, **foreign))) == []
     assert books.take(a_batch(stored([8], 7, 32, 64))) == []
-    assert books.passed_over == {why: 1, PassedOver.UNKNOWN_PARENT: 1}
+    assert books.passed_over == {why: 1, SkipReason.UNKNOWN_PARENT: 1}
 
 
 def test_part_of_a_block_is_no_sign_of_another_block_size():
@@ -209,7 +209,7 @@ def test_part_of_a_block_is_no_sign_of_another_block_size():
 
     books.take(a_batch(stored([2], 1, 32, 40, block_size=8)))
 
-    assert books.passed_over == {PassedOver.PART_OF_A_BLOCK: 1}
+    assert books.passed_over == {SkipReason.PART_OF_A_BLOCK: 1}
 
 
 def test_more_blocks_than_the_engine_holds_void_the_books():
@@ -248,12 +248,12 @@ def test_the_salt_of_a_router_has_the_adapter_in_it():
 @pytest.mark.parametrize(
     ("attention", "why"),
     [
-        ("sliding_window", PassedOver.SLIDING_WINDOW),
-        ("sliding_window_mla", PassedOver.SLIDING_WINDOW),
-        ("chunked_local_attention", PassedOver.CHUNKED_ATTENTION),
-        ("mamba", PassedOver.MAMBA),
-        ("cross_attention", PassedOver.OTHER_ATTENTION),
-        ("of_next_year", PassedOver.OTHER_ATTENTION),
+        ("sliding_window", SkipReason.SLIDING_WINDOW),
+        ("sliding_window_mla", SkipReason.SLIDING_WINDOW),
+        ("chunked_local_attention", SkipReason.CHUNKED_ATTENTION),
+        ("mamba", SkipReason.MAMBA),
+        ("cross_attention", SkipReason.OTHER_ATTENTION),
+        ("of_next_year", SkipReason.OTHER_ATTENTION),
     ],
 )
 def test_events_of_other_attention_are_refused_by_its_name(attention, why):
@@ -282,5 +282,5 @@ def test_a_second_group_of_full_attention_is_no_second_copy():
         a_batch(of_group(0, "full_attention", [1], None, 0, 32), of_group(1, "full_attention", [1], None, 0, 32))
     )
 
-    assert books.passed_over == {PassedOver.OTHER_GROUP: 1}
+    assert books.passed_over == {SkipReason.OTHER_GROUP: 1}
     assert books.take(a_batch(removed(1, group_idx=1), removed(1, group_idx=0))) == [KvRemoved((name,))]

@@ -4,8 +4,8 @@ import pytest
 
 from fleet.clock import SECOND, Nanos
 from tests.unit.workers.published import a_batch, of_group, some_books, stored
-from workers.engines.event_health import ADVICE, ENOUGH, Alert, EventHealth
-from workers.engines.event_stream import Heard
+from workers.engines.event_health import ADVICE, ENOUGH, EventHealth, KvEventAlert
+from workers.engines.event_stream import EventStreamCounters
 
 PATIENCE = Nanos(10 * SECOND)
 SOON, LATER = Nanos(1), Nanos(PATIENCE + 1)
@@ -13,7 +13,7 @@ SOON, LATER = Nanos(1), Nanos(PATIENCE + 1)
 
 class Engine:
     def __init__(self):
-        self.books, self.heard = some_books(), Heard()
+        self.books, self.heard = some_books(), EventStreamCounters()
         self.health = EventHealth(self.books, self.heard, PATIENCE)
 
     def publish(self, *events: object) -> None:
@@ -30,14 +30,14 @@ def test_an_engine_that_serves_and_publishes_nothing_is_silent_after_the_patienc
     engine.serve(ENOUGH)
 
     assert engine.health.alert(PATIENCE) is None
-    assert engine.health.alert(LATER) is Alert.SILENT
+    assert engine.health.alert(LATER) is KvEventAlert.SILENT
 
 
 def test_an_engine_that_falls_silent_later_is_noticed_too_and_speaks_up_again():
     engine = Engine()
     engine.publish(stored([1], None, 0, 32))
     engine.serve(ENOUGH)
-    assert engine.health.alert(LATER) is Alert.SILENT
+    assert engine.health.alert(LATER) is KvEventAlert.SILENT
 
     engine.publish(stored([2], 1, 32, 64))
 
@@ -55,7 +55,7 @@ def test_blocks_of_another_size_are_told_by_name_and_size():
 
     engine.publish(stored([1, 2], None, 0, 32, block_size=16))
 
-    assert engine.health.alert(SOON) is Alert.OTHER_BLOCK_SIZE
+    assert engine.health.alert(SOON) is KvEventAlert.OTHER_BLOCK_SIZE
     assert engine.books.published_block_tokens == 16
 
 
@@ -63,7 +63,7 @@ def test_blocks_of_another_size_are_told_by_name_and_size():
 def test_an_engine_without_full_attention_is_told_by_name(attention):
     engine = Engine()
     engine.publish(of_group(0, attention, [1], None, 0, 32))
-    assert engine.health.alert(SOON) is Alert.ATTENTION_REFUSED
+    assert engine.health.alert(SOON) is KvEventAlert.ATTENTION_REFUSED
 
     engine.publish(of_group(1, "full_attention", [1], None, 0, 32))
 
@@ -73,7 +73,7 @@ def test_an_engine_without_full_attention_is_told_by_name(attention):
 def test_what_cannot_be_read_is_told_until_something_is_followed():
     engine = Engine()
     engine.heard.unreadable = 1
-    assert engine.health.alert(SOON) is Alert.UNREADABLE
+    assert engine.health.alert(SOON) is KvEventAlert.UNREADABLE
 
     engine.publish(stored([1], None, 0, 32))
 
@@ -81,4 +81,4 @@ def test_what_cannot_be_read_is_told_until_something_is_followed():
 
 
 def test_each_alert_comes_with_advice():
-    assert set(ADVICE) == set(Alert)
+    assert set(ADVICE) == set(KvEventAlert)

@@ -15,7 +15,7 @@ from tests.unit.workers.published import SALT, SGLANG, VLLM, a_batch, names, rem
 from workers.cache_view import CacheView
 from workers.engines import event_stream
 from workers.engines.cache_books import salt_of_client
-from workers.engines.event_stream import END_OF_REPLAY, Heard, read_events
+from workers.engines.event_stream import END_OF_REPLAY, EventStreamCounters, read_events
 
 FIRST, LONGER, SALTED, *_ = VLLM
 ONE, TWO, SALTED_ONE = KvStored(names(100, 170)), KvStored(names(100, 230)[2:]), KvStored(names(100, 170, SALT))
@@ -94,10 +94,12 @@ def a_publisher(topic: bytes = b"") -> Iterator[Publisher]:
             publisher.close()
 
 
-async def read(publisher: Publisher, batches: int, drive, *, replay: bool = True, books=None) -> tuple[list, Heard]:
+async def read(
+    publisher: Publisher, batches: int, drive, *, replay: bool = True, books=None
+) -> tuple[list, EventStreamCounters]:
     """Events of the first `batches` that come, while `drive` makes the publisher act."""
     told: list = []
-    heard = Heard()
+    heard = EventStreamCounters()
 
     async def listen() -> None:
         endpoint = publisher.replay_endpoint if replay else ""
@@ -364,7 +366,7 @@ async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_t
             answering.cancel()
 
         finished = asyncio.Event()
-        heard = Heard()
+        heard = EventStreamCounters()
 
         async def listen() -> None:
             async for events in read_events(publisher.endpoint, publisher.replay_endpoint, books, heard):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fleet.clock import SECOND, Nanos
-from workers.groups import Begin, Join, Refused, Roll, common_of, told
+from workers.groups import Begin, Join, RankRefused, RankRendezvous, common_settings_digest, told
 from workers.settings import GroupSettings, WorkerSettings
 
 NOW = Nanos(1000 * SECOND)
@@ -25,7 +25,7 @@ def joining(rank, nodes=3, alike="same"):
 
 
 def a_roll(*ranks, begun=False, **fields):
-    roll = Roll(a_group(**fields), "same", NOW)
+    roll = RankRendezvous(a_group(**fields), "same", NOW)
     for rank in ranks:
         assert roll.join(joining(rank)) is None
     if begun:
@@ -63,7 +63,7 @@ def test_a_rank_that_goes_when_it_has_formed_is_the_end_of_the_group():
     roll.check()
     assert roll.fault(NOW) == "rank 2 of its group has ended"
     answer = roll.join(joining(2))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, RankRefused)
     assert answer.again, "it is one of the next group's"
 
 
@@ -100,14 +100,14 @@ def test_who_is_of_another_group_is_refused_for_good(asked, said):
 
     refused = roll.join(asked)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RankRefused)
     assert said in refused.why
     assert not refused.again
     assert roll.missing == (1, 2)
 
 
 def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
-    leader = common_of(a_worker())
+    leader = common_settings_digest(a_worker())
     own = {
         "worker_id": "other",
         "listen": "0.0.0.0:1",
@@ -118,9 +118,9 @@ def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
         "simulated": {"direct_listen": "10.0.0.2:3"},
     }
 
-    assert common_of(a_worker(**own)) == leader
+    assert common_settings_digest(a_worker(**own)) == leader
     for other in ({"max_model_len": 5}, {"vllm": {"extra_args": {"tensor_parallel_size": 2}}}, {"generation": "b"}):
-        assert common_of(a_worker(**own, **other)) != leader
+        assert common_settings_digest(a_worker(**own, **other)) != leader
 
 
 @pytest.mark.parametrize(("address", "leader"), [("10.0.0.1", "10.0.0.1:7000"), ("fd00::1", "[fd00::1]:7000")])

@@ -8,11 +8,11 @@ from fleet.work import Rejected
 from kvstore.pauses import LEAST_SEEN
 from tests.builders import a_prompt, a_start, some_progress, token_bytes
 from workers import holds
-from workers.holds import Hold, Release, SessionHolds, name_in_store
+from workers.holds import PinChain, SessionPinPolicy, UnpinChain, store_session_name
 
 LONGEST = Nanos(100 * SECOND)
 PROMPT = a_prompt(40)
-AGENT = name_in_store("agent", b"")
+AGENT = store_session_name("agent", b"")
 
 
 def at(seconds: float) -> Nanos:
@@ -23,7 +23,7 @@ class Worker:
     """Work one after the other."""
 
     def __init__(self):
-        self.holds = SessionHolds(LONGEST)
+        self.holds = SessionPinPolicy(LONGEST)
         self.works = 0
 
     def begin(self, now=0.0, **fields) -> str:
@@ -35,7 +35,7 @@ class Worker:
     def hear(self, work, *tokens, now=0.0, finish=None) -> list:
         return list(self.holds.heard([some_progress(*tokens, request_id=work, finish=finish)], at(now)))
 
-    def turn(self, began: float, ended: float) -> Hold:
+    def turn(self, began: float, ended: float) -> PinChain:
         """One request from its beginning to its end."""
         work = self.begin(began)
         self.hear(work, 1, now=began)
@@ -51,9 +51,9 @@ def test_a_session_that_ends_holds_its_prompt_and_all_of_the_answer_that_was_com
 
     (hold,) = worker.hear(work, 10, finish=Finish.STOP)
 
-    name = name_in_store("agent", b"s" * 32)
+    name = store_session_name("agent", b"s" * 32)
     tokens = PROMPT + token_bytes([7, 8, 9])
-    assert hold == Hold(session=name, tokens=tokens, salt=b"s" * 32, lasting=LONGEST)
+    assert hold == PinChain(session=name, tokens=tokens, salt=b"s" * 32, lasting=LONGEST)
 
 
 def test_however_work_ends_that_gave_tokens_its_chain_is_held():
@@ -62,7 +62,7 @@ def test_however_work_ends_that_gave_tokens_its_chain_is_held():
         work = worker.begin()
         worker.hear(work, 7)
 
-        assert [type(each) for each in worker.hear(work, finish=finish)] == [Hold]
+        assert [type(each) for each in worker.hear(work, finish=finish)] == [PinChain]
 
 
 def test_work_without_tokens_or_without_a_session_and_prefill_work_hold_nothing():
@@ -82,7 +82,7 @@ def test_a_session_that_goes_on_releases_its_hold_with_its_first_tokens_and_only
     work = worker.begin(5)
 
     assert worker.hear(work, now=6) == []
-    assert worker.hear(work, 7, now=7) == [Release(session=AGENT)]
+    assert worker.hear(work, 7, now=7) == [UnpinChain(session=AGENT)]
     assert worker.hear(work, 8, now=8) == []
 
 
@@ -103,7 +103,7 @@ def test_no_hold_lasts_longer_than_the_longest():
 
 
 def test_tenants_do_not_share_a_name():
-    names = {name_in_store("agent", salt) for salt in (b"", b"a" * 32, b"b" * 32)}
+    names = {store_session_name("agent", salt) for salt in (b"", b"a" * 32, b"b" * 32)}
 
     assert len(names) == 3
 

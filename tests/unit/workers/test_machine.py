@@ -14,26 +14,35 @@ from fleet.roles import KvPath, Phase, Role
 from fleet.work import Draining, Progress, Rejected, Step
 from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
 from workers.acceptance import TAKES
-from workers.machine import FETCHED_WITHIN, GRACE, NEXT, IllegalTransition, LifeEvent, LifePhase, WorkerMachine, advance
+from workers.machine import (
+    FETCHED_WITHIN,
+    GRACE,
+    NEXT,
+    IllegalWorkerTransition,
+    LifeEvent,
+    LifePhase,
+    WorkerMachine,
+    advance,
+)
 from workers.messages import (
     Abandon,
+    AttemptRequested,
+    CancelInEngine,
     CancelRequested,
-    CancelWork,
     CutStream,
+    Drained,
     DrainRequested,
+    EngineReady,
+    EngineStepped,
     EngineStuck,
     Evacuate,
-    Evacuated,
-    Gone,
-    Ready,
-    Requested,
+    EvacuationEnded,
     RouterConnected,
     RouterGone,
-    Stepped,
     StreamId,
     Submit,
     Tell,
-    Ticked,
+    WorkerTicked,
 )
 from workers.ports import EngineFacts
 
@@ -53,13 +62,13 @@ FACTS = EngineFacts(
 
 def a_machine(role: Role = Role.BOTH, capacity: int = 4, **fields) -> WorkerMachine:
     machine = WorkerMachine(role=role, facts=FACTS, capacity=capacity, **fields)
-    machine.handle(Ready(), START)
+    machine.handle(EngineReady(), START)
     machine.handle(RouterConnected(stream=STREAM, router_id="router"), START)
     return machine
 
 
-def asked(start, stream=STREAM) -> Requested:
-    return Requested(stream=stream, start=start)
+def asked(start, stream=STREAM) -> AttemptRequested:
+    return AttemptRequested(stream=stream, start=start)
 
 
 def rejection(commands) -> Rejected:
@@ -78,7 +87,7 @@ def test_only_the_listed_transitions_exist():
             if (phase, event) in NEXT:
                 assert advance(phase, event) is NEXT[phase, event]
             else:
-                with pytest.raises(IllegalTransition):
+                with pytest.raises(IllegalWorkerTransition):
                     advance(phase, event)
     assert not [event for (phase, event) in NEXT if phase is LifePhase.GONE]
 
@@ -93,8 +102,8 @@ def test_a_worker_that_still_starts_takes_no_work():
 def test_a_worker_that_was_drained_before_its_engine_ran_stays_drained():
     machine = WorkerMachine(role=Role.BOTH, facts=FACTS, capacity=4)
 
-    assert machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START) == [Gone(cancelled=0)]
-    assert machine.handle(Ready(), START) == []
+    assert machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START) == [Drained(cancelled=0)]
+    assert machine.handle(EngineReady(), START) == []
     assert machine.phase is LifePhase.GONE
 
 
@@ -107,9 +116,9 @@ def test_draining_refuses_new_work_and_finishes_what_runs():
     ]
     assert rejection(machine.handle(asked(a_start(request_id="late")), START)).reason is Reason.DRAINING
     last = some_progress(7, finish=Finish.LENGTH)
-    assert machine.handle(Stepped(outputs=[last]), START) == [
+    assert machine.handle(EngineStepped(outputs=[last]), START) == [
         Tell(stream=STREAM, message=Step(progress=(last,))),
-        Gone(cancelled=0),
+        Drained(cancelled=0),
     ]
     assert machine.phase is LifePhase.GONE
 
@@ -117,7 +126,7 @@ def test_draining_refuses_new_work_and_finishes_what_runs():
 def test_an_idle_worker_is_gone_as_soon_as_it_drains():
     machine = a_machine()
 
-    assert Gone(cancelled=0) in machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
+    assert Drained(cancelled=0) in machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
 
 
 def test_what_does_not_finish_by_the_drains_deadline_is_given_up_and_counted():
@@ -126,11 +135,13 @@ def test_what_does_not_finish_by_the_drains_deadline_is_given_up_and_counted():
     deadline = Nanos(START + SECOND)
     machine.handle(DrainRequested(deadline=deadline), START)
 
-    cancel, told = machine.handle(Ticked(), deadline)
+    cancel, told = machine.handle(WorkerTicked(), deadline)
 
-    assert cancel == CancelWork(request_id=RequestId("r1#1"))
+    assert cancel == CancelInEngine(request_id=RequestId("r1#1"))
     assert told.message.reason is Reason.DRAINING
-    assert machine.handle(Stepped(outputs=[some_progress(finish=Finish.CANCELLED)]), deadline) == [Gone(cancelled=1)]
+    assert machine.handle(EngineStepped(outputs=[some_progress(finish=Finish.CANCELLED)]), deadline) == [
+        Drained(cancelled=1)
+    ]
 
 
 def test_a_stuck_engine_delays_the_end_of_a_drain_by_the_grace_only():
@@ -138,10 +149,10 @@ def test_a_stuck_engine_delays_the_end_of_a_drain_by_the_grace_only():
     machine.handle(asked(a_start()), START)
     deadline = Nanos(START + SECOND)
     machine.handle(DrainRequested(deadline=deadline), START)
-    machine.handle(Ticked(), deadline)
+    machine.handle(WorkerTicked(), deadline)
 
-    assert machine.handle(Ticked(), Nanos(deadline + GRACE - 1)) == []
-    assert machine.handle(Ticked(), Nanos(deadline + GRACE)) == [Gone(cancelled=1)]
+    assert machine.handle(WorkerTicked(), Nanos(deadline + GRACE - 1)) == []
+    assert machine.handle(WorkerTicked(), Nanos(deadline + GRACE)) == [Drained(cancelled=1)]
     assert machine.held == 0
 
 
@@ -151,14 +162,14 @@ def test_a_drain_that_is_noticed_late_still_tells_every_end():
     machine.handle(DrainRequested(deadline=Nanos(START + SECOND)), START)
     late = Nanos(START + SECOND + 2 * GRACE)
 
-    assert machine.handle(Stepped(outputs=[some_progress(1)]), late) == [
+    assert machine.handle(EngineStepped(outputs=[some_progress(1)]), late) == [
         Tell(stream=STREAM, message=Step(progress=(some_progress(1),)))
     ]
     machine.check()
 
-    _, told, gone = machine.handle(Ticked(), late)
+    _, told, gone = machine.handle(WorkerTicked(), late)
     assert told.message.reason is Reason.DRAINING
-    assert gone == Gone(cancelled=1)
+    assert gone == Drained(cancelled=1)
 
 
 def test_a_router_that_connects_to_a_draining_worker_is_told_so():
@@ -185,7 +196,7 @@ def a_machine_that_handed_off(path: KvPath, lent: int, **fields) -> WorkerMachin
     machine = a_machine(**fields)
     machine.handle(asked(a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE)), START)
     assert machine.held == 1
-    machine.handle(Stepped(outputs=[a_hand_off(path)], lent=lent), START)
+    machine.handle(EngineStepped(outputs=[a_hand_off(path)], lent=lent), START)
     assert machine.held == 0
     return machine
 
@@ -194,9 +205,9 @@ def test_a_drain_waits_for_blocks_that_were_handed_off_until_they_are_fetched():
     machine = a_machine_that_handed_off(KvPath.DIRECT, lent=2)
 
     assert machine.handle(DrainRequested(deadline=DEADLINE), START) == [Tell(stream=STREAM, message=Draining())]
-    assert machine.handle(Ticked(lent=1), Nanos(START + SECOND)) == []
+    assert machine.handle(WorkerTicked(lent=1), Nanos(START + SECOND)) == []
     assert machine.handle(RouterGone(stream=STREAM), Nanos(START + SECOND)) == []
-    assert machine.handle(Ticked(lent=0), Nanos(START + 2 * SECOND)) == [Gone(cancelled=0)]
+    assert machine.handle(WorkerTicked(lent=0), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
 
 
 def test_work_that_ends_while_a_worker_drains_with_a_hand_off_keeps_it_until_that_is_fetched():
@@ -204,18 +215,18 @@ def test_work_that_ends_while_a_worker_drains_with_a_hand_off_keeps_it_until_tha
     machine.handle(asked(a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE)), START)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
-    (told,) = machine.handle(Stepped(outputs=[a_hand_off(KvPath.DIRECT)], lent=1), START)
+    (told,) = machine.handle(EngineStepped(outputs=[a_hand_off(KvPath.DIRECT)], lent=1), START)
 
     assert isinstance(told, Tell)
-    assert machine.handle(Ticked(lent=0), START) == [Gone(cancelled=0)]
+    assert machine.handle(WorkerTicked(lent=0), START) == [Drained(cancelled=0)]
 
 
 def test_blocks_that_nobody_fetches_keep_a_worker_until_the_deadline_and_are_told():
     machine = a_machine_that_handed_off(KvPath.DIRECT, lent=3)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
-    assert machine.handle(Ticked(lent=3), Nanos(DEADLINE - 1)) == []
-    assert machine.handle(Ticked(lent=3), DEADLINE) == [Gone(cancelled=0, unfetched=3)]
+    assert machine.handle(WorkerTicked(lent=3), Nanos(DEADLINE - 1)) == []
+    assert machine.handle(WorkerTicked(lent=3), DEADLINE) == [Drained(cancelled=0, unfetched=3)]
 
 
 @pytest.mark.parametrize("goes", [False, True])
@@ -224,10 +235,10 @@ def test_what_was_handed_off_through_a_store_keeps_only_a_worker_that_takes_the_
 
     commands = machine.handle(DrainRequested(deadline=DEADLINE), START)
 
-    assert (Gone(cancelled=0) in commands) is not goes
+    assert (Drained(cancelled=0) in commands) is not goes
     if goes:
-        assert machine.handle(Ticked(), Nanos(START + FETCHED_WITHIN - 1)) == []
-        assert machine.handle(Ticked(), Nanos(START + FETCHED_WITHIN)) == [Gone(cancelled=0)]
+        assert machine.handle(WorkerTicked(), Nanos(START + FETCHED_WITHIN - 1)) == []
+        assert machine.handle(WorkerTicked(), Nanos(START + FETCHED_WITHIN)) == [Drained(cancelled=0)]
 
 
 def test_warm_blocks_are_brought_away_beside_what_runs_and_waited_for():
@@ -238,12 +249,12 @@ def test_warm_blocks_are_brought_away_beside_what_runs_and_waited_for():
 
     assert evacuate == Evacuate(deadline=DEADLINE)
     assert machine.handle(DrainRequested(deadline=DEADLINE), START) == []
-    (told,) = machine.handle(Stepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
+    (told,) = machine.handle(EngineStepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
     assert isinstance(told, Tell), "the answer does not wait for it"
     # What the work has added meanwhile goes too.
-    assert machine.handle(Evacuated(), Nanos(START + SECOND)) == [Evacuate(deadline=DEADLINE)]
-    assert machine.handle(Ticked(), Nanos(START + SECOND)) == []
-    assert machine.handle(Evacuated(), Nanos(START + 2 * SECOND)) == [Gone(cancelled=0)]
+    assert machine.handle(EvacuationEnded(), Nanos(START + SECOND)) == [Evacuate(deadline=DEADLINE)]
+    assert machine.handle(WorkerTicked(), Nanos(START + SECOND)) == []
+    assert machine.handle(EvacuationEnded(), Nanos(START + 2 * SECOND)) == [Drained(cancelled=0)]
 
 
 def test_what_work_adds_that_runs_longer_than_the_evacuation_is_brought_away_when_it_has_ended():
@@ -251,19 +262,19 @@ def test_what_work_adds_that_runs_longer_than_the_evacuation_is_brought_away_whe
     machine.handle(asked(a_start()), START)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
-    assert machine.handle(Evacuated(), START) == []
-    _, again = machine.handle(Stepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
+    assert machine.handle(EvacuationEnded(), START) == []
+    _, again = machine.handle(EngineStepped(outputs=[some_progress(7, finish=Finish.LENGTH)]), START)
     assert again == Evacuate(deadline=DEADLINE)
-    assert machine.handle(Evacuated(), START) == [Gone(cancelled=0)]
+    assert machine.handle(EvacuationEnded(), START) == [Drained(cancelled=0)]
 
 
 def test_an_evacuation_that_hangs_keeps_no_worker_beyond_the_deadline():
     machine = a_machine(evacuates=True)
     machine.handle(DrainRequested(deadline=DEADLINE), START)
 
-    assert machine.handle(Ticked(), Nanos(DEADLINE - 1)) == []
-    assert machine.handle(Ticked(), DEADLINE) == [Gone(cancelled=0)]
-    assert machine.handle(Evacuated(), DEADLINE) == []
+    assert machine.handle(WorkerTicked(), Nanos(DEADLINE - 1)) == []
+    assert machine.handle(WorkerTicked(), DEADLINE) == [Drained(cancelled=0)]
+    assert machine.handle(EvacuationEnded(), DEADLINE) == []
 
 
 # Work.
@@ -340,7 +351,7 @@ def test_a_request_over_capacity_is_refused_and_the_next_after_an_end_is_not():
 
     assert rejection(machine.handle(asked(a_start(request_id="r2")), START)).reason is Reason.QUEUE_FULL
 
-    machine.handle(Stepped(outputs=[some_progress(1, finish=Finish.STOP)]), START)
+    machine.handle(EngineStepped(outputs=[some_progress(1, finish=Finish.STOP)]), START)
     assert isinstance(machine.handle(asked(a_start(request_id="r2")), START)[0], Submit)
 
 
@@ -364,7 +375,7 @@ def test_two_routers_may_choose_the_same_request_id():
 
     assert submit.start.request_id != "r1#1"
     commands = machine.handle(
-        Stepped(outputs=[some_progress(1), some_progress(2, request_id=submit.start.request_id)]), START
+        EngineStepped(outputs=[some_progress(1), some_progress(2, request_id=submit.start.request_id)]), START
     )
     assert commands == [
         Tell(stream=STREAM, message=Step(progress=(some_progress(1),))),
@@ -378,7 +389,9 @@ def test_one_step_is_one_message_a_router():
     machine.handle(asked(a_start(request_id="b")), START)
     step = [some_progress(1, request_id="a"), some_progress(2, request_id="b")]
 
-    assert machine.handle(Stepped(outputs=step), START) == [Tell(stream=STREAM, message=Step(progress=tuple(step)))]
+    assert machine.handle(EngineStepped(outputs=step), START) == [
+        Tell(stream=STREAM, message=Step(progress=tuple(step)))
+    ]
 
 
 def test_cancelling_stops_the_engine_and_the_router_hears_the_end():
@@ -386,10 +399,10 @@ def test_cancelling_stops_the_engine_and_the_router_hears_the_end():
     machine.handle(asked(a_start()), START)
     cancel = CancelRequested(stream=STREAM, request_id=RequestId("r1#1"))
 
-    assert machine.handle(cancel, START) == [CancelWork(request_id=RequestId("r1#1"))]
+    assert machine.handle(cancel, START) == [CancelInEngine(request_id=RequestId("r1#1"))]
     assert machine.handle(cancel, START) == []
     end = some_progress(finish=Finish.CANCELLED)
-    assert machine.handle(Stepped(outputs=[end]), START) == [Tell(stream=STREAM, message=Step(progress=(end,)))]
+    assert machine.handle(EngineStepped(outputs=[end]), START) == [Tell(stream=STREAM, message=Step(progress=(end,)))]
     assert machine.held == 0
 
 
@@ -399,8 +412,8 @@ def test_a_broken_stream_cancels_its_work_and_only_its():
     machine.handle(asked(a_start(request_id="a")), START)
     machine.handle(asked(a_start(request_id="b"), stream=StreamId(1)), START)
 
-    assert machine.handle(RouterGone(stream=STREAM), START) == [CancelWork(request_id=RequestId("a"))]
-    assert machine.handle(Stepped(outputs=[some_progress(1, request_id="a")]), START) == []
+    assert machine.handle(RouterGone(stream=STREAM), START) == [CancelInEngine(request_id=RequestId("a"))]
+    assert machine.handle(EngineStepped(outputs=[some_progress(1, request_id="a")]), START) == []
     assert machine.held == 2
 
 
@@ -409,7 +422,7 @@ def test_a_router_that_connects_again_replaces_its_older_stream():
     machine.handle(asked(a_start()), START)
 
     assert machine.handle(RouterConnected(stream=StreamId(1), router_id="router"), START) == [
-        CancelWork(request_id=RequestId("r1#1")),
+        CancelInEngine(request_id=RequestId("r1#1")),
         CutStream(stream=STREAM),
     ]
     (submit,) = machine.handle(asked(a_start(), stream=StreamId(1)), START)
@@ -421,12 +434,12 @@ def test_work_past_its_deadline_is_cancelled_and_refused():
     machine.handle(asked(a_start(timeout_ms=100)), START)
     late = Nanos(START + 100 * MILLISECOND)
 
-    assert machine.handle(Ticked(), Nanos(late - 1)) == []
-    cancel, told = machine.handle(Ticked(), late)
+    assert machine.handle(WorkerTicked(), Nanos(late - 1)) == []
+    cancel, told = machine.handle(WorkerTicked(), late)
 
-    assert cancel == CancelWork(request_id=RequestId("r1#1"))
+    assert cancel == CancelInEngine(request_id=RequestId("r1#1"))
     assert told.message.reason is Reason.DEADLINE_PASSED
-    assert machine.handle(Stepped(outputs=[some_progress(finish=Finish.CANCELLED)]), late) == []
+    assert machine.handle(EngineStepped(outputs=[some_progress(finish=Finish.CANCELLED)]), late) == []
 
 
 def test_what_the_engine_gives_up_ends_too():
@@ -434,7 +447,7 @@ def test_what_the_engine_gives_up_ends_too():
     machine.handle(asked(a_start()), START)
     given_up = Rejected(request_id=RequestId("r1#1"), reason=Reason.INTERNAL, message="no")
 
-    assert machine.handle(Stepped(outputs=[given_up]), START) == [Tell(stream=STREAM, message=given_up)]
+    assert machine.handle(EngineStepped(outputs=[given_up]), START) == [Tell(stream=STREAM, message=given_up)]
     assert machine.held == 0
 
 
@@ -474,7 +487,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.engine: dict[RequestId, bool] = {}  # what it holds: whether it was told to stop
         self.waiting: dict[tuple[StreamId, RequestId], int] = {}  # ends still owed to routers
         self.gone = False
-        self.machine.handle(Ready(), START)
+        self.machine.handle(EngineReady(), START)
 
     def feed(self, event) -> None:
         for command in self.machine.handle(event, self.now):
@@ -483,7 +496,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                     assert not self.gone
                     assert start.request_id not in self.engine
                     self.engine[start.request_id] = False
-                case CancelWork(request_id=request_id):
+                case CancelInEngine(request_id=request_id):
                     assert self.engine[request_id] is False, "cancelled once, and only while held"
                     self.engine[request_id] = True
                 case Tell(stream=stream, message=Step(progress=progress)):
@@ -500,7 +513,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                 case Evacuate():
                     assert not self.evacuating, "one at a time"
                     self.evacuating = True
-                case Gone(unfetched=unfetched):
+                case Drained(unfetched=unfetched):
                     self.gone = True
                     assert unfetched == self.lent
                     assert self.now >= self.deadline or not (self.lent or self.evacuating)
@@ -560,24 +573,24 @@ class AnyInterleaving(RuleBasedStateMachine):
             outputs.append(Progress(request_id=request_id, token_ids=(1,), finish=finish))
             if finish is not None:
                 del self.engine[request_id]
-        self.feed(Stepped(outputs=outputs, lent=self.lent))
+        self.feed(EngineStepped(outputs=outputs, lent=self.lent))
 
     @rule(lent=st.integers(0, 2))
     def hand_off_or_fetch(self, lent):
         if not self.gone:
             self.lent = lent
-            self.feed(Ticked(lent=lent))
+            self.feed(WorkerTicked(lent=lent))
 
     @precondition(lambda self: self.evacuating)
     @rule()
     def bring_away(self):
         self.evacuating = False
-        self.feed(Evacuated())
+        self.feed(EvacuationEnded())
 
     @rule(pause_ms=st.sampled_from([1, 10, 3000]))
     def tick(self, pause_ms):
         self.now = Nanos(self.now + pause_ms * MILLISECOND)
-        self.feed(Ticked(lent=self.lent))
+        self.feed(WorkerTicked(lent=self.lent))
 
     @rule(pause_ms=st.sampled_from([10, 3000]))
     def stall(self, pause_ms):
@@ -607,9 +620,9 @@ class AnyInterleaving(RuleBasedStateMachine):
         """Let the engine end everything and the drain pass: nobody waits, nothing is held."""
         self.drain(0)
         self.now = Nanos(self.now + 2 * GRACE)
-        self.feed(Ticked(lent=self.lent))
+        self.feed(WorkerTicked(lent=self.lent))
         for request_id in list(self.engine):
-            self.feed(Stepped(outputs=[Progress(request_id=request_id, finish=Finish.CANCELLED)]))
+            self.feed(EngineStepped(outputs=[Progress(request_id=request_id, finish=Finish.CANCELLED)]))
         assert self.machine.held == 0
         assert not any(self.waiting.values()), self.waiting
         assert self.gone

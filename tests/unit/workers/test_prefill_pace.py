@@ -2,11 +2,11 @@
 
 import pytest
 
-from workers.engines.prefill_pace import SAMPLES, UNKNOWN_SECONDS_A_TOKEN, PrefillPace
+from workers.engines.prefill_pace import SAMPLES, UNKNOWN_SECONDS_A_TOKEN, PrefillSpeed
 
 
-def paced(*plans: tuple[float, int]) -> PrefillPace:
-    pace = PrefillPace()
+def paced(*plans: tuple[float, int]) -> PrefillSpeed:
+    pace = PrefillSpeed()
     for now, tokens in plans:
         pace.planned(tokens, now)
     return pace

@@ -7,8 +7,8 @@ from msgspec import structs
 from fleet.clock import SECOND, Nanos
 from fleet.ids import Incarnation, WorkerId
 from workers import registration
-from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, Superseded
-from workers.registration import Presence, Registration
+from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
+from workers.registration import RegistryEntry, WorkerMembership
 
 
 class Answers:
@@ -35,8 +35,8 @@ class Answers:
         self.left += 1
 
 
-def a_registration(registry: Answers) -> Registration:
-    return Registration(
+def a_registration(registry: Answers) -> RegistryEntry:
+    return RegistryEntry(
         registry=registry, worker_id=WorkerId("w1"), incarnation=Incarnation("one"), address="unix:/somewhere"
     )
 
@@ -66,7 +66,7 @@ async def test_a_failure_is_logged_when_its_cause_changes(monkeypatch, caplog):
 
 
 async def test_whoever_was_replaced_does_not_ask_again():
-    registry = Answers(Superseded("w1 is held by a newer process"))
+    registry = Answers(WorkerSuperseded("w1 is held by a newer process"))
 
     async with asyncio.timeout(60):
         await a_registration(registry).run()
@@ -77,7 +77,7 @@ async def test_whoever_was_replaced_does_not_ask_again():
 async def test_a_worker_waits_for_a_name_that_another_process_holds(monkeypatch):
     monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
     registry = Answers(NameHeld("w1 is held by the process at x"), NameHeld("w1 is held by the process at x"))
-    presence = Presence([a_registration(registry)])
+    presence = WorkerMembership([a_registration(registry)])
     async with asyncio.timeout(60), presence.kept():
         assert not presence.ready
         await registry.taken.wait()
@@ -88,7 +88,7 @@ async def test_a_worker_waits_for_a_name_that_another_process_holds(monkeypatch)
 async def test_a_worker_that_waited_too_long_for_a_name_says_so(monkeypatch):
     monkeypatch.setattr(registration, "HELD_PAUSE_SECONDS", 0.001)
     registry = Answers(*[NameHeld("w1 is held by the process at x")] * 10_000)
-    presence = Presence([structs.replace(a_registration(registry), name_wait_seconds=0.01)])
+    presence = WorkerMembership([structs.replace(a_registration(registry), name_wait_seconds=0.01)])
     told = asyncio.Event()
     presence.when_replaced(told.set)
     async with asyncio.timeout(60), presence.kept():
@@ -109,7 +109,7 @@ async def test_a_registered_worker_whose_name_another_holds_has_been_replaced():
 
 async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_it_leaves():
     near, far = Answers(), Answers(RegistryUnreachable("away"))
-    presence = Presence([a_registration(near), a_registration(far)])
+    presence = WorkerMembership([a_registration(near), a_registration(far)])
     async with asyncio.timeout(60), presence.kept():
         await near.taken.wait()
         assert not presence.ready
@@ -126,16 +126,16 @@ async def test_a_worker_is_ready_when_all_registries_have_taken_it_and_not_when_
 
 async def test_whoever_was_replaced_is_not_ready():
     registry = Answers()
-    presence = Presence([a_registration(registry)])
+    presence = WorkerMembership([a_registration(registry)])
     async with asyncio.timeout(60), presence.kept():
         await registry.taken.wait()
-        registry.failures = [Superseded("w1 is held by a newer process")]
+        registry.failures = [WorkerSuperseded("w1 is held by a newer process")]
         await presence._registrations[0].run()
 
         assert not presence.ready
 
 
 async def test_a_worker_without_registries_is_ready():
-    presence = Presence([])
+    presence = WorkerMembership([])
     async with presence.kept():
         assert presence.ready

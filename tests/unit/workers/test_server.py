@@ -32,7 +32,7 @@ from workers.engines.simulated import open_engine
 from workers.machine import LifePhase
 from workers.ports import EngineDied, EngineHung
 from workers.server import END_SECONDS, WorkerServer
-from workers.session import Session
+from workers.session import RouterSession
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
 
@@ -59,7 +59,7 @@ class Router:
 
     def __init__(self, *, full: bool = False) -> None:
         self.full = full
-        self.session: Session
+        self.session: RouterSession
         self.heard: list = []
         self.cached: dict[bytes, None] = {}
         self.sequence = 0

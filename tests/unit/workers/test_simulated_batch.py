@@ -12,7 +12,7 @@ from workers.engines.simulated_batch import Batch
 from workers.engines.simulated_layout import EngineLayout
 from workers.engines.simulated_memory import BlockMemory
 from workers.engines.simulated_model import SimulatedModel
-from workers.engines.simulated_sequence import Sequence, Shape, Stage
+from workers.engines.simulated_sequence import Sequence, SequenceContext, SequenceStage
 
 BLOCK_TOKENS = 4
 MODEL = SimulatedModel(seed=0, vocab_size=512, eos_token_ids=(2,), eos_probability=0.02, block_bytes=BLOCK_TOKENS * 8)
@@ -24,7 +24,9 @@ class Engine:
 
     def __init__(self, *, blocks: int = 64, max_running: int = 4, max_batched_tokens: int = 16) -> None:
         self.memory = BlockMemory(blocks, MODEL.block_bytes)
-        self.shape = Shape(model=MODEL, layout=LAYOUT, memory=self.memory, block_tokens=BLOCK_TOKENS, max_model_len=64)
+        self.shape = SequenceContext(
+            model=MODEL, layout=LAYOUT, memory=self.memory, block_tokens=BLOCK_TOKENS, max_model_len=64
+        )
         self.batch = Batch(self.memory, max_running=max_running, max_batched_tokens=max_batched_tokens)
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, Finish] = {}
@@ -38,7 +40,7 @@ class Engine:
     def step(self) -> bool:
         for sequence in self.batch.admit():
             self.order.append(sequence.start.request_id)
-            sequence.stage = Stage.PREFILLING
+            sequence.stage = SequenceStage.PREFILLING
         plan = self.batch.plan()
         assert sum(chunk.tokens for chunk in plan.prefills) <= 16
         for advanced in self.batch.perform(plan):

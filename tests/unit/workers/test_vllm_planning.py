@@ -12,7 +12,7 @@ from workers.engines.vllm_planning import (
     LOOK_AGAIN_SECONDS,
     MATCH_FRESH_SECONDS,
     MAX_QUEUED,
-    Counts,
+    PromptBlockCounts,
     StorePlanner,
 )
 
@@ -184,9 +184,9 @@ def test_what_became_full_is_offered_once():
 
 
 def save_of(request: Request, index: int):
-    from workers.engines.vllm_planning import Save
+    from workers.engines.vllm_planning import BlockSave
 
-    return Save(request.request_id, [names(request)[index]], [100 + index])
+    return BlockSave(request.request_id, [names(request)[index]], [100 + index])
 
 
 def test_chunks_of_a_prompt_are_offered_as_they_become_full():
@@ -279,7 +279,7 @@ def test_a_block_that_could_not_be_loaded_is_computed_and_offered_again_and_not_
 
     assert [save.block_ids for save in work.deferred] == [[101, 102, 103]]
     assert len(world.asked) == 1
-    assert world.planner.finished(request) == Counts(engine=1)
+    assert world.planner.finished(request) == PromptBlockCounts(engine=1)
 
 
 def test_counts_say_where_the_blocks_came_from():
@@ -289,7 +289,7 @@ def test_counts_say_where_the_blocks_came_from():
     world.admit(request, local_blocks=1)
     world.planner.loaded({"r": 3})
 
-    assert world.planner.finished(request) == Counts(engine=1, store=3, tiers={"cpu": 3})
+    assert world.planner.finished(request) == PromptBlockCounts(engine=1, store=3, tiers={"cpu": 3})
     assert world.planner.finished(request) is None
 
 
@@ -305,7 +305,7 @@ def test_counts_say_which_tier_of_the_store_had_the_blocks(good, tiers):
     world.admit(request, local_blocks=1)
     world.planner.loaded({"r": good})
 
-    assert world.planner.finished(request) == Counts(engine=1, store=good, tiers=tiers)
+    assert world.planner.finished(request) == PromptBlockCounts(engine=1, store=good, tiers=tiers)
 
 
 def test_a_preempted_request_reports_its_first_admission():
@@ -317,7 +317,7 @@ def test_a_preempted_request_reports_its_first_admission():
     request.num_preemptions = 1
     world.admit(request, local_blocks=2)
 
-    assert world.planner.finished(request) == Counts(store=2, tiers={"cpu": 2})
+    assert world.planner.finished(request) == PromptBlockCounts(store=2, tiers={"cpu": 2})
 
 
 def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():
@@ -333,7 +333,7 @@ def test_blocks_pulled_by_another_connector_are_counted_and_not_asked_for():
     world.planner.pulled({"r"}, set(), set())
 
     assert world.asked == []
-    assert world.planner.finished(request) == Counts(engine=1, direct=2)
+    assert world.planner.finished(request) == PromptBlockCounts(engine=1, direct=2)
 
 
 @pytest.mark.parametrize(("invalid", "failed", "direct"), [({101}, set(), 1), (set(), {"r"}, 0)])
@@ -344,7 +344,7 @@ def test_blocks_that_could_not_be_pulled_do_not_count(invalid, failed, direct):
 
     world.planner.pulled({"r"}, invalid, failed)
 
-    assert world.planner.finished(request) == Counts(direct=direct)
+    assert world.planner.finished(request) == PromptBlockCounts(direct=direct)
 
 
 def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
@@ -353,7 +353,7 @@ def test_without_a_store_nothing_is_offered_and_the_engines_own_blocks_count():
 
     assert world.admit(request, local_blocks=1) == 0
     assert world.step(request, 6).deferred == []
-    assert world.planner.finished(request) == Counts(engine=1)
+    assert world.planner.finished(request) == PromptBlockCounts(engine=1)
 
 
 def test_a_request_waits_for_blocks_on_their_way_and_asks_without_patience_after():
@@ -466,7 +466,7 @@ def test_a_long_queue_is_fetched_for_a_few_requests_a_step_and_a_cancelled_one_n
 
     assert [asked for asked, _ in world.fetched] == [names(each)[:4] for each in requests[1 : FETCHES_A_STEP + 1]]
     assert len(world.planner._queued) == MAX_QUEUED - 1 - FETCHES_A_STEP
-    assert world.planner.finished(requests[1]) == Counts(), "forgotten like any other"
+    assert world.planner.finished(requests[1]) == PromptBlockCounts(), "forgotten like any other"
 
 
 def test_the_lease_of_a_claim_that_several_ranks_read_is_given_back_when_all_are_through():

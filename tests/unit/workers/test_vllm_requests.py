@@ -7,7 +7,7 @@ from fleet.ids import WorkerId
 from fleet.roles import KvPath, Phase
 from fleet.work import Handoff
 from tests.engine_driving import fresh_prompt, work
-from workers.engines.vllm_planning import Counts
+from workers.engines.vllm_planning import PromptBlockCounts
 from workers.engines.vllm_requests import counts_at_start
 
 BLOCK = 32
@@ -34,9 +34,9 @@ def handed_off(path: KvPath):
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
-        (stats(), Counts()),
-        (stats(engine=64, store=96), Counts(engine=2, store=3)),
-        (stats(engine=64), Counts(engine=2)),
+        (stats(), PromptBlockCounts()),
+        (stats(engine=64, store=96), PromptBlockCounts(engine=2, store=3)),
+        (stats(engine=64), PromptBlockCounts(engine=2)),
     ],
 )
 def test_what_is_cached_beyond_the_engine_came_from_the_store(tokens, counts):
@@ -46,9 +46,9 @@ def test_what_is_cached_beyond_the_engine_came_from_the_store(tokens, counts):
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
-        (stats(engine=64, direct=136), Counts(engine=2, direct=5)),  # the last one is not full
-        (stats(direct=64), Counts(direct=2)),
-        (stats(), Counts()),
+        (stats(engine=64, direct=136), PromptBlockCounts(engine=2, direct=5)),  # the last one is not full
+        (stats(direct=64), PromptBlockCounts(direct=2)),
+        (stats(), PromptBlockCounts()),
     ],
 )
 def test_what_was_pulled_counts_as_pulled(tokens, counts):
@@ -56,11 +56,13 @@ def test_what_was_pulled_counts_as_pulled(tokens, counts):
 
 
 def test_what_the_store_gave_after_a_pull_had_failed_counts_as_of_the_store():
-    assert counts_at_start(handed_off(KvPath.DIRECT), stats(engine=32, store=160), BLOCK) == Counts(engine=1, store=5)
+    assert counts_at_start(handed_off(KvPath.DIRECT), stats(engine=32, store=160), BLOCK) == PromptBlockCounts(
+        engine=1, store=5
+    )
 
 
 def test_numbers_that_nobody_has_corrected_count_as_of_the_way_that_the_hand_off_names():
     tokens = Stats(0, 128, 128)  # as vLLM sets them at admission
 
-    assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == Counts(direct=4)
-    assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == Counts(store=4)
+    assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)
+    assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == PromptBlockCounts(store=4)

@@ -4,11 +4,11 @@ import pytest
 
 from kvstore.errors import LayoutMismatch
 from tests.kv_shapes import a_typed_namespace
-from workers.engines.vllm_ranks import Seat
+from workers.engines.vllm_ranks import RankPosition
 
 
 def test_of_ranks_with_the_same_head_one_writes_and_another_next_time():
-    seats = [Seat.of(a_typed_namespace(kv_heads=2), rank=rank, ranks=4) for rank in range(4)]
+    seats = [RankPosition.of(a_typed_namespace(kv_heads=2), rank=rank, ranks=4) for rank in range(4)]
 
     wrote = [[seat.rank for seat in seats if seat.writes(turn)] for turn in range(3)]
 
@@ -17,4 +17,4 @@ def test_of_ranks_with_the_same_head_one_writes_and_another_next_time():
 
 def test_ranks_that_the_heads_cannot_be_shared_out_among_are_refused():
     with pytest.raises(LayoutMismatch, match="4 heads cannot be shared out among 3 ranks"):
-        Seat.of(a_typed_namespace(kv_heads=4), rank=0, ranks=3)
+        RankPosition.of(a_typed_namespace(kv_heads=4), rank=0, ranks=3)

@@ -7,7 +7,7 @@ import pytest
 
 from fleet.clock import MILLISECOND, SECOND, Nanos
 from workers.ports import Pulse
-from workers.watchdog import Health, Watchdog, WatchdogSettings
+from workers.watchdog import EngineHealth, Watchdog, WatchdogSettings
 
 TICK = 100 * MILLISECOND
 SETTINGS = WatchdogSettings(floor_seconds=10, ceiling_seconds=300, step_factor=20)
@@ -20,9 +20,9 @@ class Watched:
         self.watchdog = Watchdog(settings)
         self.now = Nanos(5 * SECOND)
         self.pulse = Pulse(steps=0, tokens=0, working=False)
-        self.seen: list[Health] = []
+        self.seen: list[EngineHealth] = []
 
-    def look(self, after: int = TICK, **changed) -> Health:
+    def look(self, after: int = TICK, **changed) -> EngineHealth:
         self.pulse = msgspec.structs.replace(self.pulse, **changed)
         self.now = Nanos(self.now + after)
         self.seen.append(self.watchdog.look([self.pulse], self.now))
@@ -38,7 +38,7 @@ class Watched:
         for _ in range(round(seconds * SECOND / TICK)):
             self.look(**changed)
 
-    def seconds_until(self, health: Health, **changed) -> float:
+    def seconds_until(self, health: EngineHealth, **changed) -> float:
         """Of no progress, until it is found to be so."""
         began = self.now
         while self.look(**changed) is not health:
@@ -50,15 +50,15 @@ def test_an_engine_that_stops_stepping_is_suspect_and_then_hung():
     engine = Watched()
     engine.steps(20, tokens=4, each_seconds=0.1)
 
-    assert engine.seconds_until(Health.SUSPECT) == pytest.approx(5, abs=0.2)
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(5, abs=0.2)
+    assert engine.seconds_until(EngineHealth.SUSPECT) == pytest.approx(5, abs=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(5, abs=0.2)
 
 
 def test_patience_is_a_multiple_of_the_slowest_step_of_that_size():
     engine = Watched()
     engine.steps(5, tokens=2048, each_seconds=2.0)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(40, abs=4)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(40, abs=4)
 
 
 def test_slow_prompts_do_not_make_decode_steps_slow_to_miss():
@@ -66,7 +66,7 @@ def test_slow_prompts_do_not_make_decode_steps_slow_to_miss():
     engine.steps(5, tokens=2048, each_seconds=5.0)
     engine.steps(20, tokens=4, each_seconds=0.1)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.2)
 
 
 def test_a_size_not_seen_gets_time_in_proportion_to_its_tokens():
@@ -74,7 +74,7 @@ def test_a_size_not_seen_gets_time_in_proportion_to_its_tokens():
     engine.steps(20, tokens=1, each_seconds=0.1)
     engine.look(steps=engine.pulse.steps + 1, tokens=64)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(20 * 0.1 * 64, rel=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(20 * 0.1 * 64, rel=0.2)
 
 
 def test_a_size_not_seen_gets_no_more_time_than_a_larger_one():
@@ -83,14 +83,14 @@ def test_a_size_not_seen_gets_no_more_time_than_a_larger_one():
     engine.steps(5, tokens=4096, each_seconds=1.0)
     engine.look(steps=engine.pulse.steps + 1, tokens=512)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(20, abs=2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(20, abs=2)
 
 
 def test_an_engine_that_has_not_stepped_yet_gets_the_ceiling():
     engine = Watched()
     engine.look(working=True)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(300, abs=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(300, abs=0.2)
 
 
 def test_work_of_a_new_kind_gets_the_ceiling_and_teaches_nothing():
@@ -98,11 +98,11 @@ def test_work_of_a_new_kind_gets_the_ceiling_and_teaches_nothing():
     engine.steps(20, tokens=4, each_seconds=0.1)
     engine.look(steps=engine.pulse.steps + 1, novel=True)
     engine.stand_still(290)
-    assert set(engine.seen) == {Health.HEALTHY, Health.SUSPECT}
+    assert set(engine.seen) == {EngineHealth.HEALTHY, EngineHealth.SUSPECT}
 
     engine.look(steps=engine.pulse.steps + 1, novel=False)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.2)
 
 
 def test_requests_that_come_to_a_hung_engine_give_it_no_more_time():
@@ -110,7 +110,7 @@ def test_requests_that_come_to_a_hung_engine_give_it_no_more_time():
     engine.steps(20, tokens=4, each_seconds=0.1)
     engine.stand_still(3)
 
-    assert engine.seconds_until(Health.HUNG, novel=True) == pytest.approx(7, abs=0.2)
+    assert engine.seconds_until(EngineHealth.HUNG, novel=True) == pytest.approx(7, abs=0.2)
 
 
 def test_a_slow_step_is_forgotten():
@@ -119,7 +119,7 @@ def test_a_slow_step_is_forgotten():
     engine.steps(1, tokens=4, each_seconds=0.1)
     engine.steps(12_000, tokens=4, each_seconds=0.1)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(20 * 8 / 4, rel=0.05)  # two half-lives later
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(20 * 8 / 4, rel=0.05)  # two half-lives later
 
 
 def test_an_idle_engine_never_hangs():
@@ -129,7 +129,7 @@ def test_an_idle_engine_never_hangs():
 
     engine.stand_still(3600)
 
-    assert set(engine.seen) == {Health.HEALTHY}
+    assert set(engine.seen) == {EngineHealth.HEALTHY}
 
 
 def test_an_engine_stopped_while_idle_is_hung_when_work_comes():
@@ -138,7 +138,7 @@ def test_an_engine_stopped_while_idle_is_hung_when_work_comes():
     engine.look(working=False)
     engine.stand_still(3600)
 
-    assert engine.seconds_until(Health.HUNG, working=True) == pytest.approx(10, abs=0.3)
+    assert engine.seconds_until(EngineHealth.HUNG, working=True) == pytest.approx(10, abs=0.3)
 
 
 def test_a_prompt_of_100_000_tokens_computed_for_minutes_is_no_hang():
@@ -148,7 +148,7 @@ def test_a_prompt_of_100_000_tokens_computed_for_minutes_is_no_hang():
         engine.steps(1, tokens=2048, each_seconds=2.0 + chunk / 6)
 
     assert engine.now > 300 * SECOND
-    assert set(engine.seen) == {Health.HEALTHY}
+    assert set(engine.seen) == {EngineHealth.HEALTHY}
 
 
 @pytest.mark.parametrize("seconds", [5, 60, 86_400])
@@ -158,8 +158,8 @@ def test_a_machine_that_was_suspended_is_no_hang(seconds):
 
     engine.look(after=seconds * SECOND)
 
-    assert engine.seen[-1] is Health.HEALTHY
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(9, abs=0.3), "what follows is watched as before"
+    assert engine.seen[-1] is EngineHealth.HEALTHY
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(9, abs=0.3), "what follows is watched as before"
 
 
 def test_a_starved_watchdog_still_notices_a_hang():
@@ -168,7 +168,7 @@ def test_a_starved_watchdog_still_notices_a_hang():
 
     seconds = [engine.look(after=3 * SECOND) for _ in range(10)]
 
-    assert seconds[-1] is Health.HUNG
+    assert seconds[-1] is EngineHealth.HUNG
 
 
 def test_a_suspension_is_not_learned_as_the_time_of_a_step():
@@ -176,7 +176,7 @@ def test_a_suspension_is_not_learned_as_the_time_of_a_step():
     engine.steps(50, tokens=4, each_seconds=0.1)
     engine.look(after=3600 * SECOND, steps=engine.pulse.steps + 1)
 
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.3)
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.3)
 
 
 def test_an_excused_engine_is_measured_anew():
@@ -186,29 +186,29 @@ def test_an_excused_engine_is_measured_anew():
 
     engine.watchdog.excuse()
 
-    assert engine.look() is Health.HEALTHY
-    assert engine.seconds_until(Health.HUNG) == pytest.approx(10, abs=0.3)
+    assert engine.look() is EngineHealth.HEALTHY
+    assert engine.seconds_until(EngineHealth.HUNG) == pytest.approx(10, abs=0.3)
 
 
 def test_an_engine_is_as_bad_as_its_worst_scheduler():
     watchdog = Watchdog(SETTINGS)
 
-    def look(now: Nanos, number: int) -> Health:
+    def look(now: Nanos, number: int) -> EngineHealth:
         good, bad = (Pulse(steps=steps, tokens=4, working=True) for steps in (number, min(number, 40)))
         return watchdog.look([good, bad], now)
 
     found = [look(Nanos(number * TICK), number) for number in range(200)]
 
-    assert found[-1] is Health.HUNG
-    assert Health.HUNG not in found[:100]
+    assert found[-1] is EngineHealth.HUNG
+    assert EngineHealth.HUNG not in found[:100]
 
 
-def looks(watchdog: Watchdog, pulses: list[Pulse], seconds: int) -> Iterator[Health]:
+def looks(watchdog: Watchdog, pulses: list[Pulse], seconds: int) -> Iterator[EngineHealth]:
     return (watchdog.look(pulses, Nanos(number * TICK)) for number in range(seconds * 10))
 
 
 def test_an_engine_that_shows_no_steps_is_not_watched():
-    assert set(looks(Watchdog(SETTINGS), [], 1000)) == {Health.HEALTHY}
+    assert set(looks(Watchdog(SETTINGS), [], 1000)) == {EngineHealth.HEALTHY}
 
 
 def test_a_watchdog_that_is_off_finds_nothing():
@@ -216,7 +216,7 @@ def test_a_watchdog_that_is_off_finds_nothing():
 
     found = set(looks(Watchdog(settings), [Pulse(steps=1, tokens=1, working=True)], 1000))
 
-    assert found == {Health.HEALTHY}
+    assert found == {EngineHealth.HEALTHY}
 
 
 def test_a_ceiling_below_the_floor_is_refused():

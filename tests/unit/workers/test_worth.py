@@ -2,7 +2,7 @@
 
 from kvstore.block import HashAlgorithm, chain
 from tests.builders import token_bytes
-from workers.worth import LatestPrompts, Prompt, by_worth
+from workers.worth import RecentPrompt, RecentPrompts, by_evacuation_priority
 
 BLOCK = 4
 SALT = b"s" * 32
@@ -18,13 +18,13 @@ def names(prompt: bytes, salt: bytes = b"") -> list[bytes]:
 
 
 def ordered(prompts, cached=()):
-    return by_worth(prompts, cached, block_tokens=BLOCK, algorithm=HashAlgorithm.SHA256_128)
+    return by_evacuation_priority(prompts, cached, block_tokens=BLOCK, algorithm=HashAlgorithm.SHA256_128)
 
 
 def test_prefixes_that_many_prompts_share_come_first_then_the_latest_and_no_block_before_its_beginning():
     first, second, third = tokens(1, 2, 3), tokens(1, 4), tokens(9, 8)
 
-    found = ordered([Prompt(first, b""), Prompt(third, b""), Prompt(second, b"")])
+    found = ordered([RecentPrompt(first, b""), RecentPrompt(third, b""), RecentPrompt(second, b"")])
 
     assert found == [names(first)[0], names(second)[1], *names(third), *names(first)[1:]]
 
@@ -32,7 +32,7 @@ def test_prefixes_that_many_prompts_share_come_first_then_the_latest_and_no_bloc
 def test_the_same_tokens_of_two_tenants_are_two_chains():
     prompt = tokens(1, 2)
 
-    found = ordered([Prompt(prompt, SALT), Prompt(prompt, b""), Prompt(prompt, SALT)])
+    found = ordered([RecentPrompt(prompt, SALT), RecentPrompt(prompt, b""), RecentPrompt(prompt, SALT)])
 
     assert found == [*names(prompt, SALT), *names(prompt)]
 
@@ -41,15 +41,15 @@ def test_what_no_prompt_began_with_comes_last_and_nothing_twice():
     prompt = tokens(1, 2)
     answers = [b"a" * 16, b"b" * 16]
 
-    assert ordered([Prompt(prompt, b"")], [names(prompt)[0], *answers]) == [*names(prompt), *answers]
+    assert ordered([RecentPrompt(prompt, b"")], [names(prompt)[0], *answers]) == [*names(prompt), *answers]
 
 
 def test_the_latest_prompts_are_kept_and_no_more_than_their_bytes():
-    kept = LatestPrompts(most_bytes=3 * len(tokens(1)))
+    kept = RecentPrompts(most_bytes=3 * len(tokens(1)))
     for number in range(5):
         kept.note(tokens(number), b"")
 
-    assert kept.all() == tuple(Prompt(tokens(number), b"") for number in (2, 3, 4))
+    assert kept.all() == tuple(RecentPrompt(tokens(number), b"") for number in (2, 3, 4))
 
     kept.note(tokens(1, 2, 3, 4), b"")
     assert kept.all() == ()

@@ -29,7 +29,7 @@ from fleet.ids import ModelName, WorkerId
 from kvstore.credentials import Credentials
 from tests.builders import token_bytes
 from tests.engine_driving import work
-from tests.worker_processes import a_stream
+from tests.worker_processes import a_router_stream
 from workers.settings import GroupSettings, VllmSettings, WorkerSettings
 
 START_SECONDS = 300
@@ -122,7 +122,7 @@ def a_worker(model: Path, name: str, extra: dict[str, Any], group: GroupSettings
 
 
 async def answers(stream_address: str) -> list[list[int]]:
-    async with a_stream(stream_address) as stream, asyncio.timeout(ANSWER_SECONDS):
+    async with a_router_stream(stream_address) as stream, asyncio.timeout(ANSWER_SECONDS):
         return [list((await stream.do(work(token_bytes(prompt), TOKENS)))[0]) for prompt in PROMPTS]
 
 

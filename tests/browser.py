@@ -123,7 +123,7 @@ def _close(descriptors: Iterable[int]) -> None:
         os.close(each)
 
 
-class Page:
+class BrowserPage:
     """A file, opened and drawn, and all that happened while it was."""
 
     def __init__(self, browser: Browser, path: Path, *, width: int = 1280, dark: bool = False) -> None:

@@ -136,7 +136,7 @@ def a_handoff(
     )
 
 
-def a_report(num_tokens: int = 10, *, cached_blocks: int = 0, source: Source = Source.ENGINE) -> KvReport:
+def a_kv_report(num_tokens: int = 10, *, cached_blocks: int = 0, source: Source = Source.ENGINE) -> KvReport:
     """Of a prompt of which `cached_blocks` came from `source`."""
     blocks = blocks_for(num_tokens, BLOCK_TOKENS)
     origins = [KvOrigin(source=Source.COMPUTED, blocks=blocks - cached_blocks)]

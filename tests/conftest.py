@@ -55,7 +55,7 @@ def _of_this_test(record: logging.LogRecord) -> bool:
 logging.getLogger("asyncio").addFilter(_of_this_test)
 
 
-class EnginesBesideTheRest(LoadScopeScheduling):  # type: ignore[misc]
+class EngineTestScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """With two processes (`make test`), one takes all that starts engines as large as vLLM, in order; the rest fills the other."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -85,8 +85,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 5)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesBesideTheRest:
-    return EnginesBesideTheRest(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EngineTestScheduling:
+    return EngineTestScheduling(config, log)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

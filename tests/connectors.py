@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 
-class Mortal:
+class KilledOnWrite:
     """What writes through it is killed by its first write: before it, or when it is done and not answered yet."""
 
     def __init__(self, behind, write: str, answered: bool, killed: type[BaseException]) -> None:
@@ -26,7 +26,7 @@ class Mortal:
         return write
 
 
-class Orchestrator:
+class FakeOrchestrator:
     """None of ours: it reads plans and writes reports as the documentation spells them, and has room for so many replicas.
 
     `read` gives the plan's text, or nothing; `write` takes a report's.

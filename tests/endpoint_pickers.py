@@ -24,7 +24,7 @@ from fleet.router.tenants import Tenants
 from fleet.router.tokenising import TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from tests.builders import MODEL, a_description
-from tests.fake_workers import Untouched
+from tests.fake_workers import UnusedWorkers
 from tests.gateways import a_completion, a_gateway
 from tests.waiting import until
 
@@ -35,7 +35,7 @@ EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 a_codec = cache(load_codec)
 
 
-class World:
+class PickerSetup:
     """A router with its picker, and a gateway that asks."""
 
     def __init__(self, router, picker, selection, gateway, tenants):
@@ -81,11 +81,13 @@ P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
 
 
 @asynccontextmanager
-async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings):
+async def a_picker_setup(
+    model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings
+):
     """With these workers, which need not be there: nothing is sent to them."""
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
-    selecting = SelectionAwareWorkers(Untouched())
+    selecting = SelectionAwareWorkers(UnusedWorkers())
     router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)
     for worker in workers:
         router.hear(worker)
@@ -106,5 +108,5 @@ async def a_world(model_dir, *workers, picker=None, standing=None, tenants=None,
         open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
         a_gateway(made.address) as gateway,
     ):
-        yield World(router, made, selection, gateway, known)
+        yield PickerSetup(router, made, selection, gateway, known)
     threads.close()

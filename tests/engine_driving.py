@@ -45,7 +45,7 @@ def work(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREG
     )
 
 
-class Driven:
+class EngineDriver:
     """An engine with someone who reads what it says."""
 
     def __init__(self, engine: Engine) -> None:
@@ -125,9 +125,9 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(*engines: Engine) -> AsyncIterator[list[Driven]]:
+async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
     """Read what these engines say, while the context is open."""
-    drivers = [Driven(engine) for engine in engines]
+    drivers = [EngineDriver(engine) for engine in engines]
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         readers = [tasks.create_task(read()) for one in drivers for read in (one.read_outputs, one.read_cache)]
@@ -136,8 +136,8 @@ async def driven(*engines: Engine) -> AsyncIterator[list[Driven]]:
 
 
 async def split(
-    prefill: Driven,
-    decode: Driven,
+    prefill: EngineDriver,
+    decode: EngineDriver,
     tokens: TokenBytes,
     max_tokens: int,
     path: KvPath,
@@ -161,7 +161,7 @@ async def split(
     return (first + rest if pass_first_token else rest), prefilled, decoded
 
 
-def early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
+def reported_early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
     """Whether an engine has said the one with its first tokens and the other with its last; they may have come at once."""
     return told in ([early, late], [late])
 

@@ -43,7 +43,7 @@ class EtcdServer(ServerProcess):
 
 
 @contextmanager
-def an_etcd(*options: str, scheme: str = "http") -> Iterator[EtcdServer]:
+def an_etcd_server(*options: str, scheme: str = "http") -> Iterator[EtcdServer]:
     """For tests that also need the extra `etcd`."""
     pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     with a_short_folder() as folder:

@@ -13,10 +13,10 @@ from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings import Thresholds
 from fleet.router.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from fleet.work import Progress
-from tests.builders import BLOCK_TOKENS, MODEL, a_report
+from tests.builders import BLOCK_TOKENS, MODEL, a_kv_report
 
 
-def a_card(**fields: object) -> ModelCard:
+def a_model_card(**fields: object) -> ModelCard:
     defaults = {"name": MODEL, "max_model_len": 4096, "block_tokens": BLOCK_TOKENS, "workers": 1}
     return ModelCard(**{**defaults, **fields})  # type: ignore[arg-type]
 
@@ -24,7 +24,9 @@ def a_card(**fields: object) -> ModelCard:
 class FakeRouter:
     """Gives every request the same answer, `step` tokens at a time."""
 
-    def __init__(self, answer: Sequence[int] = (), *, cards: Sequence[ModelCard] = (a_card(),), step: int = 1) -> None:
+    def __init__(
+        self, answer: Sequence[int] = (), *, cards: Sequence[ModelCard] = (a_model_card(),), step: int = 1
+    ) -> None:
         self.answer = list(answer)
         self.cards = tuple(cards)
         self.step = step
@@ -142,7 +144,7 @@ class FakeStream:
 
     def _next(self) -> Progress:
         router, sampling = self._router, self._arrived.sampling
-        report = a_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
+        report = a_kv_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
         self.kv = (KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report),)
         self.cached_tokens = report.cached_tokens
         end = min(self._sent + router.step, sampling.max_tokens, len(router.answer))

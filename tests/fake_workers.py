@@ -112,7 +112,7 @@ class FakeWorkers:
             worker.inbox.put_nowait(Cancel(request_id=request_id))
 
 
-class Untouched:
+class UnusedWorkers:
     """Workers that must not be asked for anything."""
 
     def start(self, worker_id: WorkerId, start: Start) -> None:

@@ -50,7 +50,7 @@ def serve(
     return process, json.loads(line) if line else {}
 
 
-class Up:
+class LocalClusterProcess:
     """A running `fleet up`."""
 
     def __init__(self, process: subprocess.Popen[bytes], endpoints: dict[str, Any]):
@@ -91,7 +91,7 @@ def fleet_up(
     engine: str = "simulated",
     ports: Iterable[str] = ("--http-port", "0", "--grpc-port", "0"),
     ready_seconds: float = READY_SECONDS,
-) -> Iterator[Up]:
+) -> Iterator[LocalClusterProcess]:
     """A cluster that serves; its log and the file that says where it is are in that folder."""
     ready, log = folder / "ready.json", folder / "up.log"
     command = [*FLEET, "up", "--engine", engine, *ports, "--ready-file", str(ready), *options]
@@ -100,7 +100,7 @@ def fleet_up(
     try:
         eventually(lambda: ready.exists() or process.poll() is not None, ready_seconds)
         assert ready.exists(), log.read_text()
-        yield Up(process, json.loads(ready.read_text()))
+        yield LocalClusterProcess(process, json.loads(ready.read_text()))
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 }
 
 
-class ForeignServer:
+class RealServer:
     """One of them. It knows the model by the name of its folder, from which it is started."""
 
     def __init__(self, name: str, command: Sequence[str], model: Path) -> None:
@@ -74,13 +74,13 @@ def commands(model: str) -> Mapping[str, Sequence[str]]:
 
 
 @contextmanager
-def foreign_servers(folder: Path, model: str) -> Iterator[dict[str, ForeignServer]]:
+def real_servers(folder: Path, model: str) -> Iterator[dict[str, RealServer]]:
     """All of them, started side by side, each with the built-in model under this name."""
     (folder / model).symlink_to(build_tiny_model(folder / "models"))
-    servers: dict[str, ForeignServer] = {}
+    servers: dict[str, RealServer] = {}
     try:
         for name, command in commands(model).items():
-            servers[name] = ForeignServer(name, command, folder / model)
+            servers[name] = RealServer(name, command, folder / model)
         for server in servers.values():
             server.wait()
         yield servers

@@ -23,7 +23,7 @@ from tests.builders import MODEL, token_ids
 from tests.fake_router import FakeRouter
 
 
-class Fronts(Struct):
+class Frontends(Struct):
     router: FakeRouter
     codec: TextCodec
     generation: Generation
@@ -43,7 +43,7 @@ class Fronts(Struct):
 
 
 @asynccontextmanager
-async def open_fronts(
+async def open_frontends(
     model_dir: Path,
     tenants: Mapping[str, TenantSettings] | None = None,
     *,
@@ -51,7 +51,7 @@ async def open_fronts(
     grpc: GrpcSettings = DEFAULT_GRPC_LIMITS,
     health_listen: str = "",
     **settings: float,
-) -> AsyncIterator[Fronts]:
+) -> AsyncIterator[Frontends]:
     router = FakeRouter()
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
@@ -74,5 +74,5 @@ async def open_fronts(
         ) as grpc_front,
         open_control_port("", OPEN_ACCESS, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
     ):
-        yield Fronts(router, codec, generation, http, grpc_front, control)
+        yield Frontends(router, codec, generation, http, grpc_front, control)
     threads.close()

@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-class Picked(Struct):
+class PickerAnswer(Struct):
     """What a gateway does with the answer to a request: it goes on to a server, or it is answered."""
 
     endpoints: list[str] = []
@@ -37,7 +37,7 @@ class Picked(Struct):
         return json.loads(self.body)["error"]
 
 
-class HttpRequest:
+class GatewayRequest:
     """One request that passes through the gateway."""
 
     def __init__(self, call) -> None:
@@ -75,9 +75,9 @@ class HttpRequest:
             last = ends and number == len(pieces) - 1
             await self.say(request_body=pb.HttpBody(body=piece, end_of_stream=last))
 
-    async def picked(self) -> Picked:
+    async def picked(self) -> PickerAnswer:
         """All that is said of the request."""
-        picked = Picked()
+        picked = PickerAnswer()
         while not picked.whole:
             answer = await self.hears()
             assert answer is not None, "the picker has nothing to say"
@@ -85,10 +85,10 @@ class HttpRequest:
                 case "immediate_response":
                     now = answer.immediate_response
                     picked.status, picked.body, picked.whole = now.status.code, now.body, True
-                    picked.headers = set_by(now.headers)
+                    picked.headers = headers_set_by(now.headers)
                 case "request_headers":
                     mutation = answer.request_headers.response.header_mutation
-                    picked.headers = set_by(mutation)
+                    picked.headers = headers_set_by(mutation)
                     picked.removed = list(mutation.remove_headers)
                     picked.endpoints = picked.headers[DESTINATION].split(",")
                     picked.prefill = picked.headers.get(PREFILL)
@@ -105,7 +105,7 @@ class HttpRequest:
 
     has_no_body = False
 
-    async def ask(self, body: bytes, path: str = COMPLETIONS, **head) -> Picked:
+    async def ask(self, body: bytes, path: str = COMPLETIONS, **head) -> PickerAnswer:
         """All of it is sent, unless it is answered before: a call that has ended takes nothing more."""
         await self.head(path, **head)
         async with asyncio.TaskGroup() as tasks:
@@ -142,8 +142,8 @@ class Gateway:
         self._stub = ExternalProcessorStub(channel)
         self.channel = channel
 
-    def request(self) -> HttpRequest:
-        return HttpRequest(self._stub.Process(timeout=30))
+    def request(self) -> GatewayRequest:
+        return GatewayRequest(self._stub.Process(timeout=30))
 
     def raw(self):
         """A call whose messages are the test's own bytes."""
@@ -160,7 +160,7 @@ def a_header_map(headers: dict[str, str]) -> pb.HeaderMap:
     return pb.HeaderMap(headers=[pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()])
 
 
-def set_by(mutation: pb.HeaderMutation) -> dict[str, str]:
+def headers_set_by(mutation: pb.HeaderMutation) -> dict[str, str]:
     overwrite = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     assert all(each.append_action == overwrite for each in mutation.set_headers)
     return {each.header.key: each.header.raw_value.decode() for each in mutation.set_headers}

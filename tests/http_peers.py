@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from tests.fronts import Fronts
-from tests.openai_servers import RelayWorld
+from tests.fronts import Frontends
+from tests.openai_servers import RelaySetup
 
 
-class Peer:
+class RawHttpClient:
     """One connection, byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,12 +51,12 @@ class Peer:
 
 
 @asynccontextmanager
-async def connected(fronts: Fronts | RelayWorld, **options: Any) -> AsyncIterator[Peer]:
+async def connected(fronts: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
     """Over TCP, with options of `asyncio.open_connection`, such as the `limit` of bytes that are read ahead."""
     host, _, port = fronts.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:
-        yield Peer(reader, writer)
+        yield RawHttpClient(reader, writer)
     finally:
         writer.close()
         with suppress(OSError):

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 HOLD_SECONDS = 60
 
 
-class Repo:
+class HubRepository:
     """A folder as a repository with one branch."""
 
     def __init__(self, folder: Path, **others: bytes) -> None:
@@ -38,11 +38,11 @@ class Repo:
         return entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
 
 
-class Hub:
+class FakeHub:
     """What it has, what it was asked, and how it misbehaves."""
 
     def __init__(self) -> None:
-        self.repos: dict[str, Repo] = {}
+        self.repos: dict[str, HubRepository] = {}
         self.token = ""
         """The only one that is known; a request with another is refused."""
 
@@ -63,7 +63,7 @@ class Hub:
         self.sizes: dict[str, int] = {}
         """What it says in place of the truth."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_HubHandler,), {"hub": self}))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
@@ -87,8 +87,8 @@ class Hub:
         self._thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
+class _HubHandler(BaseHTTPRequestHandler):
+    hub: FakeHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
                     each["lfs"] = {"sha256": entry["lfs"]["oid"], "size": entry["size"], "pointerSize": 130}
         return self._json(info)
 
-    def _file(self, repo: Repo, name: str, authorised: str) -> None:
+    def _file(self, repo: HubRepository, name: str, authorised: str) -> None:
         if repo.gated and authorised != f"Bearer {repo.gated}":
             return self._refuse(403 if authorised else 401, "GatedRepo", "Access to this model is restricted")
         if name not in repo.files:
@@ -185,8 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def a_hub() -> Iterator[Hub]:
-    hub = Hub()
+def a_hub() -> Iterator[FakeHub]:
+    hub = FakeHub()
     try:
         yield hub
     finally:

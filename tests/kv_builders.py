@@ -66,7 +66,7 @@ def keep(tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarra
     return tier.put(keys, blocks, deadline, [crc32c([block]) for block in blocks])
 
 
-class HandClock:
+class ManualClock:
     """A `Clock` that stands still until it is moved."""
 
     def __init__(self, now: int = SECOND):
@@ -79,7 +79,7 @@ class HandClock:
         self._now += span
 
 
-class Store:
+class MachineDriver:
     """A machine with one namespace, spoken to in short words."""
 
     def __init__(self, blocks: int = 8, **limits: Any):
@@ -211,7 +211,7 @@ def empty(count: int = 4) -> list[np.ndarray]:
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 
 
-def names_in(folder: Path | str) -> set[str]:
+def file_names_in(folder: Path | str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 

@@ -11,7 +11,7 @@ def a_shape(**sizes: int) -> BlockShape:
     return BlockShape(**{"layers": 2, "kv_heads": 4, "block_tokens": 4, "head_dim": 8, "element_bytes": 2, **sizes})
 
 
-def one_a_layer(layout: str, box: Box) -> list[BlockShard]:
+def one_part_per_layer(layout: str, box: Box) -> list[BlockShard]:
     """The pieces of an engine that keeps each layer in a tensor of its own, in order."""
     return [BlockShard(layout, Box(Span(layer, 1), box.heads)) for layer in range(box.layers.first, box.layers.end)]
 

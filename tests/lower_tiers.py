@@ -7,13 +7,13 @@ from kvstore.hierarchy import Hierarchy
 from kvstore.lower_tiers import AdmitEverything, TierRule
 from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.movement import Confirm, Demote, Fetch, Find, TierTransfer
-from tests.kv_builders import Store
+from tests.kv_builders import MachineDriver
 
 MAX_WAIT = Nanos(5 * SECOND)
 CRC = 77
 
 
-class Below:
+class HierarchyDriver:
     """See the module."""
 
     def __init__(
@@ -24,7 +24,7 @@ class Below:
         max_namespaces: int = 256,
         **rule,
     ):
-        self.store = Store(blocks=blocks, max_namespaces=max_namespaces)
+        self.store = MachineDriver(blocks=blocks, max_namespaces=max_namespaces)
         self.held: list[set[bytes]] = [set() for _ in tiers]
         rules = [TierRule(name=name, admission=admission or AdmitEverything(), **rule) for name in tiers]
         self.hierarchy = Hierarchy(self.store.machine, rules)
@@ -91,7 +91,7 @@ def kinds(below):
     return [(type(movement).__name__, movement.tier) for movement in below.asked]
 
 
-class Nothing:
+class AdmitNothing:
     """Admits no block."""
 
     def admits(self, key, size_bytes, now):

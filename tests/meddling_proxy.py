@@ -17,8 +17,8 @@ WHOLE_PIECES = 6  # between two damages, on average
 LONG_PIECE_BYTES = 1000  # of a block, and not of a greeting
 
 
-class MeddlingProxy:
-    """Passes everything on while `heals`; else now and then cuts, flips, leaves out, repeats or invents."""
+class DamagingProxy:
+    """Passes everything on while `forwards_unchanged`; else now and then cuts, flips, leaves out, repeats or invents."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class MeddlingProxy:
             seed: Of the chance.
             damage: What is made of each long piece instead, with nothing left to chance.
         """
-        self.heals = False
-        self.turns_away = False  # whoever connects from now on
+        self.forwards_unchanged = False
+        self.refuses_connections = False  # whoever connects from now on
         self._damage = damage
         self.damages = 0
         self._server = server
@@ -70,7 +70,7 @@ class MeddlingProxy:
                 client, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            if self.turns_away:
+            if self.refuses_connections:
                 client.close()
                 continue
             server = socket.create_connection(self._server)
@@ -82,7 +82,7 @@ class MeddlingProxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket, meddles: bool) -> None:
         with suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
-                sink.sendall(piece if self.heals or not meddles else self._meddled(piece))
+                sink.sendall(piece if self.forwards_unchanged or not meddles else self._meddled(piece))
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -114,13 +114,13 @@ class MeddlingProxy:
 
 
 @contextmanager
-def a_meddling_proxy(
+def a_damaging_proxy(
     server: tuple[str, int],
     inventions: tuple[bytes, ...] = (),
     seed: int = 0,
     damage: Callable[[bytes], bytes] | None = None,
-) -> Iterator[MeddlingProxy]:
-    proxy = MeddlingProxy(server, inventions, seed, damage)
+) -> Iterator[DamagingProxy]:
+    proxy = DamagingProxy(server, inventions, seed, damage)
     try:
         yield proxy
     finally:
@@ -133,17 +133,17 @@ def with_a_flipped_bit(content: bytes) -> bytes:
     return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :] if content else content
 
 
-class MeddlingHttpProxy(http.server.ThreadingHTTPServer):
-    """Passes requests on, and damages the bodies of answers to GET until it `heals`."""
+class DamagingHttpProxy(http.server.ThreadingHTTPServer):
+    """Passes requests on, and damages the bodies of answers to GET until it `forwards_unchanged`."""
 
     daemon_threads = True
 
     def __init__(self, server: tuple[str, int], damage: Callable[[bytes], bytes]):
-        self.heals = False
+        self.forwards_unchanged = False
         self.damages = 0
         self.damage = damage
         self.behind = server
-        super().__init__(("127.0.0.1", 0), _Passing)
+        super().__init__(("127.0.0.1", 0), _ForwardingHandler)
 
     @property
     def port(self) -> int:
@@ -153,9 +153,9 @@ class MeddlingHttpProxy(http.server.ThreadingHTTPServer):
         """Say nothing of clients that leave."""
 
 
-class _Passing(http.server.BaseHTTPRequestHandler):
+class _ForwardingHandler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: MeddlingHttpProxy
+    server: DamagingHttpProxy
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -167,7 +167,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
         finally:
             behind.close()
         length = answer.headers.get("Content-Length", "0")
-        if self.command == "GET" and answer.status in (200, 206) and not self.server.heals:
+        if self.command == "GET" and answer.status in (200, 206) and not self.server.forwards_unchanged:
             self.server.damages += 1
             content = self.server.damage(content)
             length = str(len(content))
@@ -186,8 +186,8 @@ class _Passing(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def a_meddling_http_proxy(server: tuple[str, int], damage: Callable[[bytes], bytes]) -> Iterator[MeddlingHttpProxy]:
-    with MeddlingHttpProxy(server, damage) as proxy:
+def a_damaging_http_proxy(server: tuple[str, int], damage: Callable[[bytes], bytes]) -> Iterator[DamagingHttpProxy]:
+    with DamagingHttpProxy(server, damage) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
         try:

@@ -38,11 +38,11 @@ MODEL = ModelName("mock")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "say five letters"}]
-ASKED = {"model": MODEL, "prompt": "say five letters", "stream": True}
+STREAMING_REQUEST = {"model": MODEL, "prompt": "say five letters", "stream": True}
 EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
-class Seen(Struct):
+class ReceivedRequest(Struct):
     """A request as the server got it."""
 
     start: str
@@ -54,10 +54,10 @@ class Seen(Struct):
         return json.loads(self.body)
 
 
-class Answering(Struct):
+class ServerExchange(Struct):
     """One request, to be answered."""
 
-    seen: Seen
+    seen: ReceivedRequest
     writer: asyncio.StreamWriter
 
     async def send(self, content: bytes) -> None:
@@ -78,7 +78,7 @@ class Answering(Struct):
         await self.send(b"0\r\n\r\n")
 
 
-Play = Callable[[Answering], Awaitable[None]]
+AnswerScript = Callable[[ServerExchange], Awaitable[None]]
 
 
 def chunk(content: bytes) -> bytes:
@@ -91,7 +91,7 @@ def token(text: str, *, chat: bool = True) -> bytes:
     return json.dumps({"id": "x", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}).encode()
 
 
-async def five_tokens(answering: Answering) -> None:
+async def five_tokens(answering: ServerExchange) -> None:
     """Streams if asked to; else one object."""
     chat = "chat" in answering.seen.start
     if not answering.seen.json.get("stream"):
@@ -114,11 +114,11 @@ class OpenAiServer:
     """One server. Answers questions for its health by itself."""
 
     def __init__(self) -> None:
-        self.play: Play = five_tokens
+        self.play: AnswerScript = five_tokens
         self.health_status = 200
         self.health_seconds = 0.0  # that it takes to say so
         self.tokenise: Callable[[str], list[int]] | None = None  # None: it has no such path
-        self.seen: list[Seen] = []
+        self.seen: list[ReceivedRequest] = []
         self.connections = 0  # that were ever made, those for its health aside
         self.open = 0  # connections that requests came over
         self.cut = 0  # requests whose connection was closed before they were answered
@@ -148,19 +148,19 @@ class OpenAiServer:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
                     await asyncio.sleep(self.health_seconds)
-                    await Answering(seen, writer).respond(self.health_status, b"{}", "connection: close")
+                    await ServerExchange(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break
                 if seen.start.startswith("POST /tokenize "):
                     tokens = {} if self.tokenise is None else {"tokens": self.tokenise(seen.json["prompt"])}
                     status = 200 if tokens else 404
-                    await Answering(seen, writer).respond(status, json.dumps(tokens).encode(), "connection: close")
+                    await ServerExchange(seen, writer).respond(status, json.dumps(tokens).encode(), "connection: close")
                     break
                 if not counted:
                     counted = True
                     self.connections += 1
                     self.open += 1
                 self.seen.append(seen)
-                await self._answer(Answering(seen, writer), reader)
+                await self._answer(ServerExchange(seen, writer), reader)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
@@ -168,7 +168,7 @@ class OpenAiServer:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, answering: Answering, reader: asyncio.StreamReader) -> None:
+    async def _answer(self, answering: ServerExchange, reader: asyncio.StreamReader) -> None:
         """Stops when the other side has closed, as servers of engines do."""
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(self._until_gone(answering))
@@ -181,7 +181,7 @@ class OpenAiServer:
             self.cut += 1
             raise ConnectionResetError
 
-    async def _until_gone(self, answering: Answering) -> bool:
+    async def _until_gone(self, answering: ServerExchange) -> bool:
         try:
             await self.play(answering)
         except ConnectionError:
@@ -189,14 +189,14 @@ class OpenAiServer:
         return False
 
 
-async def _read(reader: asyncio.StreamReader) -> Seen | None:
+async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.IncompleteReadError:
         return None
     start, *lines = head[:-4].split("\r\n")
     headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-    return Seen(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+    return ReceivedRequest(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
 
 
 def ask(address: str, method: str, path: str, body: str | None = None) -> str:
@@ -210,7 +210,7 @@ def ask(address: str, method: str, path: str, body: str | None = None) -> str:
 
 
 @asynccontextmanager
-async def routers_before(
+async def routers_in_front_of(
     folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
 ) -> AsyncIterator[str]:
     """The address of so many processes of `fleet serve router`, as soon as they say that they serve; ends the servers, too."""
@@ -233,7 +233,7 @@ async def routers_before(
             await server.stop()
 
 
-class RelayWorld(Struct):
+class RelaySetup(Struct):
     http: HttpFrontend
     router: RouterServer
     machine: RouterMachine
@@ -273,7 +273,7 @@ async def a_relay(
     only: bool = True,
     seconds: float = 100.0,
     **worker: object,
-) -> AsyncIterator[RelayWorld]:
+) -> AsyncIterator[RelaySetup]:
     """A router in front of servers `w0`, `w1` and so on, all of which have joined, for so many seconds at most."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
@@ -318,7 +318,7 @@ async def a_relay(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
             running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]
-            world = RelayWorld(front, router, machine, workers, registry, reader, shared)
+            world = RelaySetup(front, router, machine, workers, registry, reader, shared)
             await until(lambda: world.serving() == len(servers))
             yield world
         for task in running:
@@ -329,7 +329,7 @@ async def a_relay(
 
 
 @asynccontextmanager
-async def a_client(world: RelayWorld, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+async def an_openai_client(world: RelaySetup, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0, timeout=60) as client:
         yield client
 
@@ -338,12 +338,12 @@ async def texts(stream) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def hold(answering: Answering) -> None:
+async def hold(answering: ServerExchange) -> None:
     """Give one token, and then nothing."""
     await answering.begin_events()
     await answering.event(token("a"))
     await asyncio.sleep(60)
 
 
-async def say_nothing(answering: Answering) -> None:
+async def never_answer(answering: ServerExchange) -> None:
     await asyncio.sleep(60)

@@ -22,6 +22,6 @@ def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[BlockOutc
     return [answer.outcome for answer in answers]
 
 
-def a_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
+def a_stored_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
     """As it lies there, under the place of its key."""
     return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()

@@ -133,7 +133,7 @@ def s3_credentials() -> Iterator[None]:
 
 
 @contextmanager
-def a_redis(*options: str) -> Iterator[RedisServer]:
+def a_redis_server(*options: str) -> Iterator[RedisServer]:
     with a_short_folder() as folder:
         server = RedisServer(folder, *options)
         try:
@@ -143,7 +143,7 @@ def a_redis(*options: str) -> Iterator[RedisServer]:
 
 
 @contextmanager
-def an_s3() -> Iterator[S3Server]:
+def an_s3_server() -> Iterator[S3Server]:
     with a_short_folder() as folder:
         server = S3Server(folder)
         try:

@@ -13,7 +13,7 @@ def abandoned_segments() -> set[str]:
     return names - _mapped()
 
 
-def left_of(segments: set[str]) -> set[str]:
+def remaining_of(segments: set[str]) -> set[str]:
     """Those of them that are still there."""
     return segments & {path.name for path in FOLDER.iterdir()}
 

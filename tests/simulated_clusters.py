@@ -59,11 +59,11 @@ async def a_router(*told: WorkerSettings, store: str, **fields) -> AsyncIterator
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]
-        yield await stack.enter_async_context(a_router_of(*processes, store=store, **fields))
+        yield await stack.enter_async_context(a_router_for(*processes, store=store, **fields))
 
 
 @asynccontextmanager
-async def a_router_of(*processes: WorkerProcess, store: str, **fields) -> AsyncIterator[RouterServer]:
+async def a_router_for(*processes: WorkerProcess, store: str, **fields) -> AsyncIterator[RouterServer]:
     async with AsyncExitStack() as stack:
         routing = RouterSettings(store=store, max_reconnect_seconds=0.2, **fields)
         workers = WorkerStreams(routing, addresses=[process.address for process in processes])

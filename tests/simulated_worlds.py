@@ -16,7 +16,7 @@ from fleet.sim.world import World
 BLOCK = 16
 
 
-class StraightLine:
+class LinearStepTimes:
     """About a small model: 2 ms a step, 20 µs a prompt token, 0.1 ms a sequence."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
@@ -29,7 +29,7 @@ def a_pool(role: Role = Role.BOTH, workers: int = 2, **limits: int) -> PoolProfi
         name=role.value,
         role=role,
         workers=workers,
-        times=StraightLine(),
+        times=LinearStepTimes(),
         limits=EngineLimits(**given),
         gpus=1,
         dollars_per_hour=2.0,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kvstore.replay import TraceRequest
 
 
-def hit_tokens(requests: Iterable[TraceRequest], cache: "SlowCache", block_tokens: int) -> int:
+def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_tokens: int) -> int:
     """Tokens found, as by rules 1 to 4 of `kvstore.replay`."""
     total = 0
     for request in requests:
@@ -28,7 +28,7 @@ def hit_tokens(requests: Iterable[TraceRequest], cache: "SlowCache", block_token
     return total
 
 
-class SlowCache:
+class ReferenceCache:
     """`touch` is a use, `order` the end of the same one: a request's blocks are in order, whether they were there or not."""
 
     def __init__(self, capacity: int):
@@ -38,7 +38,7 @@ class SlowCache:
         pass
 
 
-class SlowLru(SlowCache):
+class ReferenceLru(ReferenceCache):
     def __init__(self, capacity: int):
         super().__init__(capacity)
         self.used: dict[int, int] = {}
@@ -61,7 +61,7 @@ class SlowLru(SlowCache):
         del self.used[oldest]
 
 
-class SlowSlru(SlowCache):
+class ReferenceSlru(ReferenceCache):
     """Two lists, the longest unused first."""
 
     def __init__(self, capacity: int):
@@ -101,7 +101,7 @@ class SlowSlru(SlowCache):
         raise AssertionError("nothing may go")
 
 
-class SlowS3Fifo(SlowCache):
+class ReferenceS3Fifo(ReferenceCache):
     """The paper's algorithm 1, with lists whose head is the newest."""
 
     def __init__(self, capacity: int):

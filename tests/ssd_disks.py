@@ -24,7 +24,7 @@ RECORD_BYTES = BLOCK_BYTES + PAGE_BYTES
 DIGEST = b"namespace-digest"
 
 
-class Faults:
+class DiskFaults:
     """What happens to the operations of every disk that was opened with it. Nothing, by default."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Faults:
 
 
 class FaultyDisk:
-    def __init__(self, inner: Disk, faults: Faults) -> None:
+    def __init__(self, inner: Disk, faults: DiskFaults) -> None:
         self._inner = inner
         self._faults = faults
 
@@ -87,7 +87,7 @@ class FaultyDisk:
 
 
 class FaultyFile:
-    def __init__(self, inner: DiskFile, name: str, faults: Faults) -> None:
+    def __init__(self, inner: DiskFile, name: str, faults: DiskFaults) -> None:
         self._inner = inner
         self._name = name
         self._faults = faults
@@ -123,7 +123,7 @@ class FaultyFile:
         self._inner.close()
 
 
-class Gate:
+class HoldPoint:
     """Holds up whoever passes, until it is opened; says when somebody stands there."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Gate:
         self._open.set()
 
 
-class MovedClock:
+class ShiftedClock:
     """The real clock, moved on by hand."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class MovedClock:
         self.ahead += round(seconds * SECOND)
 
 
-def settings_for(*folders: Path, **fields: Any) -> SsdSettings:
+def ssd_settings(*folders: Path, **fields: Any) -> SsdSettings:
     defaults: dict[str, Any] = {
         "directories": tuple(str(folder) for folder in folders),
         "capacity_bytes": 2 << 20,
@@ -166,7 +166,7 @@ def settings_for(*folders: Path, **fields: Any) -> SsdSettings:
 
 def a_tier(
     *folders: Path,
-    faults: Faults | None = None,
+    faults: DiskFaults | None = None,
     clock: Any = None,
     score: Any = None,
     admit_rewrite: Any = None,
@@ -175,7 +175,7 @@ def a_tier(
     """A tier of some 100 blocks in five or six segments."""
     more = {} if admit_rewrite is None else {"admit_rewrite": admit_rewrite}
     return SsdTier.open(
-        settings_for(*folders, **fields),
+        ssd_settings(*folders, **fields),
         codecs=lambda digest: PlainCodec(),
         clock=clock or MonotonicClock(),
         disks=faults.disk if faults is not None else None,

@@ -19,7 +19,7 @@ from fleet.work import RouterHello, RouterMessage, WorkerDescription, WorkerMess
 from kvstore.frames import FrameConnection, open_server
 
 
-class StreamPeer:
+class StreamWorker:
     """A worker process as the router sees it."""
 
     def __init__(self, description: WorkerDescription, folder: Path):
@@ -35,8 +35,8 @@ class StreamPeer:
     async def start(self) -> None:
         await self._stack.enter_async_context(open_server("listen", self.address, self._accept))
 
-    def _accept(self, connection: FrameConnection) -> "_PeerStream":
-        return _PeerStream(self, connection)
+    def _accept(self, connection: FrameConnection) -> "_StreamWorkerConnection":
+        return _StreamWorkerConnection(self, connection)
 
     def received(self, payload: bytes, connection: FrameConnection) -> None:
         message = decode_router_message(pb.RouterMessage.FromString(payload))
@@ -68,8 +68,8 @@ class StreamPeer:
         await self._stack.aclose()
 
 
-class _PeerStream:
-    def __init__(self, peer: StreamPeer, connection: FrameConnection):
+class _StreamWorkerConnection:
+    def __init__(self, peer: StreamWorker, connection: FrameConnection):
         self._peer = peer
         self._connection = connection
 
@@ -81,7 +81,7 @@ class _PeerStream:
     def lost(self, cause: Exception | None) -> None: ...
 
 
-class Heard:
+class EventInbox:
     """What a router is told, to be taken one by one."""
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Heard:
             return await self._events.get()
 
 
-class StreamWorld:
+class StreamSetup:
     def __init__(self, folder: Path, stack: AsyncExitStack, addresses: tuple[str, ...] = (), **settings: Any):
         self._folder = folder
         self._stack = stack
-        self.heard = Heard()
+        self.heard = EventInbox()
         self.changes: asyncio.Queue[MembershipChange] = asyncio.Queue()
         self.workers = WorkerStreams(
             RouterSettings(router_id="router-7", max_reconnect_seconds=0.1, **settings), self._membership(), addresses
@@ -112,19 +112,19 @@ class StreamWorld:
         while True:
             yield await self.changes.get()
 
-    async def peer(self, description: WorkerDescription) -> StreamPeer:
+    async def peer(self, description: WorkerDescription) -> StreamWorker:
         """A worker that listens and has not been announced."""
-        peer = StreamPeer(description, self._folder)
+        peer = StreamWorker(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)
         return peer
 
-    async def join(self, description: WorkerDescription) -> StreamPeer:
+    async def join(self, description: WorkerDescription) -> StreamWorker:
         peer = await self.peer(description)
         self.announce(peer)
         return peer
 
-    def announce(self, peer: StreamPeer) -> None:
+    def announce(self, peer: StreamWorker) -> None:
         self.changes.put_nowait(
             MemberJoined(
                 worker_id=peer.description.worker_id,
@@ -133,16 +133,16 @@ class StreamWorld:
             )
         )
 
-    def denounce(self, worker_id: str) -> None:
+    def withdraw(self, worker_id: str) -> None:
         self.changes.put_nowait(MemberLeft(worker_id=WorkerId(worker_id)))
 
 
 @asynccontextmanager
-async def a_stream_world(**settings: Any) -> AsyncIterator[StreamWorld]:
+async def a_stream_setup(**settings: Any) -> AsyncIterator[StreamSetup]:
     folder = Path(tempfile.mkdtemp(prefix="fleet-", dir="/tmp"))
     try:
         async with asyncio.timeout(30), AsyncExitStack() as stack:
-            world = StreamWorld(folder, stack, **settings)
+            world = StreamSetup(folder, stack, **settings)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             running = tasks.create_task(world.workers.run(world.heard))
             stack.callback(running.cancel)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from kvstore.layout import KvNamespace
-from tests.engine_driving import Driven, driven
+from tests.engine_driving import EngineDriver, driven
 from workers.engines.vllm import open_engine
 from workers.engines.vllm_namespace import weights_revision
 from workers.ports import Engine
@@ -53,10 +53,10 @@ def tiny_namespace(model_dir: Path) -> KvNamespace:
     )
 
 
-class Hosted:
+class VllmEngines:
     """Engines that run in another thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event, engines: list[Driven]):
+    def __init__(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event, engines: list[EngineDriver]):
         self._loop = loop
         self._stopping = stopping
         self.engines = engines
@@ -76,8 +76,8 @@ class Hosted:
 
 
 @contextmanager
-def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
-    ready: Future[Hosted] = Future()
+def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
+    ready: Future[VllmEngines] = Future()
     thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready),), name="vllm-engines")
     thread.start()
     engines = ready.result(START_SECONDS)
@@ -91,7 +91,7 @@ def hosted(*settings: WorkerSettings) -> Iterator[Hosted]:
         gc.collect()  # vLLM leaves sockets to the collector, which complains; now nobody listens
 
 
-async def _host(settings: Sequence[WorkerSettings], ready: "Future[Hosted]") -> None:
+async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]") -> None:
     loop, stopping, over, others = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), _cores()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -105,7 +105,7 @@ async def _host(settings: Sequence[WorkerSettings], ready: "Future[Hosted]") -> 
                     await asyncio.sleep(0.02)
             try:
                 async with driven(*[await each for each in opened]) as drivers:
-                    ready.set_result(Hosted(loop, stopping, drivers))
+                    ready.set_result(VllmEngines(loop, stopping, drivers))
                     await stopping.wait()
             finally:
                 over.set()

@@ -6,7 +6,7 @@ import contextlib
 from tests.servers import a_free_port
 
 
-class Way:
+class SeverableProxy:
     """A proxy on the way to a server, to be cut."""
 
     def __init__(self, to: int) -> None:

@@ -111,7 +111,7 @@ class StreamEnded(Exception):
         self.reason = reason
 
 
-class Stream:
+class RouterStream:
     """One router's stream to one worker."""
 
     def __init__(self, connection: FrameConnection) -> None:
@@ -191,19 +191,19 @@ class Stream:
 
 
 @asynccontextmanager
-async def a_stream(address: str, router_id: str = "router") -> AsyncIterator[Stream]:
-    async with a_mute_stream(address) as stream:
+async def a_router_stream(address: str, router_id: str = "router") -> AsyncIterator[RouterStream]:
+    async with a_silent_stream(address) as stream:
         await stream.say(RouterHello(router_id=router_id))
         yield stream
 
 
 @asynccontextmanager
-async def a_mute_stream(address: str) -> AsyncIterator[Stream]:
+async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
     """A stream on which nothing was said."""
-    opened: list[Stream] = []
+    opened: list[RouterStream] = []
 
-    def accept(connection: FrameConnection) -> Stream:
-        opened.append(Stream(connection))
+    def accept(connection: FrameConnection) -> RouterStream:
+        opened.append(RouterStream(connection))
         return opened[0]
 
     async with asyncio.timeout(SECONDS):

@@ -26,7 +26,7 @@ Codecs = Callable[[bytes], Codec]
 
 
 @dataclass
-class Case:
+class BackingTierCase:
     """One way to have a tier, with room for at least 64 blocks of `BLOCK_BYTES`."""
 
     open: Callable[[Codecs], BackingTier]  # a tier that holds nothing; after `close`, what the last one held
@@ -44,8 +44,8 @@ def plain(digest: bytes) -> Codec:
 
 
 @contextlib.contextmanager
-def memory(folder: Path) -> Iterator[Case]:
-    yield Case(
+def memory(folder: Path) -> Iterator[BackingTierCase]:
+    yield BackingTierCase(
         open=lambda codecs: MemoryBackingTier(64 * BLOCK_BYTES, codecs=codecs, clock=clock()),
         damage=lambda tier, key: tier.damage(key),
         name="memory",
@@ -53,9 +53,9 @@ def memory(folder: Path) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def ssd(folder: Path) -> Iterator[Case]:
+def ssd(folder: Path) -> Iterator[BackingTierCase]:
     settings = SsdSettings(directories=(str(folder / "ssd"),), capacity_bytes=16 * MIB, segment_bytes=2 * MIB)
-    yield Case(
+    yield BackingTierCase(
         open=lambda codecs: SsdTier.open(settings, codecs=codecs, clock=clock()),
         damage=lambda tier, key: flip_on_disk(folder / "ssd", key),
         keeps=True,
@@ -64,7 +64,7 @@ def ssd(folder: Path) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def redis(folder: Path) -> Iterator[Case]:
+def redis(folder: Path) -> Iterator[BackingTierCase]:
     server = shared_redis()
     settings = RedisSettings(url=server.url, key_prefix=f"test-{uuid.uuid4().hex}")
 
@@ -73,7 +73,7 @@ def redis(folder: Path) -> Iterator[Case]:
             name = f"{settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}"
             client.setrange(name, 64 + 17, bytes([client.getrange(name, 64 + 17, 64 + 17)[0] ^ 1]))
 
-    yield Case(
+    yield BackingTierCase(
         open=lambda codecs: open_redis(settings, codecs=codecs, clock=clock()),
         damage=damage,
         keeps=True,
@@ -85,7 +85,7 @@ def redis(folder: Path) -> Iterator[Case]:
 
 
 @contextlib.contextmanager
-def s3(folder: Path) -> Iterator[Case]:
+def s3(folder: Path) -> Iterator[BackingTierCase]:
     server = shared_s3()
     settings = S3Settings(
         bucket=f"test-{uuid.uuid4().hex}", endpoint_url=server.url, region="us-east-1", missing_seconds=0
@@ -100,7 +100,7 @@ def s3(folder: Path) -> Iterator[Case]:
         client.put_object(Bucket=settings.bucket, Key=name, Body=content)
 
     with s3_credentials():
-        yield Case(
+        yield BackingTierCase(
             open=lambda codecs: open_s3(settings, codecs=codecs, clock=clock()),
             damage=damage,
             keeps=True,
@@ -121,7 +121,7 @@ def flip_on_disk(folder: Path, key: BlockKey) -> None:
     raise AssertionError(f"{key} is in no segment of {folder}")
 
 
-CASES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Case]]] = {
+CASES: dict[str, Callable[[Path], contextlib.AbstractContextManager[BackingTierCase]]] = {
     "memory": memory,
     "ssd": ssd,
     "redis": redis,

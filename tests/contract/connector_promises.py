@@ -13,7 +13,7 @@ from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
 from fleet.planner.server import carry_out
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 
 SECONDS = 60
 PREFILL, DECODE = PoolName("prefill"), PoolName("decode")
@@ -21,11 +21,11 @@ ROOM = 3
 """Replicas of both pools together that every world has room for."""
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """Not an Exception: no supervisor survives it."""
 
 
-class World(Protocol):
+class ConnectorSetup(Protocol):
     """Two pools, of one replica each at first, and whoever obeys plans for them."""
 
     def open(self, writer: PlanWriter = PlanWriter.PLANNER) -> AbstractAsyncContextManager[PlanConnector]: ...
@@ -81,7 +81,7 @@ async def sees(connector: PlanConnector, **pools: tuple[int, int, int]) -> Obser
 
 
 async def test_the_same_plans_are_seen_the_same_way(a_world):
-    clock = HandClock()
+    clock = ManualClock()
     async with a_world.open() as planner:
         start = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.pinned, each.why) for each in start.pools] == [("", "", None)] * 2
@@ -112,7 +112,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
         # The planner is killed at each of its writes, before it is done and after. Never is more wanted than before and afterwards.
         for answered in (False, True, False, True):
             async with a_world.open_mortal(answered) as mortal:
-                with suppress(Killed):
+                with suppress(ProcessKilled):
                     await mortal.apply(swap, await mortal.observe())
             async with a_world.open() as restarted:
                 assert sum(each.wanted for each in (await restarted.observe()).pools) <= ROOM
@@ -147,7 +147,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
 
 async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_with_it_or_back(a_world):
     async with a_world.open_mortal(answered=True) as mortal:
-        with suppress(Killed):
+        with suppress(ProcessKilled):
             await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
     async with a_world.open() as planner:
         left = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)

@@ -13,7 +13,7 @@ from fleet.clock import Nanos
 from fleet.control.server import RegistryServer
 from fleet.control.settings import MembershipSettings
 from fleet.ids import Incarnation, WorkerId
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 from tests.waiting import until
 from workers.ports import RegistryUnreachable, WorkerSuperseded
 
@@ -23,7 +23,7 @@ OLD, NEW = Incarnation("old"), Incarnation("new")
 ADDRESS, ELSEWHERE = "10.0.0.1:50060", "10.0.0.2:50060"
 
 
-class World(Protocol):
+class DirectorySetup(Protocol):
     """A directory that can be cut off."""
 
     lease: Nanos
@@ -44,7 +44,7 @@ class World(Protocol):
         """The record is gone, and nobody withdrew it."""
         ...
 
-    async def half_a_lease(self, *clocks: HandClock) -> None:
+    async def half_a_lease(self, *clocks: ManualClock) -> None:
         """Passes, for the directory itself and by these clocks."""
         ...
 
@@ -54,12 +54,12 @@ class World(Protocol):
         ...
 
 
-class Router:
+class DirectoryReader:
     """What one router makes of a directory. Its clock stands still until it is moved."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: DirectorySetup) -> None:
         self.world = world
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.registry = RegistryServer(MembershipSettings(), self.clock)
 
     def addresses(self) -> dict[str, str]:
@@ -78,12 +78,12 @@ class Router:
 
 
 @asynccontextmanager
-async def a_router(world: World, *, far: bool = False) -> AsyncIterator[Router]:
+async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator[DirectoryReader]:
     """Args:
     world: That it looks at.
     far: By the way that can be cut.
     """
-    router = Router(world)
+    router = DirectoryReader(world)
     async with world.open_far() if far else world.open() as opened, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(router.registry.follow(opened))
         yield router

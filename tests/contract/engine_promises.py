@@ -13,21 +13,30 @@ from fleet.roles import KvPath, Phase
 from fleet.work import Progress, Rejected
 from kvstore.block import blocks_for, chain
 from tests.builders import token_bytes
-from tests.engine_driving import Driven, blocks_from, bytes_from, early_and_late, fresh_prompt, greedy, split, work
+from tests.engine_driving import (
+    EngineDriver,
+    blocks_from,
+    bytes_from,
+    fresh_prompt,
+    greedy,
+    reported_early_and_late,
+    split,
+    work,
+)
 from tests.waiting import until
 
 
-def steps_of(one: Driven) -> int:
+def steps_of(one: EngineDriver) -> int:
     return sum(pulse.steps for pulse in one.engine.pulses())
 
 
-def working(one: Driven) -> bool:
+def working(one: EngineDriver) -> bool:
     pulses = one.engine.pulses()
     assert pulses, "it shows its steps"
     return any(pulse.working for pulse in pulses)
 
 
-async def every_request_ends_exactly_once_with_all_its_tokens(one: Driven) -> None:
+async def every_request_ends_exactly_once_with_all_its_tokens(one: EngineDriver) -> None:
     starts = [work(fresh_prompt(length), 3 + length % 5) for length in (1, 5, 31, 32, 33, 64, 100, 300)]
     one.submit(*starts)
 
@@ -39,7 +48,7 @@ async def every_request_ends_exactly_once_with_all_its_tokens(one: Driven) -> No
     await one.idle()
 
 
-async def greedy_tokens_are_the_same_alone_and_in_a_batch(one: Driven) -> None:
+async def greedy_tokens_are_the_same_alone_and_in_a_batch(one: EngineDriver) -> None:
     prompts = [fresh_prompt(length) for length in (20, 70, 130)]
     alone = [(await one.do(work(prompt)))[0] for prompt in prompts]
     together = [work(prompt) for prompt in prompts]
@@ -48,7 +57,7 @@ async def greedy_tokens_are_the_same_alone_and_in_a_batch(one: Driven) -> None:
     assert [one.tokens[start.request_id] for start in together if await one.end_of(start)] == alone
 
 
-async def a_cancelled_request_ends_and_frees_its_blocks(one: Driven) -> None:
+async def a_cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> None:
     start = work(fresh_prompt(100), 900)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
@@ -62,7 +71,7 @@ async def a_cancelled_request_ends_and_frees_its_blocks(one: Driven) -> None:
     await one.idle()
 
 
-async def a_request_cancelled_at_once_ends_too(one: Driven) -> None:
+async def a_request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
     starts = [work(fresh_prompt(50), 100) for _ in range(6)]
     one.submit(*starts)
 
@@ -76,7 +85,7 @@ async def a_request_cancelled_at_once_ends_too(one: Driven) -> None:
     await one.idle()
 
 
-async def cancelling_what_is_not_there_changes_nothing(one: Driven) -> None:
+async def cancelling_what_is_not_there_changes_nothing(one: EngineDriver) -> None:
     start = work(fresh_prompt(10), 4)
     await one.do(start)
 
@@ -87,7 +96,7 @@ async def cancelling_what_is_not_there_changes_nothing(one: Driven) -> None:
     assert end.finish is Finish.LENGTH
 
 
-async def reports_add_up_and_name_the_engines_own_cache(one: Driven) -> None:
+async def reports_add_up_and_name_the_engines_own_cache(one: EngineDriver) -> None:
     block_tokens = one.engine.facts.block_tokens
     prompt = fresh_prompt(5 * block_tokens + 3)
     _, first = await one.do(work(prompt))
@@ -105,7 +114,7 @@ async def reports_add_up_and_name_the_engines_own_cache(one: Driven) -> None:
     assert again.kv.cached_tokens == 5 * block_tokens
 
 
-async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: Driven) -> None:
+async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: EngineDriver) -> None:
     prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
     for _ in range(2):
         start = work(prompt)
@@ -117,10 +126,10 @@ async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: Driv
 
         assert isinstance(end, Progress)
         assert end.kv is not None
-        assert early_and_late(one.told[start.request_id], end.kv, end.kv)
+        assert reported_early_and_late(one.told[start.request_id], end.kv, end.kv)
 
 
-async def tenants_never_share_a_block(one: Driven) -> None:
+async def tenants_never_share_a_block(one: EngineDriver) -> None:
     prompt = fresh_prompt(100)
     ours, _ = await one.do(work(prompt, salt=b"a" * 32))
     theirs, end = await one.do(work(prompt, salt=b"b" * 32))
@@ -130,7 +139,7 @@ async def tenants_never_share_a_block(one: Driven) -> None:
     assert theirs == ours, "a salt separates blocks and changes nothing else"
 
 
-async def cache_events_name_the_blocks_of_the_chain(one: Driven) -> None:
+async def cache_events_name_the_blocks_of_the_chain(one: EngineDriver) -> None:
     block_tokens = one.engine.facts.block_tokens
     prompt = fresh_prompt(4 * block_tokens)
     salt = b"s" * 32
@@ -141,7 +150,7 @@ async def cache_events_name_the_blocks_of_the_chain(one: Driven) -> None:
     await one.until(lambda: one.cached.issuperset(names[:3]))  # the last one is not needed to be reusable
 
 
-async def a_stop_token_ends_the_answer(one: Driven) -> None:
+async def a_stop_token_ends_the_answer(one: EngineDriver) -> None:
     prompt = fresh_prompt(40)
     tokens, _ = await one.do(work(prompt, 8))
     stop = next(token for token in tokens[1:] if token != tokens[0])
@@ -152,7 +161,7 @@ async def a_stop_token_ends_the_answer(one: Driven) -> None:
     assert stopped == tokens[: tokens.index(stop) + 1]
 
 
-async def sampling_with_a_seed_is_reproducible(one: Driven) -> None:
+async def sampling_with_a_seed_is_reproducible(one: EngineDriver) -> None:
     prompt = fresh_prompt(40)
 
     def seeded(seed: int) -> Sampling:
@@ -164,7 +173,7 @@ async def sampling_with_a_seed_is_reproducible(one: Driven) -> None:
     assert (await one.do(work(prompt, sampling=seeded(2))))[0] != tokens
 
 
-async def logprobs_come_when_asked_for(one: Driven) -> None:
+async def logprobs_come_when_asked_for(one: EngineDriver) -> None:
     start = work(fresh_prompt(20), sampling=greedy(4, logprobs=2))
     await one.do(start)
 
@@ -175,7 +184,7 @@ async def logprobs_come_when_asked_for(one: Driven) -> None:
         assert logprobs.chosen <= 0
 
 
-async def what_the_engine_cannot_do_is_rejected_by_field(one: Driven) -> None:
+async def what_the_engine_cannot_do_is_rejected_by_field(one: EngineDriver) -> None:
     unknown = work(token_bytes([5, 2**31]))
     one.submit(unknown)
 
@@ -186,7 +195,9 @@ async def what_the_engine_cannot_do_is_rejected_by_field(one: Driven) -> None:
     await one.do(work(fresh_prompt(10)))
 
 
-async def a_split_request_gives_the_tokens_of_an_aggregated_one(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def a_split_request_gives_the_tokens_of_an_aggregated_one(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     """And its blocks really move: equal tokens alone would not prove it."""
     block_tokens = decode.engine.facts.block_tokens
     for length in (1, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 300):
@@ -205,7 +216,9 @@ async def a_split_request_gives_the_tokens_of_an_aggregated_one(prefill: Driven,
     await decode.idle()
 
 
-async def the_decode_side_may_sample_the_first_token_itself(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def the_decode_side_may_sample_the_first_token_itself(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     prompt = fresh_prompt(200)
     tokens, _, decoded = await split(prefill, decode, prompt, 6, path, pass_first_token=False)
 
@@ -214,7 +227,9 @@ async def the_decode_side_may_sample_the_first_token_itself(prefill: Driven, dec
     await prefill.idle()
 
 
-async def a_useless_hand_off_costs_time_and_nothing_else(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def a_useless_hand_off_costs_time_and_nothing_else(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     for params in (b"", b"[]", b"{}", b'{"address":"127.0.0.1:1","lease":"none"}'):
         prompt = fresh_prompt(200)
         _, prefilled = await prefill.do(work(fresh_prompt(3), phase=Phase.PREFILL, kv_path=path))  # of another prompt
@@ -226,7 +241,9 @@ async def a_useless_hand_off_costs_time_and_nothing_else(prefill: Driven, decode
         assert tokens == (await prefill.do(work(prompt, 6)))[0]
 
 
-async def blocks_handed_to_one_tenant_are_not_anothers(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def blocks_handed_to_one_tenant_are_not_anothers(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     prompt = fresh_prompt(200)
     _, prefilled = await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=path, salt=b"a" * 32))
 
@@ -237,7 +254,9 @@ async def blocks_handed_to_one_tenant_are_not_anothers(prefill: Driven, decode: 
     assert tokens == (await prefill.do(work(prompt, 6)))[0]
 
 
-async def a_prompt_that_the_decode_side_has_is_not_moved_again(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def a_prompt_that_the_decode_side_has_is_not_moved_again(
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
+) -> None:
     prompt = fresh_prompt(200)
     first, _, _ = await split(prefill, decode, prompt, 6, path)
     again, prefilled, decoded = await split(prefill, decode, prompt, 6, path)
@@ -251,7 +270,7 @@ async def a_prompt_that_the_decode_side_has_is_not_moved_again(prefill: Driven, 
 
 
 async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
-    prefill: Driven, decode: Driven, path: KvPath
+    prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
     first, prefilled = await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=path))
@@ -274,7 +293,7 @@ async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
     await decode.idle()
 
 
-async def split_requests_side_by_side_keep_apart(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def split_requests_side_by_side_keep_apart(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     prompts = [fresh_prompt(length) for length in (40, 90, 200, 333)]
     prefills = [work(prompt, phase=Phase.PREFILL, kv_path=path) for prompt in prompts]
     prefill.submit(*prefills)
@@ -292,7 +311,7 @@ async def split_requests_side_by_side_keep_apart(prefill: Driven, decode: Driven
         assert tokens == (await prefill.do(work(prompt, 8)))[0]
 
 
-async def a_form_of_the_answer_is_never_passed_over(one: Driven) -> None:
+async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
     """Kept to or refused by name, in every phase of work."""
     start = work(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
@@ -307,7 +326,7 @@ async def a_form_of_the_answer_is_never_passed_over(one: Driven) -> None:
         assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "sampling.form")
 
 
-async def a_form_is_kept_by_a_pair_as_by_one(prefill: Driven, decode: Driven, path: KvPath) -> None:
+async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     """The decode side samples every token, since it knows the form from the start only."""
     if not decode.engine.facts.keeps_forms:
         return
@@ -319,7 +338,7 @@ async def a_form_is_kept_by_a_pair_as_by_one(prefill: Driven, decode: Driven, pa
     assert tokens == (await prefill.do(work(prompt, sampling=sampling)))[0]
 
 
-async def steps_are_shown_while_it_works_and_end_with_the_work(one: Driven) -> None:
+async def steps_are_shown_while_it_works_and_end_with_the_work(one: EngineDriver) -> None:
     """What a watchdog goes by: an engine that works steps, and one that does not step has no work."""
     await until(lambda: not working(one))
     before = steps_of(one)

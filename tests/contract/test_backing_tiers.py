@@ -12,7 +12,7 @@ from kvstore.codecs.plain import PlainCodec
 from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.extents import PAGE_BYTES
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult
-from tests.contract.backing_tiers import CASES, Case, plain
+from tests.contract.backing_tiers import CASES, BackingTierCase, plain
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, keep, soon
 
 DIGEST = b"namespace-digest"
@@ -210,7 +210,7 @@ def test_held_names_only_what_was_put(tier):
         assert set(tier.held()) == set(keys)
 
 
-def test_a_damaged_block_is_never_returned(case: Case):
+def test_a_damaged_block_is_never_returned(case: BackingTierCase):
     if case.damage is None:
         pytest.skip("this case has no way to damage a block")
     tier = case.open(plain)
@@ -248,7 +248,7 @@ def test_after_the_deadline_nothing_is_moved(tier):
     assert tier.status().failures >= 1
 
 
-def test_bytes_are_kept_as_the_codec_makes_them(case: Case):
+def test_bytes_are_kept_as_the_codec_makes_them(case: BackingTierCase):
     tier = case.open(lambda digest: Reversed())
     keys = keys_of(5)
     put(tier, keys)
@@ -261,7 +261,7 @@ def test_bytes_are_kept_as_the_codec_makes_them(case: Case):
     tier.close()
 
 
-def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: Case):
+def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: BackingTierCase):
     codec = PlainCodec()
     tier = case.open(lambda digest: codec)
     keys = keys_of(2)
@@ -276,7 +276,7 @@ def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: Case):
     tier.close()
 
 
-def test_bytes_that_the_codec_refuses_are_corrupt(case: Case):
+def test_bytes_that_the_codec_refuses_are_corrupt(case: BackingTierCase):
     class Picky(Reversed):
         def decode(self, key, encoded, into):
             raise UndecodableBlock("sealed with another key")
@@ -291,7 +291,7 @@ def test_bytes_that_the_codec_refuses_are_corrupt(case: Case):
     tier.close()
 
 
-def test_a_namespace_that_nobody_opened_is_a_miss(case: Case):
+def test_a_namespace_that_nobody_opened_is_a_miss(case: BackingTierCase):
     def codecs(digest):
         if digest == OTHER:
             raise NamespaceUnknown(digest)
@@ -347,7 +347,7 @@ def test_threads_do_not_disturb_each_other(tier):
     assert wrong == []
 
 
-def test_a_closed_tier_says_so_and_closes_again(case: Case):
+def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
     tier = case.open(plain)
     put(tier, keys_of(1))
     tier.close()
@@ -362,7 +362,7 @@ def test_a_closed_tier_says_so_and_closes_again(case: Case):
     tier.discard(keys_of(1))
 
 
-def test_what_is_held_outlives_the_tier(case: Case):
+def test_what_is_held_outlives_the_tier(case: BackingTierCase):
     if not case.keeps:
         pytest.skip("this tier forgets when it is closed")
     tier = case.open(plain)
@@ -380,7 +380,7 @@ def test_what_is_held_outlives_the_tier(case: Case):
     again.close()
 
 
-def test_it_says_what_kind_it_is(case: Case):
+def test_it_says_what_kind_it_is(case: BackingTierCase):
     tier = case.open(plain)
 
     assert tier.name == tier.status().name == case.name

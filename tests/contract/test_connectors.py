@@ -25,10 +25,10 @@ from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable
 from fleet.planner.server import carry_out
 from fleet.planner.settings import EtcdTarget, FolderTarget
-from tests.connectors import Mortal, Orchestrator, silent_port
+from tests.connectors import FakeOrchestrator, KilledOnWrite, silent_port
 from tests.contract.connector_promises import *  # noqa: F403 - they run here
-from tests.contract.connector_promises import DECODE, ROOM, SECONDS, Killed, a_plan, sizes
-from tests.etcd import EtcdServer, an_etcd
+from tests.contract.connector_promises import DECODE, ROOM, SECONDS, ProcessKilled, a_plan, sizes
+from tests.etcd import EtcdServer, an_etcd_server
 
 TOPOLOGY = f"""
 [cluster]
@@ -46,13 +46,13 @@ simulated = {{speedup = 0.1, eos_probability = 0.0}}
 """
 
 
-class VirtualWorld:
+class VirtualConnectorSetup:
     """An orchestrator beside a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.target = FolderTarget(folder=str(folder))
         self.folder = folder
-        self.orchestrator = Orchestrator(ROOM, self.read, self.write)
+        self.orchestrator = FakeOrchestrator(ROOM, self.read, self.write)
 
     async def read(self) -> bytes:
         path = self.folder / "plan.json"
@@ -68,7 +68,7 @@ class VirtualWorld:
     @contextlib.asynccontextmanager
     async def open_mortal(self, answered):
         async with self.open() as connector:
-            connector._records = Mortal(connector._records, "write", answered, Killed)
+            connector._records = KilledOnWrite(connector._records, "write", answered, ProcessKilled)
             yield connector
 
     def open_cut(self):
@@ -85,14 +85,14 @@ class VirtualWorld:
             await person.apply(a_plan("by hand", **{pool: replicas}), await person.observe())
 
 
-class EtcdWorld(VirtualWorld):
+class EtcdConnectorSetup(VirtualConnectorSetup):
     """An orchestrator beside a real etcd."""
 
     def __init__(self, server: EtcdServer, client, silent: int) -> None:
         self.target = EtcdTarget(endpoints=(server.address,))
         self.client = client
         self.silent = silent
-        self.orchestrator = Orchestrator(ROOM, self.read, self.write)
+        self.orchestrator = FakeOrchestrator(ROOM, self.read, self.write)
 
     async def read(self) -> bytes:
         found = await self.client.get(b"/fleet/scaling/plan")
@@ -105,7 +105,7 @@ class EtcdWorld(VirtualWorld):
         return connector_of(EtcdTarget(endpoints=(f"127.0.0.1:{self.silent}",)), PlanWriter.PLANNER)
 
 
-class LocalWorld(VirtualWorld):
+class LocalConnectorSetup(VirtualConnectorSetup):
     """A `fleet up`, as its user sees it."""
 
     def __init__(self, endpoints) -> None:
@@ -167,12 +167,12 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def etcd():
-    with an_etcd() as server:
+    with an_etcd_server() as server:
         yield server
 
 
 @contextlib.asynccontextmanager
-async def beside(world: VirtualWorld):
+async def beside(world: VirtualConnectorSetup):
     await world.orchestrator.step()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.orchestrator.run())
@@ -184,7 +184,7 @@ async def beside(world: VirtualWorld):
 async def a_world(request, tmp_path):
     match request.param:
         case "folder":
-            async with beside(VirtualWorld(tmp_path)) as world:
+            async with beside(VirtualConnectorSetup(tmp_path)) as world:
                 yield world
         case "etcd":
             server = request.getfixturevalue("etcd")
@@ -193,10 +193,10 @@ async def a_world(request, tmp_path):
             with silent_port() as silent:
                 async with Client(port=server.port) as client:
                     await client.delete_prefix(b"/fleet/scaling/")
-                    async with beside(EtcdWorld(server, client, silent)) as world:
+                    async with beside(EtcdConnectorSetup(server, client, silent)) as world:
                         yield world
         case _:
-            yield LocalWorld(request.getfixturevalue("local"))
+            yield LocalConnectorSetup(request.getfixturevalue("local"))
 
 
 @pytest.mark.parametrize("a_world", ["local"], indirect=True)

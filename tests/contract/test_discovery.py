@@ -14,15 +14,15 @@ from kvstore.credentials import Credentials
 from tests.certificates import Authority
 from tests.contract.discovery_promises import *  # noqa: F403 - they run here
 from tests.contract.discovery_promises import ADDRESS, NEW, OLD, WORKER
-from tests.etcd import EtcdServer, an_etcd
+from tests.etcd import EtcdServer, an_etcd_server
 from tests.servers import a_free_port
-from tests.ways import Way
+from tests.ways import SeverableProxy
 from workers.ports import RegistryUnreachable
 
 LEASE_SECONDS = 2
 
 
-class MemoryWorld:
+class MemoryDirectorySetup:
     lease = LEASE_SECONDS * SECOND
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MemoryWorld:
         pass
 
 
-class FileWorld:
+class FileDirectorySetup:
     lease = LEASE_SECONDS * SECOND
 
     def __init__(self, folder) -> None:
@@ -88,12 +88,12 @@ class FileWorld:
         pass
 
 
-class EtcdWorld:
+class EtcdDirectorySetup:
     lease = LEASE_SECONDS * SECOND
 
     def __init__(self, server: EtcdServer) -> None:
         self.server = server
-        self.way = Way(server.port)
+        self.way = SeverableProxy(server.port)
 
     def open(self):
         return self._open(self.server.address)
@@ -127,7 +127,7 @@ class EtcdWorld:
 
 @pytest.fixture(scope="module")
 def etcd():
-    with an_etcd() as server:
+    with an_etcd_server() as server:
         yield server
 
 
@@ -136,7 +136,7 @@ async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_i
     ours, theirs = authority.issue("worker"), authority.issue("etcd")
     options = ("--cert-file", theirs["certificate"], "--key-file", theirs["key"])
     options += ("--client-cert-auth", "--trusted-ca-file", authority.file)
-    with an_etcd(*options, scheme="https") as server:
+    with an_etcd_server(*options, scheme="https") as server:
         endpoints = (f"127.0.0.1:{a_free_port()}", server.address)
         credentials = Credentials(authority=authority.file, **ours)
         async with open_directory(EtcdDiscovery(endpoints=endpoints, credentials=credentials)) as directory:
@@ -197,11 +197,11 @@ def test_a_file_that_is_no_record_is_passed_over_and_said_once(tmp_path, caplog)
 async def a_world(request, tmp_path):
     match request.param:
         case "memory":
-            yield MemoryWorld()
+            yield MemoryDirectorySetup()
         case "file":
-            yield FileWorld(tmp_path)
+            yield FileDirectorySetup(tmp_path)
         case _:
-            world = EtcdWorld(request.getfixturevalue("etcd"))
+            world = EtcdDirectorySetup(request.getfixturevalue("etcd"))
             await world.lose(None)
             await world.way.open()
             yield world

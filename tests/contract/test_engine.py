@@ -8,7 +8,7 @@ import pytest
 from fleet.ids import ModelName, WorkerId
 from fleet.roles import KvPath, Role
 from tests.contract.engine_promises import ALONE, PAIRED
-from tests.engine_driving import Driven, driven
+from tests.engine_driving import EngineDriver, driven
 from tests.kv_builders import a_node
 from workers.engines.simulated import open_engine
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -41,7 +41,7 @@ def store():
 
 
 @asynccontextmanager
-async def a_pair(path: KvPath, store: str) -> AsyncIterator[tuple[Driven, Driven]]:
+async def a_pair(path: KvPath, store: str) -> AsyncIterator[tuple[EngineDriver, EngineDriver]]:
     address = store if path is KvPath.STORE else ""
     async with AsyncExitStack() as stack:
         engines = [

@@ -29,7 +29,7 @@ from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_server import DataPlaneServer
-from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_block, a_chain, a_short_folder, empty, soon
+from tests.kv_builders import BLOCK_BYTES, LEASE, MachineDriver, a_block, a_chain, a_short_folder, empty, soon
 from tests.stopwatch import at_most
 
 BLOCKS = 2 * WINDOW + 5
@@ -89,7 +89,7 @@ class Node:
 
     def __init__(self, kind: str, folder, nixl: Callable[[], NixlPool]):
         self.kind = kind
-        self.store = Store(blocks=BLOCKS)
+        self.store = MachineDriver(blocks=BLOCKS)
         self.digest = self.store.digest
         self.path = f"{folder}/m"
         self.loop = Loop()

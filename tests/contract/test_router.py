@@ -16,7 +16,7 @@ from fleet.router.messages import Complete
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.work import Cancel, Progress, Start, Step
-from tests.builders import MODEL, a_description, a_report, an_arrival, some_progress
+from tests.builders import MODEL, a_description, a_kv_report, an_arrival, some_progress
 from tests.fake_router import FakeRouter
 from tests.fake_workers import FakeWorker, FakeWorkers
 
@@ -62,7 +62,7 @@ async def a_real_one() -> AsyncIterator[tuple[RouterApi, Cancellations]]:
                             token,
                             request_id=start.request_id,
                             finish=Finish.LENGTH if last else None,
-                            kv=a_report(len(start.tokens) // 4) if last or index == 0 else None,
+                            kv=a_kv_report(len(start.tokens) // 4) if last or index == 0 else None,
                         )
                         await worker.say(Step(progress=(step,)))
                 case Cancel():

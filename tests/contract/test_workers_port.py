@@ -34,12 +34,12 @@ from fleet.work import (
     WorkerDescription,
     WorkerMessage,
 )
-from tests.builders import a_description, a_handoff, a_load, a_report, a_start, some_progress
+from tests.builders import a_description, a_handoff, a_kv_report, a_load, a_start, some_progress
 from tests.fake_workers import FakeWorkers
-from tests.stream_peers import Heard, a_stream_world
+from tests.stream_peers import EventInbox, a_stream_setup
 
 
-class Peer(Protocol):
+class PlayedWorker(Protocol):
     """A worker, played by the test."""
 
     description: WorkerDescription
@@ -49,33 +49,33 @@ class Peer(Protocol):
     async def leave(self) -> None: ...
 
 
-class World(Protocol):
+class WorkersSetup(Protocol):
     workers: Workers
-    join: Callable[[WorkerDescription], Awaitable[Peer]]
+    join: Callable[[WorkerDescription], Awaitable[PlayedWorker]]
     take: Callable[[], Awaitable[WorkerEvent]]
 
 
-class FakeWorld:
+class FakeWorkersSetup:
     def __init__(self) -> None:
         self.workers = FakeWorkers()
-        self.workers.hear = self._heard = Heard()
+        self.workers.hear = self._heard = EventInbox()
 
     async def take(self) -> WorkerEvent:
         return await self._heard.take()
 
-    async def join(self, description: WorkerDescription) -> Peer:
+    async def join(self, description: WorkerDescription) -> PlayedWorker:
         return self.workers.join(description)
 
 
 @asynccontextmanager
-async def a_fake_world() -> AsyncIterator[FakeWorld]:
-    yield FakeWorld()
+async def a_fake_workers_setup() -> AsyncIterator[FakeWorkersSetup]:
+    yield FakeWorkersSetup()
 
 
-every_world = pytest.mark.parametrize("a_world", [a_fake_world, a_stream_world], ids=["fake", "streams"])
+every_setup = pytest.mark.parametrize("a_world", [a_fake_workers_setup, a_stream_setup], ids=["fake", "streams"])
 
 
-@every_world
+@every_setup
 async def test_a_worker_joins_with_its_description(a_world):
     async with a_world() as world:
         description = a_description(worker_id="w7", incarnation="abc", kv_paths=tuple(KvPath), max_running=3)
@@ -88,7 +88,7 @@ async def test_a_worker_joins_with_its_description(a_world):
         assert joined.address
 
 
-@every_world
+@every_setup
 async def test_work_reaches_the_worker_as_it_was_given(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
@@ -110,7 +110,7 @@ async def test_work_reaches_the_worker_as_it_was_given(a_world):
         assert await peer.heard() == Cancel(request_id=start.request_id)
 
 
-@every_world
+@every_setup
 async def test_what_a_worker_says_arrives_in_order(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
@@ -118,7 +118,7 @@ async def test_what_a_worker_says_arrives_in_order(a_world):
         worker_id = WorkerId("w1")
         progress = (
             some_progress(1, 2, request_id="a"),
-            some_progress(3, request_id="b", finish=Finish.LENGTH, kv=a_report(64), handoff=a_handoff()),
+            some_progress(3, request_id="b", finish=Finish.LENGTH, kv=a_kv_report(64), handoff=a_handoff()),
         )
         rejected = Rejected(request_id=RequestId("c"), reason=Reason.TOO_LARGE, message="no", field="tokens")
         changes = (KvStored((b"1" * 16, b"2" * 16)), KvRemoved((b"1" * 16,)), KvCleared())
@@ -141,7 +141,7 @@ async def test_what_a_worker_says_arrives_in_order(a_world):
         ]
 
 
-@every_world
+@every_setup
 async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
@@ -154,7 +154,7 @@ async def test_a_worker_that_goes_has_left_after_all_that_it_said(a_world):
         assert await world.take() == WorkerLeft(worker_id=WorkerId("w1"))
 
 
-@every_world
+@every_setup
 async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
     async with a_world() as world:
         with pytest.raises(WorkerUnreachable):
@@ -170,7 +170,7 @@ async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
         world.workers.cancel(WorkerId("w1"), RequestId("r1#1"))  # its work is gone too
 
 
-@every_world
+@every_setup
 async def test_workers_do_not_hear_each_other(a_world):
     async with a_world() as world:
         peers = [await world.join(a_description(worker_id=name)) for name in ("w1", "w2")]

@@ -11,7 +11,7 @@ import pytest
 
 from fleet.client import Client, Finish, Pattern, Placement, Source
 from tests.fleet_processes import alive, fleet_up, run_fleet
-from tests.shared_memory import abandoned_segments, left_of
+from tests.shared_memory import abandoned_segments, remaining_of
 from tests.waiting import eventually
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_a_killed_decode_worker_comes_back_and_nothing_of_it_stays(tmp_path):
         assert up.end() == 0
 
     assert alive(everybody) == []
-    eventually(lambda: not left_of(segments))
+    eventually(lambda: not remaining_of(segments))
 
 
 def roles(client):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fronts import Fronts, open_fronts
+from tests.fronts import Frontends, open_frontends
 
 
 @pytest.fixture
-async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Fronts]:
+async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
     """Both, over a router whose answers the test writes; with settings, where the test is parametrized with them."""
-    async with asyncio.timeout(100), open_fronts(model_dir, **getattr(request, "param", {})) as fronts:
+    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as fronts:
         yield fronts
 
 

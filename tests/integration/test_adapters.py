@@ -41,7 +41,7 @@ ADAPTERS = {ModelName("ada"): "/adapters/ada", ModelName("bob"): "/adapters/bob"
 PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 
 
-class World(Struct):
+class LoraCluster(Struct):
     client: openai.AsyncOpenAI
     router: RouterServer
 
@@ -86,7 +86,7 @@ def a_worker(worker_id: str, store: str = "", **fields) -> WorkerSettings:
 
 
 @asynccontextmanager
-async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") -> AsyncIterator[World]:
+async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") -> AsyncIterator[LoraCluster]:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
@@ -120,7 +120,7 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
         async with openai.AsyncOpenAI(
             base_url=f"http://{http.address}/v1", api_key="none", max_retries=0, timeout=20
         ) as client:
-            yield World(client, router)
+            yield LoraCluster(client, router)
         router._machine.check()
         for task in running:
             task.cancel()

@@ -30,7 +30,7 @@ CALLER = bytes(range(16))
 BODY = pb.MatchRequest(hashes=b"the blocks asked about").SerializeToString()
 
 
-class Counting(pb_grpc.BlockStoreServicer):
+class CountingStore(pb_grpc.BlockStoreServicer):
     """Counts the calls that get through."""
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ async def _echo(request, context):
 
 
 @asynccontextmanager
-async def a_server() -> AsyncIterator[tuple[Counting, str]]:
+async def a_server() -> AsyncIterator[tuple[CountingStore, str]]:
     server = grpc.aio.server(interceptors=[ProofServerInterceptor(KEY)])
-    servicer = Counting()
+    servicer = CountingStore()
     pb_grpc.add_BlockStoreServicer_to_server(servicer, server)
     echo = grpc.unary_unary_rpc_method_handler(_echo, Struct.FromString, Struct.SerializeToString)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Maps", {"Echo": echo}),))

@@ -22,7 +22,7 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import open_s3
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_store_client, empty, keep, soon
-from tests.meddling_proxy import a_meddling_http_proxy, a_meddling_proxy, with_a_flipped_bit
+from tests.meddling_proxy import a_damaging_http_proxy, a_damaging_proxy, with_a_flipped_bit
 from tests.remote_blocks import DIGEST
 from tests.servers import s3_credentials, shared_redis, shared_s3
 from tests.waiting import eventually
@@ -130,7 +130,7 @@ def objects(bucket: str) -> int:
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[bytes], bytes], caplog):
     with (
-        a_meddling_http_proxy(("127.0.0.1", shared_s3().port), damage) as proxy,
+        a_damaging_http_proxy(("127.0.0.1", shared_s3().port), damage) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
     ):
         assert [read(tier) for _ in range(ROUNDS)] == [0] * ROUNDS
@@ -146,12 +146,12 @@ def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[b
 
 def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
     with (
-        a_meddling_http_proxy(("127.0.0.1", shared_s3().port), with_a_flipped_bit) as proxy,
+        a_damaging_http_proxy(("127.0.0.1", shared_s3().port), with_a_flipped_bit) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
     ):
         read(tier)
         assert tier.status().fenced == 1
-        proxy.heals = True
+        proxy.forwards_unchanged = True
 
         eventually(lambda: finds(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
@@ -178,7 +178,7 @@ def test_object_damaged_at_rest_stays_while_answers_are_damaged(bucket):
     place = f"fleet/{DIGEST.hex()}/{NAMES[0].hex()}"
     server.client.put_object(Bucket=bucket, Key=place, Body=bytes(8256))
     with (
-        a_meddling_http_proxy(("127.0.0.1", server.port), with_another_bit) as proxy,
+        a_damaging_http_proxy(("127.0.0.1", server.port), with_another_bit) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
     ):
         assert read(tier, KEYS[:1]) == 0
@@ -195,7 +195,7 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
     with a_redis_tier(prefix, server.port) as tier:
         assert all(keep(tier, KEYS, BLOCKS, soon()))
     with (
-        a_meddling_proxy(("127.0.0.1", server.port), damage=damage) as proxy,
+        a_damaging_proxy(("127.0.0.1", server.port), damage=damage) as proxy,
         a_redis_tier(prefix, proxy.port) as tier,
         server.client() as client,
     ):
@@ -206,7 +206,7 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
         assert tier.status().fenced == 1
         assert len(list(client.scan_iter(f"{prefix}:*", count=1000))) == COUNT
 
-        proxy.heals = True
+        proxy.forwards_unchanged = True
         eventually(lambda: finds(tier) == COUNT)
         eventually(lambda: read(tier) == COUNT)
         assert tier.status().fenced == 0
@@ -233,15 +233,15 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with (
-        a_meddling_proxy(("127.0.0.1", server.port)) as proxy,
+        a_damaging_proxy(("127.0.0.1", server.port)) as proxy,
         a_redis_tier(prefix, proxy.port) as tier,
         server.client() as client,
     ):
-        proxy.heals = True
+        proxy.forwards_unchanged = True
         assert all(keep(tier, KEYS, BLOCKS, soon()))
         name = f"{prefix}:{DIGEST.hex()}:{NAMES[5].hex()}"
         client.set(name, with_a_flipped_bit(client.get(name)))
-        proxy.turns_away = True  # the readings need connections of their own
+        proxy.refuses_connections = True  # the readings need connections of their own
 
         assert [read(tier, KEYS[5:6]) for _ in range(8)] == [0] * 8
 
@@ -251,7 +251,7 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
         assert "corrupt block could not be read again, and stays until a call that can" in messages
         assert "block was damaged on its way, and stays" not in messages
 
-        proxy.turns_away = False
+        proxy.refuses_connections = False
         assert read(tier, KEYS[5:6]) == 0
         assert not client.exists(name)
         assert (tier.status().damaged, tier.status().fenced) == (0, 0)
@@ -264,7 +264,7 @@ def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
         with a_store_client(node.address, namespace) as client:
             assert client.write(NAMES, BLOCKS) == COUNT
         host, _, port = node.endpoints.data_address.rpartition(":")
-        with a_meddling_proxy((host, int(port)), damage=with_a_flipped_bit) as proxy:
+        with a_damaging_proxy((host, int(port)), damage=with_a_flipped_bit) as proxy:
             monkeypatch.setattr(session, "reachable", lambda *_: f"127.0.0.1:{proxy.port}")
 
             def connect(address, namespace, timeout_seconds):
@@ -292,7 +292,7 @@ def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
             with a_store_client(node.address, namespace, prefer=(DataPath.SHM,)) as client:
                 assert len(client.match(NAMES, lease_seconds=0)) == COUNT
 
-            proxy.heals = True
+            proxy.forwards_unchanged = True
             eventually(lambda: get() == COUNT)
             assert tier.status().fenced == 0
             tier.close()

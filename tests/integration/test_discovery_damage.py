@@ -11,7 +11,7 @@ from fleet.adapters.discovery_file import SUFFIX
 from fleet.control.messages import DirectoryListing, RecordMissing, RecordSeen
 from fleet.discovery import EtcdDiscovery, FileDiscovery, WorkerRecord
 from fleet.ids import Incarnation, WorkerId
-from tests.etcd import an_etcd
+from tests.etcd import an_etcd_server
 
 pytestmark = pytest.mark.integration
 
@@ -62,7 +62,7 @@ async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings
 
 async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_goes():
     aetcd = pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
-    with an_etcd() as server:
+    with an_etcd_server() as server:
         async with (
             aetcd.Client(port=server.port) as client,
             open_directory(EtcdDiscovery(endpoints=(server.address,))) as directory,

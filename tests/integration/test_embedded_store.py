@@ -30,12 +30,12 @@ from kvstore.block import chain
 from kvstore.client import StoreClient
 from kvstore.errors import NodeEnded
 from kvstore.settings import StoreSettings
-from tests.engine_driving import Driven, blocks_from, driven, fresh_prompt, split, work
-from tests.kv_builders import a_short_folder, names_in
+from tests.engine_driving import EngineDriver, blocks_from, driven, fresh_prompt, split, work
+from tests.kv_builders import a_short_folder, file_names_in
 from tests.servers import a_free_port
 from tests.shared_memory import segments_of
 from tests.simulated_clusters import BLOCK_TOKENS, namespace, simulated
-from tests.worker_processes import WorkerProcess, a_stream, a_worker_process
+from tests.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.embedded import open_embedded_store
 from workers.engines.simulated import open_engine
 from workers.settings import WorkerSettings
@@ -96,12 +96,12 @@ async def until_held(address: str, prompt: bytes) -> None:
 
 
 async def answered(worker: WorkerProcess, prompt: bytes, **fields):
-    async with a_stream(worker.address) as stream:
+    async with a_router_stream(worker.address) as stream:
         return await stream.do(work(prompt, ANSWER, **fields))
 
 
 @asynccontextmanager
-async def here(settings: WorkerSettings) -> AsyncIterator[Driven]:
+async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
     """A worker's engine, with the node that its settings ask for, in this process."""
     async with (
         open_embedded_store(settings, uvloop.new_event_loop) as furnished,
@@ -125,7 +125,7 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
     disk = {"kind": "ssd", "directories": [f"{folder}/ssd"], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     node = node_in(folder, tiers=[{**disk, "keep": "all"}])
     async with a_worker_that_has_answered(folder, prompt, node=node) as worker:
-        assert names_in(folder) >= {"kv", "pool", "worker"}
+        assert file_names_in(folder) >= {"kv", "pool", "worker"}
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
         assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
 
@@ -141,12 +141,12 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
         assert said == f"embedded_store.shm_socket: another process listens on {folder}/pool"
 
         children = psutil.Process(worker.process.pid).children(recursive=True)
-        async with a_stream(worker.address) as stream:
+        async with a_router_stream(worker.address) as stream:
             await stream.say(work(fresh_prompt(500), 50))
             worker.terminate()
             assert await worker.ended() == 0
         assert not any(child.is_running() for child in children)
-        assert not {"kv", "pool", "worker"} & names_in(folder)
+        assert not {"kv", "pool", "worker"} & file_names_in(folder)
 
         await worker.start()  # the engine's memory and the pool are gone: only the disk has the blocks
         tokens, end = await answered(worker, prompt)
@@ -161,7 +161,7 @@ async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_a
         async with a_worker_process(folder, other) as second:
             worker.kill()
             assert await worker.ended() == -signal.SIGKILL
-            assert names_in(folder) >= {"kv", "pool"}, "its sockets are still there"
+            assert file_names_in(folder) >= {"kv", "pool"}, "its sockets are still there"
             tokens, end = await answered(second, prompt)
             assert tokens == worker.tokens
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool went with the worker"
@@ -242,7 +242,7 @@ async def test_settings_that_the_node_cannot_obey_are_refused_by_their_path(fold
             raise AssertionError("it started")
 
     assert str(refused.value).startswith(message.replace("{}", str(folder)))
-    assert names_in(folder) == {"file"}
+    assert file_names_in(folder) == {"file"}
 
 
 async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
@@ -260,7 +260,7 @@ async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
         async with asyncio.timeout(60):
             await run_worker(a_worker(folder), lambda endpoints: failing.set())
 
-    assert names_in(folder) == set()
+    assert file_names_in(folder) == set()
 
 
 async def test_an_engine_that_refuses_its_settings_takes_the_node_with_it(folder):
@@ -271,4 +271,4 @@ async def test_an_engine_that_refuses_its_settings_takes_the_node_with_it(folder
         async with here(settings):
             raise AssertionError("it started")
 
-    assert names_in(folder) == {"config.json"}
+    assert file_names_in(folder) == {"config.json"}

@@ -15,7 +15,7 @@ from fleet.ids import WorkerId
 from fleet.router.messages import WorkerDraining
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_world, joined
+from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
 from tests.fleet_processes import serve
 from tests.gateways import CHAT, a_completion, a_gateway, a_header_map
 from tests.openai_servers import OpenAiServer
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 
 async def test_the_endpoint_is_told_in_a_header_and_in_metadata_alike_and_the_body_goes_on_as_it_came(model_dir):
-    async with a_world(model_dir, D1, picker={"fallbacks": 0}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"fallbacks": 0}) as world:
         request = world.request()
         picked = await request.ask(a_completion())  # which compares the two
 
@@ -43,7 +43,7 @@ async def test_a_body_in_pieces_is_placed_when_it_is_whole_and_a_long_one_goes_o
     model_dir,
 ):
     body = a_completion() + b" " * 200_000
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.head()
         await request.body(body[:50], body[50:100_000], ends=False)
@@ -58,7 +58,7 @@ async def test_a_body_in_pieces_is_placed_when_it_is_whole_and_a_long_one_goes_o
 
 
 async def test_trailers_end_a_body_too(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.head()
         await request.body(a_completion(), ends=False)
@@ -70,12 +70,12 @@ async def test_trailers_end_a_body_too(model_dir):
 
 async def test_a_chat_is_rendered_and_placed_like_one_that_the_router_serves_itself(model_dir):
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         assert (await world.request().ask(body, CHAT)).endpoints == ["10.0.0.1:8000"]
 
 
 async def test_requests_spread_since_each_sees_the_bookings_of_those_before(model_dir):
-    async with a_world(model_dir, D1, D2) as world:
+    async with a_picker_setup(model_dir, D1, D2) as world:
         requests = [world.request() for _ in range(4)]
         for number, request in enumerate(requests):
             await request.ask(a_completion([number + 1] * 40))
@@ -83,7 +83,7 @@ async def test_requests_spread_since_each_sees_the_bookings_of_those_before(mode
 
 
 async def test_other_endpoints_follow_the_best_one_for_gateways_that_try_again(model_dir):
-    async with a_world(model_dir, D1, D2, joined("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}) as world:
+    async with a_picker_setup(model_dir, D1, D2, joined("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
         assert world.booked() == {f"d{picked.endpoints[0][7]}": 1}
@@ -91,7 +91,7 @@ async def test_other_endpoints_follow_the_best_one_for_gateways_that_try_again(m
 
 @pytest.mark.parametrize("subset", [["10.0.0.2:8000"], ["10.9.9.9:1", "10.0.0.2:8000"], "10.9.9.9:1, 10.0.0.2:8000"])
 async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subset):
-    async with a_world(model_dir, D1, D2) as world:
+    async with a_picker_setup(model_dir, D1, D2) as world:
         for number in range(3):
             picked = await world.request().ask(a_completion([number + 1] * 40), subset=subset)
             assert picked.endpoints == ["10.0.0.2:8000"]
@@ -103,7 +103,7 @@ async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subs
     ["[fd00::2]:8000", "fd00::2:8000", "[fd00:0:0:0:0:0:0:2]:8000", "fd00:0000:0000:0000:0000:0000:0000:0002:8000"],
 )
 async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, written):
-    async with a_world(model_dir, D1, joined("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}) as world:
+    async with a_picker_setup(model_dir, D1, joined("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}) as world:
         request = world.request()
         assert (await request.ask(a_completion(), subset=["[fd00::3]:1", f" {written} "])).endpoints == [
             "[fd00::2]:8000"
@@ -111,19 +111,19 @@ async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, wr
         await request.answer_begins(served=written)
         assert world.booked() == {"d2": 1}, "it did answer from there"
         await request.answer_goes_on(EVENT, ends=True)
-    async with a_world(model_dir, D1, picker={"router_endpoint": "[fd00::2]:8000"}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"router_endpoint": "[fd00::2]:8000"}) as world:
         assert (await world.request().ask(b"any", subset=[written])).endpoints == ["[fd00::2]:8000"]
 
 
 @pytest.mark.parametrize("entry", ["", ",", "fd00::2", "[fd00::2", "10.0.0.1:", "10.0.0.1:x", "a" * 100_000])
 async def test_what_is_no_endpoint_allows_none(model_dir, entry):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         assert (await world.request().ask(a_completion(), subset=[entry])).status == 503
 
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:1"], ["10.0.1.1:8000"], 7, [7, True, None], {"a": "b"}])
 async def test_a_subset_without_a_ready_endpoint_is_answered_with_503(model_dir, subset):
-    async with a_world(model_dir, D1, P1) as world:
+    async with a_picker_setup(model_dir, D1, P1) as world:
         picked = await world.request().ask(a_completion(), subset=subset)
         assert picked.status == 503
         assert picked.error["code"] == "no_worker"
@@ -131,7 +131,7 @@ async def test_a_subset_without_a_ready_endpoint_is_answered_with_503(model_dir,
 
 
 async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
-    async with a_world(model_dir, D1, P1) as world:
+    async with a_picker_setup(model_dir, D1, P1) as world:
         alone = await world.request().ask(a_completion(LONG), subset=["10.0.0.1:8000"])
         assert (alone.endpoints, alone.prefill) == (["10.0.0.1:8000"], None)
         assert (await world.request().ask(a_completion(LONG[::-1]))).prefill == "10.0.1.1:8000"
@@ -139,7 +139,7 @@ async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
 
 @pytest.mark.parametrize("workers", [(), (joined("d1", "unix:/run/d1"),), (joined("d1", "host:80"),), (P1,)])
 async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, workers):
-    async with a_world(model_dir, *workers) as world:
+    async with a_picker_setup(model_dir, *workers) as world:
         picked = await world.request().ask(a_completion())
         assert picked.status == 503
         assert picked.headers["content-type"] == "application/json"
@@ -148,7 +148,7 @@ async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, wor
 
 async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
     limits = {"wait_seconds": 0.05, "retry_after_ms": 2500}
-    async with a_world(model_dir, ONE_AT_A_TIME, picker=limits, oversubscribe=1.0) as world:
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, picker=limits, oversubscribe=1.0) as world:
         await world.request().ask(a_completion())
         shed = await world.request().ask(a_completion())
 
@@ -159,14 +159,14 @@ async def test_429_with_a_hint_when_a_request_is_shed(model_dir):
 
 
 async def test_a_full_queue_sheds_at_once(model_dir):
-    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0, max_queued=0) as world:
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0, max_queued=0) as world:
         await world.request().ask(a_completion())
         shed = await world.request().ask(a_completion())
         assert (shed.status, shed.headers["retry-after"]) == (429, "1")
 
 
 async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
-    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         first, waiting = await world.one_behind_another()
         await first.over()
         assert (await waiting.picked()).endpoints == ["10.0.0.1:8000"]
@@ -174,7 +174,7 @@ async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
 
 @pytest.mark.parametrize(("address", "endpoints"), [("10.0.0.2:8000", ["10.0.0.2:8000"]), ("unix:/run/d2", [])])
 async def test_a_waiting_request_gets_a_worker_that_joins_if_gateways_can_reach_it(model_dir, address, endpoints):
-    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         _, waiting = await world.one_behind_another()
         world.router.hear(joined("d2", address))
         picked = await waiting.picked()
@@ -183,7 +183,7 @@ async def test_a_waiting_request_gets_a_worker_that_joins_if_gateways_can_reach_
 
 
 async def test_the_prefill_worker_is_named_for_the_sidecar_and_its_share_ends_with_the_first_token(model_dir):
-    async with a_world(model_dir, D1, P1) as world:
+    async with a_picker_setup(model_dir, D1, P1) as world:
         request = world.request()
         picked = await request.ask(a_completion(LONG))
         assert (picked.endpoints, picked.prefill) == (["10.0.0.1:8000"], "10.0.1.1:8000")
@@ -198,7 +198,7 @@ async def test_the_prefill_worker_is_named_for_the_sidecar_and_its_share_ends_wi
 
 
 async def test_an_answer_passes_as_it_is_and_counts_as_load_until_its_last_byte(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion([5] * 40, max_tokens=200))
         await request.answer_begins()
@@ -213,7 +213,7 @@ async def test_an_answer_passes_as_it_is_and_counts_as_load_until_its_last_byte(
 
 
 async def test_trailers_end_an_answer_and_so_do_headers_alone(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         for alone in (True, False):
             request = world.request()
             await request.ask(a_completion())
@@ -226,7 +226,7 @@ async def test_trailers_end_an_answer_and_so_do_headers_alone(model_dir):
 
 
 async def test_an_answer_that_the_gateway_keeps_to_itself_is_only_waved_on(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         modes = pb.ProtocolConfiguration(request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.STREAMED)
         await request.ask(a_completion(), modes=modes)
@@ -237,7 +237,7 @@ async def test_an_answer_that_the_gateway_keeps_to_itself_is_only_waved_on(model
 
 
 async def test_the_endpoint_that_answered_counts_and_not_the_one_that_was_picked(model_dir):
-    async with a_world(model_dir, D1, D2) as world:
+    async with a_picker_setup(model_dir, D1, D2) as world:
         request = world.request()
         picked = await request.ask(a_completion())
         first, second = (f"d{endpoint[7]}" for endpoint in picked.endpoints)
@@ -250,7 +250,7 @@ async def test_the_endpoint_that_answered_counts_and_not_the_one_that_was_picked
 
 
 async def test_an_answer_from_elsewhere_takes_up_nobody(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion())
         await request.answer_begins(served="10.9.9.9:1")
@@ -259,7 +259,7 @@ async def test_an_answer_from_elsewhere_takes_up_nobody(model_dir):
 
 
 async def test_a_request_without_a_body_or_for_another_path_goes_to_the_idlest_and_books_nothing(model_dir):
-    async with a_world(model_dir, D1, D2, P1) as world:
+    async with a_picker_setup(model_dir, D1, D2, P1) as world:
         busy = await world.request().ask(a_completion())
         world.router.hear(joined("d3", "10.0.0.3:8000"))
         world.router.hear(WorkerDraining(worker_id=WorkerId("d3")))
@@ -275,19 +275,19 @@ async def test_a_request_without_a_body_or_for_another_path_goes_to_the_idlest_a
 
 
 async def test_what_gateways_put_before_a_path_is_looked_past(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         await world.request().ask(a_completion(), "/team-a/v1/completions?api-version=1")
         assert world.booked() == {"d1": 1}
 
 
 async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
     workers = (joined("d1", "http://10.0.0.1:9999/prefix"), joined("d2", "[fd00::2]:50060"))
-    async with a_world(model_dir, *workers, picker={"target_port": 8080}) as world:
+    async with a_picker_setup(model_dir, *workers, picker={"target_port": 8080}) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8080", "[fd00::2]:8080"]
 
 
-class Told:
+class RecordingLeadership:
     """What the test says of the picker among others."""
 
     def __init__(self) -> None:
@@ -304,8 +304,8 @@ class Told:
 
 
 async def test_health_says_who_lives_and_who_is_ready(model_dir):
-    told = Told()
-    async with a_world(model_dir, standing=told) as world:
+    told = RecordingLeadership()
+    async with a_picker_setup(model_dir, standing=told) as world:
 
         async def serving(service):
             answer = await HealthStub(world.gateway.channel).Check(health_pb2.HealthCheckRequest(service=service))
@@ -332,13 +332,13 @@ async def test_health_says_who_lives_and_who_is_ready(model_dir):
 
 
 async def test_who_watches_liveness_is_told_at_once(model_dir):
-    async with a_world(model_dir) as world:
+    async with a_picker_setup(model_dir) as world:
         watch = HealthStub(world.gateway.channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_draining_waits_for_answers_that_pass(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion())
         draining = asyncio.ensure_future(world.picker.drain(Nanos(30 * SECOND)))
@@ -350,7 +350,7 @@ async def test_draining_waits_for_answers_that_pass(model_dir):
 
 
 async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir):
-    async with a_world(model_dir, D1, connection_seconds=0.2) as world:
+    async with a_picker_setup(model_dir, D1, connection_seconds=0.2) as world:
         request, channel = world.request(), world.gateway.channel
         await request.ask(a_completion())
         assert channel.get_state() is grpc.ChannelConnectivity.READY
@@ -369,7 +369,7 @@ async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir)
 
 async def test_a_router_can_name_itself_where_its_workers_speak_no_http(model_dir):
     own = "10.1.1.1:8000"
-    async with a_world(model_dir, picker={"router_endpoint": own}) as world:
+    async with a_picker_setup(model_dir, picker={"router_endpoint": own}) as world:
         assert (await world.request().ask(a_completion())).status == 503
         world.router.hear(joined("d1", "unix:/run/d1"))
         request = world.request()
@@ -385,7 +385,7 @@ async def test_a_router_can_name_itself_where_its_workers_speak_no_http(model_di
 
 async def test_keys_of_tenants_are_asked_for_and_their_answers_charged(model_dir):
     tenants = {"a": TenantSettings(api_key_sha256=(hashlib.sha256(b"secret").hexdigest(),))}
-    async with a_world(model_dir, D1, tenants=tenants) as world:
+    async with a_picker_setup(model_dir, D1, tenants=tenants) as world:
         assert (await world.request().ask(a_completion())).status == 401
         request = world.request()
         await request.ask(a_completion(), authorization="Bearer secret")

@@ -9,7 +9,7 @@ import pytest
 from fleet.ids import WorkerId
 from fleet.router.messages import WorkerLeft
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_world, joined
+from tests.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
 from tests.gateways import FULL_DUPLEX, a_completion, a_header_map
 from tests.waiting import until
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_worker_that_is_lost_ends_the_booking_and_not_the_answer(model_dir):
-    async with a_world(model_dir, D1, D2) as world:
+    async with a_picker_setup(model_dir, D1, D2) as world:
         request = world.request()
         picked = await request.ask(a_completion())
         world.router.hear(WorkerLeft(worker_id=WorkerId(f"d{picked.endpoints[0][7]}")))
@@ -30,7 +30,7 @@ async def test_a_worker_that_is_lost_ends_the_booking_and_not_the_answer(model_d
 
 
 async def test_a_gateway_that_tells_nothing_loses_its_booking_and_can_go_on(model_dir):
-    async with a_world(model_dir, D1, picker={"lease_seconds": 0.1}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"lease_seconds": 0.1}) as world:
         request = world.request()
         await request.ask(a_completion())
         await world.idle()
@@ -68,7 +68,7 @@ PHASES = [at_head, at_body, when_picked, while_answered, when_answered]
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("cut", [True, False], ids=["cancelled", "ended"])
 async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_dir, phase, cut):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await phase(request)
         if cut:
@@ -79,7 +79,7 @@ async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_d
 
 
 async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue(model_dir):
-    async with a_world(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         first, waiting = await world.one_behind_another()
         waiting.call.cancel()
         await until(lambda: world.router.status().queued == 0)
@@ -106,7 +106,7 @@ async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue
     ],
 )
 async def test_a_request_that_is_wrong_is_answered_as_the_openai_api_does(model_dir, body, status, param):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         picked = await world.request().ask(body)
         assert picked.status == status
         if param is not None:
@@ -115,7 +115,7 @@ async def test_a_request_that_is_wrong_is_answered_as_the_openai_api_does(model_
 
 
 async def test_a_body_that_is_too_long_is_refused_while_it_comes(model_dir):
-    async with a_world(model_dir, D1, picker={"max_body_bytes": 10_000}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"max_body_bytes": 10_000}) as world:
         request = world.request()
         await request.head()
         await request.body(b" " * 6000, b" " * 6000, ends=False)
@@ -126,7 +126,7 @@ async def test_a_body_that_is_too_long_is_refused_while_it_comes(model_dir):
 
 
 async def test_bodies_that_together_take_too_much_are_shed(model_dir):
-    async with a_world(model_dir, D1, picker={"max_held_bytes": 10_000}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"max_held_bytes": 10_000}) as world:
         slow, other = world.request(), world.request()
         await slow.head()
         await slow.body(b" " * 8000, ends=False)
@@ -138,7 +138,7 @@ async def test_bodies_that_together_take_too_much_are_shed(model_dir):
 
 
 async def test_a_request_that_does_not_come_is_given_up(model_dir):
-    async with a_world(model_dir, D1, picker={"body_seconds": 0.1}) as world:
+    async with a_picker_setup(model_dir, D1, picker={"body_seconds": 0.1}) as world:
         request = world.request()
         await request.head()
         await request.body(b"{", ends=False)
@@ -188,7 +188,7 @@ async def status_of(call):
 
 @pytest.mark.parametrize("messages", OUT_OF_TURN)
 async def test_messages_out_of_turn_end_the_call_and_leave_nothing_booked(model_dir, messages):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         for message in messages or ({},):
             await request.say(**message)
@@ -198,19 +198,19 @@ async def test_messages_out_of_turn_end_the_call_and_leave_nothing_booked(model_
 
 @pytest.mark.parametrize("content", [b"\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x22\x05abc", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_bytes_that_are_no_message_end_the_call(model_dir, content):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         call = world.gateway.raw()
         await call.write(content)
         assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_call_with_nothing_in_it_ends(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         await world.request().over()
 
 
 async def test_an_answer_of_the_gateways_own_may_come_before_the_request_is_whole(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await at_body(request)
         await request.answer_begins("text/plain")
@@ -220,7 +220,7 @@ async def test_an_answer_of_the_gateways_own_may_come_before_the_request_is_whol
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL, 5, 77])
 async def test_a_gateway_that_keeps_bodies_to_itself_is_told_what_to_set(model_dir, mode):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.head(modes=pb.ProtocolConfiguration(request_body_mode=mode))
         picked = await request.picked()
@@ -229,7 +229,7 @@ async def test_a_gateway_that_keeps_bodies_to_itself_is_told_what_to_set(model_d
 
 
 async def test_gateways_that_do_not_say_how_they_send_bodies_send_them_both_ways(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         assert (await request.ask(a_completion(), modes=None)).endpoints
         await request.answer_begins()
@@ -237,7 +237,7 @@ async def test_gateways_that_do_not_say_how_they_send_bodies_send_them_both_ways
 
 
 async def test_who_only_watches_is_told_nothing_and_books_nothing(model_dir):
-    async with a_world(model_dir, D1) as world:
+    async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.say(request_headers=HEADERS, observability_mode=True, protocol_config=FULL_DUPLEX)
         await request.say(request_body=BODY, observability_mode=True)
@@ -280,7 +280,7 @@ async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_di
         request.call.cancel()
 
     small = {"max_running": 4}
-    async with a_world(
+    async with a_picker_setup(
         model_dir, D1, P1, joined("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
     ) as world:
         async with asyncio.TaskGroup() as calls:

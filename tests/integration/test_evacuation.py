@@ -27,11 +27,11 @@ from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.builders import token_bytes
 from tests.engine_driving import blocks_from, driven, fresh_prompt, work
 from tests.kv_builders import NodeProcess, a_node, a_short_folder, a_store_client
-from tests.servers import RedisServer, a_redis, shared_redis
+from tests.servers import RedisServer, a_redis_server, shared_redis
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated
 from tests.stopwatch import at_most
 from tests.waiting import eventually, until
-from tests.worker_processes import a_stream, a_worker_process
+from tests.worker_processes import a_router_stream, a_worker_process
 from workers.engines.simulated import open_engine
 from workers.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
 from workers.machine import LifePhase
@@ -154,7 +154,7 @@ async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_
         a_worker_process(folder, a_worker(folder, "one", tier, simulated=slow)) as one,
         a_worker_process(folder, a_worker(folder, "two", tier)) as two,
     ):
-        async with a_stream(one.address) as stream:
+        async with a_router_stream(one.address) as stream:
             expected, end = await stream.do(work(prompt, ANSWER))
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
             under_way = work(fresh_prompt(40), 100)
@@ -168,7 +168,7 @@ async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_
             assert (len(answer), end.finish) == (100, Finish.LENGTH)
             assert await one.ended() == 0
 
-        async with a_stream(two.address) as stream:
+        async with a_router_stream(two.address) as stream:
             tokens, end = await stream.do(work(prompt, ANSWER))
             assert tokens == expected
             assert {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE} == {
@@ -310,7 +310,7 @@ async def test_more_names_than_a_call_takes_are_refused_with_the_field():
 # When it fails
 
 
-class Silent:
+class RecordingStream:
     """A router's end of a stream that keeps what it hears."""
 
     full = False
@@ -331,7 +331,7 @@ class Silent:
 async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadline_only(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
-    with a_redis() as server, a_node(tiers=[redis_tier(server, "hangs") | {"connect_seconds": 30}]) as node:
+    with a_redis_server() as server, a_node(tiers=[redis_tier(server, "hangs") | {"connect_seconds": 30}]) as node:
         async with AsyncExitStack() as held_open:
             settings = simulated(node.address)
             engine = await held_open.enter_async_context(open_engine(settings))
@@ -339,7 +339,7 @@ async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadlin
             worker = WorkerServer(settings, engine, SystemClock(), Incarnation("one"), evacuator=evacuator)
             tasks = await held_open.enter_async_context(asyncio.TaskGroup())
             running = tasks.create_task(worker.run())
-            router = Silent()
+            router = RecordingStream()
             session = worker.open("router", router)
             while worker.phase is not LifePhase.SERVING:
                 await asyncio.sleep(0)
@@ -365,7 +365,7 @@ async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_befor
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     few_at_a_time = {"capacity_bytes": 64 << 10}  # so that some have not even been tried
-    with a_redis() as server, a_node(tiers=[redis_tier(server, "away")], **few_at_a_time) as node:
+    with a_redis_server() as server, a_node(tiers=[redis_tier(server, "away")], **few_at_a_time) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             server.kill()
             with at_most(50):
@@ -378,7 +378,7 @@ async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_befor
 
 async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_back():
     prompt = a_prompt()
-    with a_redis() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
+    with a_redis_server() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
@@ -391,7 +391,7 @@ async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_ba
 
 async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
     prompt = a_prompt()
-    with a_redis() as server, a_node(store_id="survivor") as survivor:
+    with a_redis_server() as server, a_node(store_id="survivor") as survivor:
         tiers = [redis_tier(server, "gone"), {"kind": "peer", "peers": [survivor.address]}]
         with a_node(tiers=tiers) as node:
             async with a_warm_worker(node, prompt) as (_, evacuator, _):

@@ -14,7 +14,7 @@ from kvstore.hierarchy import BATCH_BYTES, Hierarchy
 from kvstore.lower_tiers import TierRule
 from kvstore.messages import BlockKey
 from kvstore.movement import Confirm, Demote
-from tests.kv_builders import BLOCK_BYTES, HandClock, Store, a_chain
+from tests.kv_builders import BLOCK_BYTES, MachineDriver, ManualClock, a_chain
 
 pytestmark = pytest.mark.integration
 
@@ -23,14 +23,14 @@ DEADLINE = 20 * SECOND
 SECONDS = 10
 
 
-class Node:
+class EvacuatingNode:
     """A pool and one tier that all nodes read, with a budget of so many blocks."""
 
     def __init__(self, budget: int = 1 << 20, *, batch_bytes: int = BATCH_BYTES, forgets: bool = True) -> None:
-        self.store = Store(blocks=BLOCKS)
+        self.store = MachineDriver(blocks=BLOCKS)
         self.names = a_chain(BLOCKS)
         self.store.hold(self.names)
-        self.clock = HandClock()
+        self.clock = ManualClock()
         rule = TierRule(name="redis", admission=None, finds_in_memory=not forgets)
         self.hierarchy = Hierarchy(self.store.machine, [rule], batch_bytes)
         self.asked: list[Demote | Confirm] = []
@@ -107,7 +107,7 @@ async def have_begun(*tasks: asyncio.Task) -> None:
 
 
 async def test_what_two_workers_bring_away_at_once_is_written_once_and_counts_for_both():
-    node = Node()
+    node = EvacuatingNode()
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
         both = [tasks.create_task(node.evacuate()), tasks.create_task(node.evacuate())]
         await have_begun(*both)
@@ -118,7 +118,7 @@ async def test_what_two_workers_bring_away_at_once_is_written_once_and_counts_fo
 
 
 async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_once_more():
-    node = Node()
+    node = EvacuatingNode()
     async with node.evacuating() as one:
         await have_begun(one)
         first = node.asked.pop()
@@ -130,7 +130,7 @@ async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_
 
 
 async def test_a_budget_of_writes_is_charged_once_for_what_is_asked_for_again_while_it_is_under_way():
-    node = Node(budget=BLOCKS)
+    node = EvacuatingNode(budget=BLOCKS)
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(node.evacuate())
         await have_begun(first)
@@ -147,7 +147,7 @@ async def test_a_budget_of_writes_is_charged_once_for_what_is_asked_for_again_wh
 
 
 async def test_what_finds_no_room_by_the_deadline_is_not_charged():
-    node = Node()
+    node = EvacuatingNode()
     rule = TierRule(name="redis", admission=None, queue_blocks=2)
     node.hierarchy = node._evacuations._hierarchy = Hierarchy(node.store.machine, [rule])
     node.clock.move(DEADLINE)
@@ -160,7 +160,7 @@ async def test_what_finds_no_room_by_the_deadline_is_not_charged():
 
 
 async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_again_if_it_has():
-    node = Node()
+    node = EvacuatingNode()
     node.had(*node.names[:4])
     node.held = {node.names[0], node.names[3]}
     async with node.evacuating() as one:
@@ -177,7 +177,7 @@ async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_
 
 
 async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
-    node = Node(forgets=False)
+    node = EvacuatingNode(forgets=False)
     node.had(*node.names)
 
     evacuated = await node.evacuate()
@@ -186,7 +186,7 @@ async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
 
 
 async def test_what_a_tier_cannot_say_it_is_given_again():
-    node = Node()
+    node = EvacuatingNode()
     node.had(*node.names)
     async with node.evacuating() as one:
         await node.is_asked()
@@ -199,7 +199,7 @@ async def test_what_a_tier_cannot_say_it_is_given_again():
 
 
 async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
-    node = Node()
+    node = EvacuatingNode()
     node.had(*node.names[:2])
     node.hierarchy.confirm(0, node.keys[:1], node.clock.now())
     node.hierarchy.failed(*node.hierarchy.commands(), node.clock.now() - SECOND, node.clock.now())  # fenced for a while
@@ -217,7 +217,7 @@ async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
 
 
 async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_take_is_not():
-    node = Node()
+    node = EvacuatingNode()
     async with node.evacuating() as one:
         await node.is_asked()
         node.fail()
@@ -229,7 +229,7 @@ async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_t
 
 
 async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
-    node = Node()
+    node = EvacuatingNode()
     async with node.evacuating() as one:
         await node.is_asked()
         node.failures += 1  # that the tier has counted, and answered with what it got
@@ -241,7 +241,7 @@ async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
 
 
 async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody():
-    node = Node(batch_bytes=BLOCK_BYTES)
+    node = EvacuatingNode(batch_bytes=BLOCK_BYTES)
     bad = node.keys[0]
     async with node.evacuating() as one:
         while not one.done():
@@ -256,7 +256,7 @@ async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody()
 
 
 async def test_blocks_of_a_tier_that_is_away_are_not_given_up_before_the_deadline():
-    node = Node(budget=BLOCKS)
+    node = EvacuatingNode(budget=BLOCKS)
     async with node.evacuating() as one:
         while not one.done():
             if node.asked:

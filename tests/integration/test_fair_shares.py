@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from fleet.router.tenants import TenantSettings
-from tests.http_peers import Peer, post
-from tests.openai_servers import MODEL, Answering, OpenAiServer, RelayWorld, a_relay, five_tokens
+from tests.http_peers import RawHttpClient, post
+from tests.openai_servers import MODEL, OpenAiServer, RelaySetup, ServerExchange, a_relay, five_tokens
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -39,14 +39,14 @@ def prompts(name: str, dice: Random) -> Iterator[str]:
         yield (SHARED if name == "silver" else "") + own
 
 
-async def flood(world: RelayWorld, name: str, prompt: str) -> int:
+async def flood(world: RelaySetup, name: str, prompt: str) -> int:
     """The status of one request on a connection of its own."""
     host, _, port = world.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     key = f"authorization: Bearer {KEYS[name]}"
     try:
-        await Peer(reader, writer).send(post("/v1/completions", {"model": MODEL, "prompt": prompt}, key))
-        status, _, _ = await Peer(reader, writer).answer()
+        await RawHttpClient(reader, writer).send(post("/v1/completions", {"model": MODEL, "prompt": prompt}, key))
+        status, _, _ = await RawHttpClient(reader, writer).answer()
     finally:
         writer.close()
     return status
@@ -59,7 +59,7 @@ async def test_tenants_that_flood_a_router_get_what_their_weights_say_of_what_is
     server = OpenAiServer()
     computed: list[tuple[str, int]] = []  # pieces, in the order in which the server got them
 
-    async def when_let(answering: Answering) -> None:
+    async def when_let(answering: ServerExchange) -> None:
         own = answering.seen.json["prompt"].removeprefix(SHARED)
         computed.append((next(name for name in KEYS if own.startswith(name)), len(own) // PIECE))
         await go.wait()

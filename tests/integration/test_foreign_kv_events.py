@@ -17,7 +17,15 @@ from fleet.ids import RequestId
 from fleet.router.truth import Knowledge
 from tests.builders import token_ids
 from tests.http_peers import connected, post
-from tests.openai_servers import ASKED, COMPLETIONS, MODEL, Answering, OpenAiServer, RelayWorld, a_relay
+from tests.openai_servers import (
+    COMPLETIONS,
+    MODEL,
+    STREAMING_REQUEST,
+    OpenAiServer,
+    RelaySetup,
+    ServerExchange,
+    a_relay,
+)
 from tests.waiting import until
 from workers.engines.event_health import KvEventAlert
 from workers.engines.event_stream import END_OF_REPLAY
@@ -115,10 +123,10 @@ async def _turns() -> AsyncIterator[None]:
     raise AssertionError("it never happened")
 
 
-async def uncached(world: RelayWorld, number: int, **body: object) -> int:
+async def uncached(world: RelaySetup, number: int, **body: object) -> int:
     """Prompt tokens that the router believes not to be cached."""
     async with connected(world) as peer:
-        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": PROMPT, **body}))
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": PROMPT, **body}))
         assert (await peer.answer())[0] == 200
     return world.router.explain(RequestId(f"t-{number}")).placements[0].uncached_tokens
 
@@ -207,7 +215,7 @@ async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_nam
 async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
     """The server had half of the prompt cached, whatever it published or was sent."""
 
-    async def half(answering: Answering) -> None:
+    async def half(answering: ServerExchange) -> None:
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "total_tokens": 201}
         usage["prompt_tokens_details"] = {"cached_tokens": 100}
         text = 'it says \\"cached_tokens\\": 7'

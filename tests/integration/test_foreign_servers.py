@@ -15,7 +15,7 @@ import pytest
 
 from fleet.ids import RequestId
 from tests import openai_servers
-from tests.foreign_servers import foreign_servers
+from tests.foreign_servers import real_servers
 from tests.openai_servers import a_relay
 from tests.waiting import until
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    with foreign_servers(folder, MODEL) as servers:
+    with real_servers(folder, MODEL) as servers:
         yield servers
 
 

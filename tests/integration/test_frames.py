@@ -29,7 +29,7 @@ LIMIT = 1 << 20
 TCP = "127.0.0.1:0"
 
 
-class Heard:
+class FrameInbox:
     """A receiver that writes down what happens."""
 
     def __init__(self, connection: FrameConnection):
@@ -62,28 +62,28 @@ class Heard:
         return self.ends[0]
 
 
-class Accepted:
+class AcceptedConnections:
     """Keeps the receivers of a server's connections."""
 
     def __init__(self) -> None:
-        self.all: list[Heard] = []
+        self.all: list[FrameInbox] = []
         self.happened = asyncio.Event()
 
-    def __call__(self, connection: FrameConnection) -> Heard:
-        self.all.append(Heard(connection))
+    def __call__(self, connection: FrameConnection) -> FrameInbox:
+        self.all.append(FrameInbox(connection))
         self.happened.set()
         return self.all[-1]
 
-    async def first(self) -> Heard:
+    async def first(self) -> FrameInbox:
         async with asyncio.timeout(60):
             await self.happened.wait()
         return self.all[0]
 
 
 @asynccontextmanager
-async def a_pair(address: str = TCP, **settings: int) -> AsyncIterator[tuple[Heard, Heard]]:
+async def a_pair(address: str = TCP, **settings: int) -> AsyncIterator[tuple[FrameInbox, FrameInbox]]:
     """The client's and the server's end."""
-    accepted = Accepted()
+    accepted = AcceptedConnections()
     async with open_server("listen", address, accepted, limit=LIMIT, **settings) as listening:
         client = await connected(listening)
         server = await accepted.first()
@@ -91,11 +91,11 @@ async def a_pair(address: str = TCP, **settings: int) -> AsyncIterator[tuple[Hea
         client.connection.abort()
 
 
-async def connected(address: str, **settings: object) -> Heard:
-    made: list[Heard] = []
+async def connected(address: str, **settings: object) -> FrameInbox:
+    made: list[FrameInbox] = []
 
-    def accept(connection: FrameConnection) -> Heard:
-        made.append(Heard(connection))
+    def accept(connection: FrameConnection) -> FrameInbox:
+        made.append(FrameInbox(connection))
         return made[0]
 
     async with asyncio.timeout(60):
@@ -104,16 +104,16 @@ async def connected(address: str, **settings: object) -> Heard:
 
 
 @asynccontextmanager
-async def a_raw_client() -> AsyncIterator[tuple[Heard, asyncio.StreamReader, asyncio.StreamWriter]]:
+async def a_raw_client() -> AsyncIterator[tuple[FrameInbox, asyncio.StreamReader, asyncio.StreamWriter]]:
     """A server's end, and a peer that says what it likes."""
-    accepted = Accepted()
+    accepted = AcceptedConnections()
     async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:
         reader, writer = await asyncio.open_connection(*listening.split(":"))
         yield await accepted.first(), reader, writer
         writer.close()
 
 
-async def keep_sending(end: Heard, payload: bytes) -> None:
+async def keep_sending(end: FrameInbox, payload: bytes) -> None:
     for _ in range(10_000):
         end.connection.send(payload)
         await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_tls_protects_tcp_and_a_stranger_is_refused(tmp_path):
     shown = authority.issue("server")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(shown["certificate"], shown["key"])
-    accepted = Accepted()
+    accepted = AcceptedConnections()
 
     async with open_server("listen", TCP, accepted, limit=LIMIT, tls=tls) as listening:
         client = await connected(listening, tls=ssl.create_default_context(cafile=authority.file))
@@ -318,7 +318,7 @@ async def test_nothing_is_received_after_the_receiver_has_closed():
 
 async def test_a_server_that_stops_ends_its_connections_even_those_that_do_not_read(monkeypatch):
     monkeypatch.setattr("kvstore.frames.STOP_SECONDS", 0.1)
-    accepted = Accepted()
+    accepted = AcceptedConnections()
     async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:
         client = await connected(listening)
         client.connection.pause_reading()
@@ -331,14 +331,14 @@ async def test_a_server_that_stops_ends_its_connections_even_those_that_do_not_r
 
 
 async def test_a_server_that_stops_leaves_no_socket_behind(tmp_path):
-    async with open_server("listen", f"unix:{tmp_path}/s", Accepted()):
+    async with open_server("listen", f"unix:{tmp_path}/s", AcceptedConnections()):
         assert (tmp_path / "s").is_socket()
     assert not (tmp_path / "s").exists()
 
 
 async def test_an_address_in_use_is_refused_with_the_field(tmp_path: Path):
     for address in (TCP, f"unix:{tmp_path}/s"):
-        async with open_server("listen", address, Accepted()) as taken:
+        async with open_server("listen", address, AcceptedConnections()) as taken:
             with pytest.raises(StoreNotStarted, match="listen: "):
-                async with open_server("listen", taken, Accepted()):
+                async with open_server("listen", taken, AcceptedConnections()):
                     pass

@@ -17,7 +17,7 @@ from fleet.router.http_settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.builders import a_prompt, token_ids
-from tests.fake_router import a_card
+from tests.fake_router import a_model_card
 from tests.text_model import EOS
 from tests.waiting import until
 
@@ -349,7 +349,7 @@ async def test_a_draining_front_takes_nothing_new(fronts, stub):
 
 
 async def test_models_and_status_are_told(fronts, stub):
-    fronts.router.cards = (a_card(), a_card(name="big", max_model_len=9))
+    fronts.router.cards = (a_model_card(), a_model_card(name="big", max_model_len=9))
 
     models = await stub.ListModels(pb.ListModelsRequest())
     async with grpc.aio.insecure_channel(fronts.control) as control:

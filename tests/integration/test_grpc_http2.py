@@ -30,7 +30,7 @@ OPEN = PREFACE + frame(SETTINGS, 0, 0)
 HEAD = call(b"/x.Y/Thrice")
 
 
-class Service:
+class TestedService:
     def __init__(self):
         self.began = 0
         self.cancelled = 0
@@ -82,7 +82,7 @@ class Service:
             await context.write(message)
 
 
-class World:
+class GrpcServerSetup:
     def __init__(self, server, service, port):
         self.server = server
         self.service = service
@@ -99,7 +99,7 @@ class World:
     async def client(self, settings=None):
         """A client that does what it is told, and nothing else."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        client = Plain(reader, writer, settings)
+        client = Http2Client(reader, writer, settings)
         try:
             yield client
         finally:
@@ -119,7 +119,7 @@ class World:
             writer.close()
 
 
-class Plain:
+class Http2Client:
     def __init__(self, reader, writer, settings):
         self.reader, self.writer = reader, writer
         self.http = ngh2.Connection(ngh2.Role.CLIENT, ngh2.Configuration(auto_window_update=False))
@@ -189,7 +189,7 @@ async def crowded_world(monkeypatch):
 async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
-    server, service = Http2Server(limits=limits), Service()
+    server, service = Http2Server(limits=limits), TestedService()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
@@ -203,7 +203,7 @@ async def a_world(monkeypatch, limits):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with asyncio.timeout(100):
-        yield World(server, service, port)
+        yield GrpcServerSetup(server, service, port)
         await server.stop(None)
     assert (len(server.connections), server.calls, server.held_bytes) == (0, 0, 0)
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 SETTINGS = RouterSettings(max_reconnect_seconds=0.1, connect_timeout_seconds=5.0)
 
 
-class Watching:
+class WatchedStore:
     def __init__(self, address: str):
         self._heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
         self._watch = GrpcStoreWatch(address, SETTINGS)
@@ -48,7 +48,7 @@ class Watching:
 
 @asynccontextmanager
 async def watching(address: str):
-    watching = Watching(address)
+    watching = WatchedStore(address)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(watching.run())
         yield watching

@@ -5,7 +5,7 @@ import pytest
 
 from fleet.client import AsyncClient
 from tests.builders import MODEL
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 
 pytestmark = pytest.mark.integration
 
@@ -14,7 +14,7 @@ HINTS = {"session": "s1", "priority": 3, "expected_tokens": 500, "pin": "w1", "l
 
 @pytest.fixture
 async def fronts(model_dir):
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         fronts.will_answer("An answer.")
         yield fronts
 

@@ -17,8 +17,8 @@ from fleet.adapters.http_frontend import open_http_frontend
 from fleet.errors import ConfigurationRefused
 from fleet.requests import Logprobs
 from fleet.router.http_settings import HttpSettings
-from tests.fronts import Fronts, open_fronts
-from tests.http_peers import Peer, connected, error_of, get, post
+from tests.fronts import Frontends, open_frontends
+from tests.http_peers import RawHttpClient, connected, error_of, get, post
 from tests.text_model import EOS
 from tests.waiting import until
 
@@ -88,7 +88,7 @@ async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts
 
 
 async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
-    async with open_fronts(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
+    async with open_frontends(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             await peer.send(b"%x\r\n" % 400 + b"x" * 400 + b"\r\n")
@@ -147,7 +147,7 @@ async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(f
     ids=["trailers", "one trailer", "an extension of a chunk"],
 )
 async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, more):
-    async with open_fronts(model_dir, max_head_bytes=4096) as fronts, connected(fronts) as peer:
+    async with open_frontends(model_dir, max_head_bytes=4096) as fronts, connected(fronts) as peer:
         with suppress(ConnectionError):
             await peer.send(CHUNKED + b"\r\n" + begin)
             for _ in range(200):
@@ -340,7 +340,7 @@ async def test_half_a_request_is_told_so(fronts, sent):
 
 async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
     limits = {"head_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "idle_timeout_seconds": 0.2}
-    async with open_fronts(model_dir, **limits) as fronts:
+    async with open_frontends(model_dir, **limits) as fronts:
         for sent in (b"POST /v1/completions HTTP/1.1\r\nhost", post(COMPLETIONS, b"x" * 100)[:-50]):
             async with connected(fronts) as peer:
                 await peer.send(sent)
@@ -366,7 +366,7 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
 async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
     """As slow-loris does it, to hold connections for ever."""
     limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
-    async with open_fronts(model_dir, **limits) as fronts, connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+    async with open_frontends(model_dir, **limits) as fronts, connected(fronts) as peer, asyncio.TaskGroup() as tasks:
 
         async def drip():
             with suppress(ConnectionError):
@@ -418,7 +418,7 @@ MUCH = {
 }
 
 
-def will_answer_much(fronts: Fronts) -> int:
+def will_answer_much(fronts: Frontends) -> int:
     """More than the sockets' buffers hold: 10 MB; returns its steps."""
     answer = fronts.will_answer("the quick brown fox " * 990)
     fronts.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
@@ -443,7 +443,7 @@ async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fron
 
 
 async def test_a_client_that_never_reads_is_cut_off(model_dir):
-    async with open_fronts(model_dir, write_timeout_seconds=0.3) as fronts:
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
         will_answer_much(fronts)
         async with connected(fronts, limit=16 << 10) as peer:
             await peer.send(post(CHAT, MUCH))
@@ -454,7 +454,7 @@ async def test_a_client_that_never_reads_is_cut_off(model_dir):
 
 
 async def test_client_that_drips_is_cut_off_as_well(model_dir):
-    async with open_fronts(model_dir, write_timeout_seconds=1.0) as fronts, asyncio.TaskGroup() as tasks:
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts, asyncio.TaskGroup() as tasks:
         will_answer_much(fronts)
         async with connected(fronts, limit=1) as peer:
             peer.writer.transport.pause_reading()
@@ -484,14 +484,14 @@ async def with_small_buffers(fronts, size=64 << 10):
         await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
         reader, writer = await asyncio.open_connection(sock=sock, limit=16 << 10)
         try:
-            yield Peer(reader, writer)
+            yield RawHttpClient(reader, writer)
         finally:
             writer.close()
 
 
 async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
     """In each period, that is, and not all of it in one."""
-    async with open_fronts(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as fronts:
+    async with open_frontends(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as fronts:
         will_answer_much(fronts)
         async with with_small_buffers(fronts) as peer:
             await peer.send(post(CHAT, {**MUCH, "stream": False}, "connection: close"))
@@ -509,7 +509,7 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
 
 async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
     """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
-    async with open_fronts(model_dir, write_timeout_seconds=1.0) as fronts:
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts:
         will_answer_much(fronts)
         async with with_small_buffers(fronts, 4 << 10) as peer:
             await peer.send(post(CHAT, MUCH, "connection: close"))
@@ -523,7 +523,7 @@ async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
 
 
 async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
-    async with open_fronts(model_dir, write_timeout_seconds=0.3) as fronts:
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
         will_answer_much(fronts)
         async with with_small_buffers(fronts) as peer, with_small_buffers(fronts) as other:
             for each in (peer, other):
@@ -539,7 +539,7 @@ async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
 
 async def test_unread_answer_does_not_keep_its_connection(model_dir):
     limits = {"write_timeout_seconds": 0.5, "idle_timeout_seconds": 1.0}
-    async with open_fronts(model_dir, **limits) as fronts, with_small_buffers(fronts) as peer:
+    async with open_frontends(model_dir, **limits) as fronts, with_small_buffers(fronts) as peer:
         peer.writer.transport.pause_reading()
         await until(lambda: fronts.http._connections)
         (connection,) = fronts.http._connections
@@ -554,7 +554,7 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
 
 async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
     long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
-    async with open_fronts(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
+    async with open_frontends(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
         fronts.will_answer("abc")
         peers = [await stack.enter_async_context(connected(fronts)) for _ in range(4)]
         for peer in peers[:3]:
@@ -579,7 +579,7 @@ async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_ta
 
 
 async def test_newcomers_are_refused_where_all_are_served(model_dir):
-    async with open_fronts(model_dir, max_connections=2) as fronts:
+    async with open_frontends(model_dir, max_connections=2) as fronts:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 0
         async with connected(fronts) as one, connected(fronts) as two:
@@ -609,7 +609,7 @@ WAITING = {
 
 async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
     monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
-    async with open_fronts(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
+    async with open_frontends(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 0
 
@@ -638,7 +638,7 @@ async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatc
 
 
 async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
-    async with open_fronts(model_dir, max_connections=20) as fronts, AsyncExitStack() as stack:
+    async with open_frontends(model_dir, max_connections=20) as fronts, AsyncExitStack() as stack:
         table = fronts.http._table
         for _ in range(18):  # as many as one address may have
             peer = await stack.enter_async_context(connected(fronts))
@@ -665,7 +665,7 @@ async def test_closed_connection_is_freed_without_the_collector(fronts):
 
 
 async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
-    async with open_fronts(model_dir, max_connections=20, address_share=0.5) as fronts, AsyncExitStack() as stack:
+    async with open_frontends(model_dir, max_connections=20, address_share=0.5) as fronts, AsyncExitStack() as stack:
         other = await stack.enter_async_context(connected(fronts, local_addr=("127.0.0.2", 0)))
         for _ in range(40):
             await stack.enter_async_context(connected(fronts))
@@ -677,7 +677,7 @@ async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
 
 
 async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
-    async with open_fronts(model_dir, first_byte_timeout_seconds=0.2) as fronts, connected(fronts) as idle:
+    async with open_frontends(model_dir, first_byte_timeout_seconds=0.2) as fronts, connected(fronts) as idle:
         await idle.send(get("/health"))
         await idle.answer()
         async with connected(fronts) as silent:
@@ -772,7 +772,7 @@ def through_health(fronts):
 
 
 async def test_health_listener_answers_probes_and_nothing_else(model_dir):
-    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
         for path, status in (("/health", 200), ("/live", 200), ("/metrics", 200), ("/v1/models", 404)):
             await peer.send(get(path))
             assert (await peer.answer())[0] == status, path
@@ -786,7 +786,7 @@ async def test_health_listener_answers_probes_and_nothing_else(model_dir):
 
 
 async def test_health_listener_answers_while_the_front_drains(model_dir):
-    async with open_fronts(model_dir, health_listen="127.0.0.1:0") as fronts:
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 1
         async with connected(fronts) as peer, asyncio.TaskGroup() as tasks:
@@ -805,7 +805,7 @@ async def test_health_listener_answers_while_the_front_drains(model_dir):
 
 
 async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
-    async with open_fronts(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
+    async with open_frontends(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 0
         async with connected(fronts) as peer:

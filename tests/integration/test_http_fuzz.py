@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from fleet.adapters.openapi import openapi_document
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 from tests.openai_servers import OpenAiServer, a_relay
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ def serving(model_dir):
 
     async def serve() -> None:
         await foreign.start()
-        async with open_fronts(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
+        async with open_frontends(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
             fronts.will_answer("An answer.")
             started.extend((fronts.http.address, relay.http.address))
             loops.append(asyncio.get_running_loop())

@@ -24,9 +24,9 @@ from fleet.errors import ConfigurationRefused
 from fleet.hub import HubSettings, Repository
 from fleet.router.settings import RouterSettings
 from fleet.work import WorkerDescription
-from tests.hub_server import Repo, a_hub
+from tests.hub_server import HubRepository, a_hub
 from tests.waiting import eventually
-from tests.worker_processes import a_stream
+from tests.worker_processes import a_router_stream
 from workers.settings import SimulatedSettings, WorkerSettings
 
 pytestmark = pytest.mark.integration
@@ -42,7 +42,7 @@ PARTS = {"model-00001-of-00002.safetensors": WEIGHTS, "model-00002-of-00002.safe
 def hub(model_dir, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests may have imported it otherwise
     with a_hub() as hub:
-        hub.repos[NAME] = Repo(model_dir, **PARTS)
+        hub.repos[NAME] = HubRepository(model_dir, **PARTS)
         yield hub
 
 
@@ -143,7 +143,7 @@ async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request
         _, worker = settings_of(hub, tmp_path, registry=found["control"])
         async with a_process(tmp_path, "worker", worker) as working:
             stream = (await endpoints(working))["stream"]
-            async with a_stream(stream) as asking:
+            async with a_router_stream(stream) as asking:
                 golden = (await asking.next(WorkerDescription)).golden
             answer = await ask(found["http"], {"model": "tiny", "prompt": "once upon a time", "max_tokens": 4})
 
@@ -299,7 +299,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_of_it_is_fetched(h
 
 
 def test_a_repository_that_has_no_weights_for_an_engine_is_told_apart(hub, request_for, model_dir):
-    hub.repos[NAME] = Repo(model_dir)
+    hub.repos[NAME] = HubRepository(model_dir)
     assert outcome(request_for()) == DownloadFailed(DownloadFailure.INCOMPLETE, "*.safetensors weights")
 
 

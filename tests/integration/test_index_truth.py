@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 5.0  # the lease of a worker's stream: what says nothing for 
 IDS = ("w1", "w2", "w3")
 
 
-class Router:
+class RunningRouter:
     def __init__(self, addresses: list[str], name: str) -> None:
         settings = RouterSettings(router_id=name, heartbeat_timeout_seconds=PATIENCE_SECONDS, max_reconnect_seconds=0.2)
         self.streams = WorkerStreams(settings, addresses=addresses)
@@ -75,8 +75,8 @@ async def workers() -> AsyncIterator[dict[str, WorkerProcess]]:
 
 
 @asynccontextmanager
-async def a_router(processes: dict[str, WorkerProcess], name: str) -> AsyncIterator[Router]:
-    router = Router([process.address for process in processes.values()], name)
+async def a_router(processes: dict[str, WorkerProcess], name: str) -> AsyncIterator[RunningRouter]:
+    router = RunningRouter([process.address for process in processes.values()], name)
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(router.streams.run(router.server.hear)),

@@ -24,9 +24,9 @@ from fleet.router.tenants import TenantSettings
 from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
 from tests.builders import token_ids
-from tests.fake_router import a_card
+from tests.fake_router import a_model_card
 from tests.fleet_processes import fleet_up
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 from tests.integration.test_grpc_frontend import SMALL_WINDOW, details_of
 from tests.text_model import EOS
 from tests.triton_client import TritonClient, described_protocol
@@ -264,7 +264,7 @@ class TestTritonsClient:
     async def test_a_key_in_its_headers_says_whose_request_it_is(self, model_dir, process):
         tenants = {"acme": TenantSettings(api_key_sha256=(KEY_SHA256,))}
         async with (
-            open_fronts(model_dir, tenants) as fronts,
+            open_frontends(model_dir, tenants) as fronts,
             a_kserve(fronts) as kserve,
         ):
             fronts.will_answer("the fox")
@@ -573,7 +573,7 @@ async def test_without_workers_it_is_live_and_not_ready(fronts, stub, channel):
         async for told in health.Watch(health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")):
             if told.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 break
-        fronts.router.cards = (a_card(),)
+        fronts.router.cards = (a_model_card(),)
         async for told in health.Watch(health_pb2.HealthCheckRequest()):
             if told.status == health_pb2.HealthCheckResponse.SERVING:
                 break

@@ -29,7 +29,7 @@ from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.certificates import Authority
-from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_short_folder, soon
+from tests.kv_builders import BLOCK_BYTES, MachineDriver, a_block, a_chain, a_short_folder, soon
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +48,7 @@ def key(secret: bytes) -> AuthenticationKey | None:
 @asynccontextmanager
 async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
     """The plane, its address, a namespace and the slot of a block."""
-    store = Store()
+    store = MachineDriver()
     tier = PrivateMemoryTier(8 * BLOCK_BYTES)
     reservation = store.reserve(a_chain(1))
     for command in store.machine.commands():
@@ -155,7 +155,7 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
 # The control plane
 
 
-class Echo(pb_grpc.BlockStoreServicer):
+class EchoStore(pb_grpc.BlockStoreServicer):
     """Says that it was asked."""
 
     async def Stats(self, request, context):  # noqa: N802 - named by the protocol
@@ -169,7 +169,7 @@ class Echo(pb_grpc.BlockStoreServicer):
 @asynccontextmanager
 async def a_control_plane(access: LoadedCredentials, *more: str) -> AsyncIterator[str]:
     server = grpc.aio.server(interceptors=access.interceptors())
-    pb_grpc.add_BlockStoreServicer_to_server(Echo(), server)
+    pb_grpc.add_BlockStoreServicer_to_server(EchoStore(), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     reflection.enable_server_reflection(("kvstore.v1.BlockStore",), server)
     port = access.bind(server, "127.0.0.1:0")

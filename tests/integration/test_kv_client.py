@@ -25,7 +25,7 @@ from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.kv_builders import (
     BLOCK_BYTES,
-    HandClock,
+    ManualClock,
     a_block,
     a_chain,
     a_namespace,
@@ -124,7 +124,7 @@ def test_shared_memory_that_could_not_be_had_is_taken_later(node):
 
 
 def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
-    clock, attempts = HandClock(), []
+    clock, attempts = ManualClock(), []
 
     def refuse(*_: object) -> None:
         attempts.append((clock.now() - SECOND) // MILLISECOND)

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.integration
 CLOCK = MonotonicClock()
 
 
-class Plane:
+class TcpDataPlane:
     """A data plane with one namespace, on this test's event loop."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b""):
@@ -100,7 +100,7 @@ class Plane:
 
 @pytest.fixture
 async def plane():
-    plane = Plane()
+    plane = TcpDataPlane()
     await plane.start()
     yield plane
     await plane.close()
@@ -219,7 +219,7 @@ async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plan
 
 
 async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good():
-    plane = Plane(block_bytes=8 << 20)  # more than the buffers of a connection
+    plane = TcpDataPlane(block_bytes=8 << 20)  # more than the buffers of a connection
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 8 << 20))
     async with a_slow_link(plane.port) as (port, go_on):
@@ -271,7 +271,7 @@ async def test_a_client_that_stops_in_the_middle_is_cut(plane):
 
 
 async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
-    plane = Plane(block_bytes=1 << 20)
+    plane = TcpDataPlane(block_bytes=1 << 20)
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 1 << 20))
     reader, writer = await plane.dial()
@@ -464,7 +464,7 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
     await asyncio.to_thread(link.close)
 
 
-def read(plane: Plane, port: int, slot: Slot, key: AuthenticationKey | None = None) -> list[BlockOutcome]:
+def read(plane: TcpDataPlane, port: int, slot: Slot, key: AuthenticationKey | None = None) -> list[BlockOutcome]:
     transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(30), key)
     try:
         return transport.get([slot], [bytearray(plane.block_bytes)], soon(30))

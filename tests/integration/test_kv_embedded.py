@@ -27,7 +27,7 @@ from tests.kv_builders import (
     a_namespace,
     a_short_folder,
     a_store_client,
-    names_in,
+    file_names_in,
     node_settings,
 )
 from tests.shared_memory import segments_of
@@ -59,17 +59,17 @@ def store_and_fetch(address: str, prefer=("shm",)) -> None:
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 async def test_it_serves_its_own_process_and_leaves_nothing_behind(new_loop):
     with a_short_folder() as folder:
-        shared_before, files_before = segments_of(os.getpid()), len(names_in("/proc/self/fd"))
+        shared_before, files_before = segments_of(os.getpid()), len(file_names_in("/proc/self/fd"))
         async with open_embedded(node_settings(folder), MonotonicClock(), new_loop=new_loop) as endpoints:
             assert NODE_THREAD in node_threads()
-            assert names_in(str(folder)) == {"c", "m"}
+            assert file_names_in(str(folder)) == {"c", "m"}
             assert not endpoints.data_address.endswith(":0")
             await asyncio.to_thread(store_and_fetch, endpoints.listen[0])
             assert await asyncio.to_thread(hits_over_tcp, endpoints.listen[1]) == 4
 
-        assert names_in(str(folder)) == set()
+        assert file_names_in(str(folder)) == set()
         assert segments_of(os.getpid()) <= shared_before
-        await until(lambda: len(names_in("/proc/self/fd")) <= files_before + 6)  # gRPC keeps a few of its own
+        await until(lambda: len(file_names_in("/proc/self/fd")) <= files_before + 6)  # gRPC keeps a few of its own
         assert node_threads() == []
 
 
@@ -89,8 +89,8 @@ async def test_it_can_be_opened_again_and_again_at_the_same_sockets_and_gives_it
                 assert pools()
             assert not pools()
             if not files:
-                files = len(names_in("/proc/self/fd"))
-        await until(lambda: len(names_in("/proc/self/fd")) <= files + 1)
+                files = len(file_names_in("/proc/self/fd"))
+        await until(lambda: len(file_names_in("/proc/self/fd")) <= files + 1)
 
 
 def pools() -> list[str]:
@@ -148,7 +148,7 @@ async def test_settings_that_cannot_be_obeyed_are_refused_by_field_and_nothing_i
             async with node(folder, **fields):
                 raise AssertionError("it started")
 
-        assert names_in(str(folder)) == set()
+        assert file_names_in(str(folder)) == set()
         assert node_threads() == []
 
 
@@ -187,7 +187,7 @@ async def test_a_node_that_ends_by_itself_ends_the_work_of_its_host(monkeypatch)
 
         assert worked == ["cancelled"]
         assert isinstance(ended.value.__cause__, ExceptionGroup)
-        assert names_in(str(folder)) == set()
+        assert file_names_in(str(folder)) == set()
 
 
 async def test_what_the_host_raises_comes_out_as_it_is():
@@ -197,7 +197,7 @@ async def test_what_the_host_raises_comes_out_as_it_is():
             async with node(folder):
                 raise error
         assert raised.value is error
-        assert names_in(str(folder)) == set()
+        assert file_names_in(str(folder)) == set()
 
 
 async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_piece_of_it_and_leaves_nothing(
@@ -217,7 +217,7 @@ async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_p
     monkeypatch.setattr(pages, "CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(pages, "_in_chunks", slowly)
     with a_short_folder() as folder:
-        files = len(names_in("/proc/self/fd"))
+        files = len(file_names_in("/proc/self/fd"))
 
         async def open_it() -> None:
             async with node(folder, capacity_bytes=64 << 20):
@@ -230,10 +230,10 @@ async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_p
             await opening
 
         assert len(chunks) <= pages.TAKING_THREADS
-        assert names_in(folder) == set()
+        assert file_names_in(folder) == set()
         assert node_threads() == []
         assert not pools()
-        await until(lambda: len(names_in("/proc/self/fd")) <= files)
+        await until(lambda: len(file_names_in("/proc/self/fd")) <= files)
 
 
 async def test_where_no_thread_can_be_had_nothing_is_left_open(monkeypatch):
@@ -264,5 +264,5 @@ async def test_a_host_that_is_cancelled_while_the_node_starts_leaves_nothing():
         with suppress(asyncio.CancelledError):
             await opening
 
-        assert names_in(str(folder)) == set()
+        assert file_names_in(str(folder)) == set()
         assert node_threads() == []

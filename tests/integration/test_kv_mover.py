@@ -19,12 +19,12 @@ from kvstore.lower_tiers import AdmitEverything, TierRule
 from kvstore.messages import BlockOutcome, FetchResult, TierStatus
 from kvstore.monotonic import MonotonicClock
 from kvstore.mover import THREADS_PER_TIER, TransferExecutor
-from tests.kv_builders import Store, a_chain
+from tests.kv_builders import MachineDriver, a_chain
 
 MAX_WAIT = Nanos(30 * MILLISECOND)
 
 
-class Disk:
+class HeldDisk:
     """Has every block; reads wait at its gate, writes fail."""
 
     name = "disk"
@@ -58,21 +58,21 @@ class Disk:
         return TierStatus(name=self.name)
 
 
-class Pool:
+class ZeroPool:
     def view(self, address):
         return np.zeros(address.length, np.uint8)
 
 
-class Node:
+class ExecutorNode:
     """A machine, a hierarchy and a mover over one disk."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.disk = Disk()
-        self.store = Store(blocks=64)
+        self.disk = HeldDisk()
+        self.store = MachineDriver(blocks=64)
         self.clock = MonotonicClock()
         rule = TierRule(name=self.disk.name, admission=AdmitEverything(), finds_in_memory=True)
         self.hierarchy = Hierarchy(self.store.machine, [rule])
-        self.mover = TransferExecutor(self.hierarchy, [self.disk], Pool(), self.clock, tasks, self._settle)
+        self.mover = TransferExecutor(self.hierarchy, [self.disk], ZeroPool(), self.clock, tasks, self._settle)
 
     def prefetch(self, chain, max_wait=MAX_WAIT):
         self.hierarchy.prefetch(self.store.digest, chain, 0, max_wait, self.clock.now())
@@ -87,9 +87,9 @@ class Node:
 
 
 @asynccontextmanager
-async def a_node_on_a_disk() -> AsyncIterator[Node]:
+async def a_node_on_a_disk() -> AsyncIterator[ExecutorNode]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        node = Node(tasks)
+        node = ExecutorNode(tasks)
         try:
             yield node
         finally:

@@ -29,7 +29,7 @@ CLOCK = MonotonicClock()
 BLOCK_BYTES = 4 << 20
 
 
-class Pool:
+class NixlTestPool:
     """One block in a pool with an agent."""
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Pool:
 
 @pytest.fixture
 async def pool():
-    pool = Pool()
+    pool = NixlTestPool()
     await pool.node.start()
     yield pool
     await pool.node.stop()

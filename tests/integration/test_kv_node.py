@@ -32,7 +32,7 @@ from tests.kv_builders import (
     a_node,
     a_short_folder,
     a_store_client,
-    names_in,
+    file_names_in,
     node_settings,
 )
 from tests.shared_memory import segments_of
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.integration
 async def test_a_cancelled_node_leaves_nothing_behind():
     with a_short_folder() as folder:
         shared_before = segments_of(os.getpid())
-        files_before = len(names_in("/proc/self/fd"))
+        files_before = len(file_names_in("/proc/self/fd"))
         ready = asyncio.Event()
         node = asyncio.get_running_loop().create_task(serve(node_settings(folder), lambda _: ready.set()))
         async with asyncio.timeout(60):
@@ -57,7 +57,7 @@ async def test_a_cancelled_node_leaves_nothing_behind():
 
         assert list(folder.iterdir()) == []
         assert segments_of(os.getpid()) <= shared_before
-        await until(lambda: len(names_in("/proc/self/fd")) <= files_before + 4)  # gRPC keeps a few of its own
+        await until(lambda: len(file_names_in("/proc/self/fd")) <= files_before + 4)  # gRPC keeps a few of its own
 
 
 def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():

@@ -23,8 +23,17 @@ from kvstore.monotonic import MonotonicClock
 from kvstore.movement import Demote, Fetch, Find, TierTransfer
 from kvstore.server import open_node
 from kvstore.settings import StoreSettings
-from tests.kv_builders import BLOCK_BYTES, Store, a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client
-from tests.servers import a_free_port, a_redis
+from tests.kv_builders import (
+    BLOCK_BYTES,
+    MachineDriver,
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    a_store_client,
+)
+from tests.servers import a_free_port, a_redis_server
 from tests.waiting import eventually
 
 POOL_BLOCKS = 8
@@ -160,7 +169,7 @@ def test_a_scan_writes_nothing_and_what_is_used_again_later_is_kept(tmp_path):
 
 def test_no_more_is_written_in_a_day_than_the_budget_says(tmp_path):
     tier = an_ssd(tmp_path, keep="all", daily_write_bytes=4 * BLOCK_BYTES)
-    with a_redis() as redis:
+    with a_redis_server() as redis:
         tiers = [tier, {"kind": "redis", "url": redis.url, "keep": "all"}]
         with a_node(tiers=tiers) as node, a_client(node) as client:
             write(client, a_chain(10))
@@ -175,17 +184,17 @@ def test_a_miss_everywhere_costs_no_wait(tmp_path):
         assert (len(match), match.loading) == (0, 0)
 
 
-class Simulated:
+class DecidingNode:
     """The same node as decisions alone: machine and hierarchy over tiers that answer at once."""
 
     def __init__(self, tiers: int):
-        self.store = Store(blocks=POOL_BLOCKS)
+        self.store = MachineDriver(blocks=POOL_BLOCKS)
         self.below: list[set[BlockKey]] = [set() for _ in range(tiers)]
         self.restart()
 
     def restart(self) -> None:
         """The pool is empty again."""
-        self.store = Store(blocks=POOL_BLOCKS)
+        self.store = MachineDriver(blocks=POOL_BLOCKS)
         rules = [TierRule(name=str(index), admission=AdmitEverything()) for index in range(len(self.below))]
         self.hierarchy = Hierarchy(self.store.machine, rules)
 
@@ -234,10 +243,10 @@ class Simulated:
 
 
 def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_path):
-    with a_redis() as redis:
+    with a_redis_server() as redis:
         tiers = [an_ssd(tmp_path / "ssd", keep="all"), {"kind": "redis", "url": redis.url, "keep": "all"}]
         with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
-            simulated = Simulated(tiers=2)
+            simulated = DecidingNode(tiers=2)
             prompts = [a_chain(3, "a"), [*a_chain(2, "a"), *a_chain(2, "x")], a_chain(5, "b")]
 
             def compare(client: StoreClient) -> None:
@@ -280,7 +289,7 @@ def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_
 
 
 def test_what_one_node_wrote_another_finds_through_redis():
-    with a_redis() as redis:
+    with a_redis_server() as redis:
         tier = {"kind": "redis", "url": redis.url, "keep": "all"}
         with a_node(tiers=[tier]) as writer, a_client(writer) as client:
             write(client, a_chain(6))
@@ -301,7 +310,7 @@ def test_a_block_of_one_node_is_read_by_another_from_its_memory_and_missed_when_
 
 def test_redis_gone_is_a_miss_and_redis_back_is_found_again():
     with (
-        a_redis() as redis,
+        a_redis_server() as redis,
         a_node(
             capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[{"kind": "redis", "url": redis.url, "keep": "all"}]
         ) as node,
@@ -333,7 +342,7 @@ def test_small_and_sealed_blocks_come_back_as_they_were_and_lie_there_as_nothing
     assert not any(plain in segment for segment in segments)
 
 
-class Router:
+class StoreWatcher:
     """What a router that watches a node believes to be in its tiers."""
 
     def __init__(self, address: str, tasks: asyncio.TaskGroup):
@@ -363,7 +372,7 @@ def read_from(node, chain: list[bytes]) -> int:
 async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         async with asyncio.TaskGroup() as tasks:
-            router = Router(node.address, tasks)
+            router = StoreWatcher(node.address, tasks)
             await asyncio.to_thread(put_into, node, a_chain(6))
             await router.until(cpu=a_chain(6), ssd=a_chain(6))
             await asyncio.to_thread(put_into, node, a_chain(8, "b"))
@@ -372,23 +381,23 @@ async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
 
 
 async def test_a_router_that_comes_late_hears_of_a_server_what_one_knows_that_was_there_all_the_time():
-    with a_redis() as redis:
+    with a_redis_server() as redis:
         tiers = [{"kind": "redis", "url": redis.url, "keep": "all"}]
         with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
             async with asyncio.TaskGroup() as tasks:
-                early = Router(node.address, tasks)
+                early = StoreWatcher(node.address, tasks)
                 await asyncio.to_thread(put_into, node, a_chain(6))
                 await early.until(cpu=a_chain(6), redis=a_chain(6))
                 await asyncio.to_thread(put_into, node, a_chain(8, "b"))
                 both = {"cpu": a_chain(8, "b"), "redis": [*a_chain(6), *a_chain(8, "b")]}
                 await early.until(**both)
-                late = Router(node.address, tasks)
+                late = StoreWatcher(node.address, tasks)
                 await late.until(**both)
 
                 redis.client().flushall()
                 assert await asyncio.to_thread(read_from, node, a_chain(6)) == 0
 
-                latest = Router(node.address, tasks)
+                latest = StoreWatcher(node.address, tasks)
                 for router in (early, late, latest):
                     await router.until(cpu=a_chain(8, "b"), redis=a_chain(8, "b"))
                     router.watching.cancel()

@@ -16,7 +16,7 @@ from kvstore.credentials import Credentials
 from kvstore.errors import LayoutMismatch
 from tests.certificates import Authority
 from tests.engine_driving import fresh_prompt
-from tests.integration.test_router_with_workers import Cluster, settings, sources
+from tests.integration.test_router_with_workers import WorkerCluster, settings, sources
 from tests.kv_builders import a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client, empty
 from tests.servers import a_free_port
 from tests.waiting import eventually, until
@@ -36,7 +36,7 @@ async def a_cluster_beside(node):
             settings(f"{role}-0", role, node.address, kv_paths=PATHS, speedup=5) for role in (Role.PREFILL, Role.DECODE)
         ]
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]
-        cluster = Cluster([process.address for process in processes], node.address)
+        cluster = WorkerCluster([process.address for process in processes], node.address)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         running = [
             tasks.create_task(cluster.workers.run(cluster.server.hear)),
@@ -86,7 +86,7 @@ async def test_a_worker_alone_fills_the_store_that_it_joined_late():
             process = await stack.enter_async_context(
                 a_worker_process(folder, settings("both-0", Role.BOTH, node.address, kv_paths=PATHS))
             )
-            cluster = Cluster([process.address], node.address)
+            cluster = WorkerCluster([process.address], node.address)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             running = [
                 tasks.create_task(cluster.workers.run(cluster.server.hear)),

@@ -19,7 +19,7 @@ from fleet.adapters.held_files import hold_lock_file, is_abandoned, share_lock_f
 from fleet.adapters.local_runs import LocalRun, note_group, note_logs, runtime_folder
 from fleet.cli.main import run
 from tests.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
-from tests.shared_memory import left_of
+from tests.shared_memory import remaining_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -252,7 +252,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
     assert not folder.exists()
     assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
-    eventually(lambda: not left_of(segments))
+    eventually(lambda: not remaining_of(segments))
     Path(folder_of_runs).rmdir()
 
 

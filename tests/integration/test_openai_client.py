@@ -8,7 +8,7 @@ import pytest
 from fleet.errors import Reason, RequestRejected
 from fleet.requests import Logprobs
 from tests.builders import a_prompt, token_ids
-from tests.fronts import Fronts
+from tests.fronts import Frontends
 from tests.text_model import EOS
 
 pytestmark = pytest.mark.integration
@@ -18,7 +18,7 @@ TEXT = "the quick brown fox: Größe 漢字 🎉!"
 
 
 @pytest.fixture
-async def client(fronts: Fronts):
+async def client(fronts: Frontends):
     async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

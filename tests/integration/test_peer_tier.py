@@ -351,7 +351,7 @@ def test_a_peer_that_talks_nonsense_is_a_failure_within_the_deadline(script):
             outcomes(tier, seconds=0.5)
 
 
-class Lying(pb_grpc.BlockStoreServicer):
+class LyingNode(pb_grpc.BlockStoreServicer):
     """A control plane that promises what its data plane does not keep."""
 
     def __init__(self, data_address: str, slots: int = 1):
@@ -374,7 +374,7 @@ class Lying(pb_grpc.BlockStoreServicer):
 def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
     with ThreadPoolExecutor(4) as threads:
         server = grpc.server(threads)
-        pb_grpc.add_BlockStoreServicer_to_server(Lying(data_address, slots), server)
+        pb_grpc.add_BlockStoreServicer_to_server(LyingNode(data_address, slots), server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:

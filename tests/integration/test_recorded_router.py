@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 TOKENS = 200  # of an answer: some two seconds
 
 
-class Cluster:
+class RecordedCluster:
     """`fleet serve router --record`, and simulated workers."""
 
     def __init__(self, folder, model_dir):
@@ -75,7 +75,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path, model_dir):
-    started = Cluster(tmp_path, model_dir)
+    started = RecordedCluster(tmp_path, model_dir)
     try:
         yield started
     finally:

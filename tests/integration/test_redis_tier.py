@@ -19,9 +19,9 @@ from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.redis.shelf import open_redis
 from kvstore.tiers.remote import RemoteTier
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, empty, keep, soon
-from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, outcomes
+from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_stored_value, outcomes
 from tests.scripted_server import Script, a_scripted_server
-from tests.servers import a_free_port, a_redis, can_connect
+from tests.servers import a_free_port, a_redis_server, can_connect
 from tests.stopwatch import at_most
 from tests.waiting import eventually
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def shared():
-    with a_redis() as server:
+    with a_redis_server() as server:
         yield server
 
 
@@ -60,7 +60,7 @@ def place_of(key: BlockKey) -> str:
 
 
 def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
-    with a_redis() as server:
+    with a_redis_server() as server:
         tier = open_tier(server.url)
         keep(tier, KEYS, BLOCKS, soon(10))
         server.kill()
@@ -82,7 +82,7 @@ def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
 
 
 def test_connections_that_a_restart_has_cut_cost_no_call():
-    with a_redis() as server:
+    with a_redis_server() as server:
         tier = open_tier(server.url)
         keep(tier, KEYS, BLOCKS, soon(10))
         server.kill()
@@ -102,7 +102,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_frozen_server_costs_no_more_than_the_deadline(call):
-    with a_redis() as server:
+    with a_redis_server() as server:
         tier = open_tier(server.url)
         keep(tier, KEYS, BLOCKS, soon(10))
         server.freeze()
@@ -119,7 +119,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
 
 
 def test_a_server_that_is_frozen_from_the_start_costs_no_more_than_the_deadline():
-    with a_redis() as server:
+    with a_redis_server() as server:
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
         server.freeze()
 
@@ -130,7 +130,7 @@ def test_a_server_that_is_frozen_from_the_start_costs_no_more_than_the_deadline(
 
 
 def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
-    with a_redis() as server:
+    with a_redis_server() as server:
         server.kill()
         tier = open_tier(server.url)
         with pytest.raises(TierFailed):
@@ -144,7 +144,7 @@ def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
 
 def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
     keys = [BlockKey(DIGEST, name) for name in a_chain(32, "busy")]
-    with a_redis() as server:
+    with a_redis_server() as server:
         tier = open_tier(server.url, in_flight_bytes=1 << 16)
         stop = threading.Event()
         wrong = []
@@ -203,15 +203,15 @@ def test_more_callers_than_connections_wait_for_their_turn(server):
         b"garbage",
         bytes(64),
         bytes(64 + BLOCK_BYTES),
-        a_value()[:63],
-        a_value()[:64],
-        a_value()[: 64 + BLOCK_BYTES // 2],
-        a_value()[:-1],
-        a_value() + b"x",
-        a_value(KEYS[2], BLOCKS[2]),
-        a_value(BlockKey(b"another-digest..", KEYS[1].name)),
-        a_value()[:80] + bytes([a_value()[80] ^ 1]) + a_value()[81:],
-        b"FKVR\1\1" + a_value()[6:],
+        a_stored_value()[:63],
+        a_stored_value()[:64],
+        a_stored_value()[: 64 + BLOCK_BYTES // 2],
+        a_stored_value()[:-1],
+        a_stored_value() + b"x",
+        a_stored_value(KEYS[2], BLOCKS[2]),
+        a_stored_value(BlockKey(b"another-digest..", KEYS[1].name)),
+        a_stored_value()[:80] + bytes([a_stored_value()[80] ^ 1]) + a_stored_value()[81:],
+        b"FKVR\1\1" + a_stored_value()[6:],
     ],
     ids=["empty", "garbage", "zeros", "zeros as long as a value", "half a head", "a head", "half a value",
          "a byte short", "a byte long", "another block", "another namespace", "a flipped bit", "a changed head"],
@@ -243,7 +243,7 @@ def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
 
 
 def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, server, caplog):
-    newer = b"FKVR\2" + a_value()[5:]
+    newer = b"FKVR\2" + a_stored_value()[5:]
     with server.client() as client:
         client.set(place_of(KEYS[1]), newer)
         client.set(place_of(KEYS[2]), newer)
@@ -294,7 +294,7 @@ def test_a_hole_in_a_chain_ends_what_is_found_wherever_it_is(tier):
 
 
 def test_a_full_server_refuses_blocks_which_is_no_failure():
-    with a_redis("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+    with a_redis_server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
         tier = open_tier(server.url, in_flight_bytes=1 << 16)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "full")]
 
@@ -311,7 +311,7 @@ def test_a_full_server_refuses_blocks_which_is_no_failure():
 
 
 def test_a_server_that_evicts_keeps_taking_blocks():
-    with a_redis("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
+    with a_redis_server("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
         tier = open_tier(server.url)
         keys = [BlockKey(DIGEST, name) for name in a_chain(32, "evict")]
 
@@ -325,7 +325,7 @@ def test_a_server_that_evicts_keeps_taking_blocks():
 
 
 def test_a_read_only_replica_is_a_failure_that_says_so():
-    with a_redis() as server:
+    with a_redis_server() as server:
         with server.client() as client:
             client.replicaof("127.0.0.1", server.port)  # of itself: never in step, read-only at once
         tier = open_tier(server.url)
@@ -348,7 +348,7 @@ def test_blocks_live_as_long_as_they_are_told_to(server):
 
 
 def test_tcp_with_a_password_and_a_database():
-    with a_redis("--requirepass", "open sesame") as server:
+    with a_redis_server("--requirepass", "open sesame") as server:
         url = f"redis://:open%20sesame@127.0.0.1:{server.port}/3"
         tier = open_tier(url)
         assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 4
@@ -361,7 +361,7 @@ def test_tcp_with_a_password_and_a_database():
 def test_the_password_may_lie_in_a_file_and_is_read_at_each_connection(tmp_path):
     secret = tmp_path / "password"
     secret.write_text("first\n")
-    with a_redis("--requirepass", "second") as server:
+    with a_redis_server("--requirepass", "second") as server:
         tier = open_tier(f"redis://127.0.0.1:{server.port}", password_file=str(secret))
         with pytest.raises(TierFailed, match="AuthenticationError"):
             tier.find(KEYS, soon(10))
@@ -383,7 +383,7 @@ def test_over_tls_blocks_go_there_and_back_and_an_unknown_certificate_is_refused
     )  # fmt: skip
     port = a_free_port()
     tls = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(private))
-    with a_redis(*tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no", "--port", "0"):
+    with a_redis_server(*tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no", "--port", "0"):
         assert can_connect(("127.0.0.1", port))
         tier = open_tier(f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate}")
         blocks = [a_block(seed, 1 << 20) for seed in range(4)]
@@ -415,8 +415,10 @@ SCRIPTS = {
     "a number that is none, from the start": Script((b":abc\r\n",)),
     "another place": Script((*HANDSHAKE, b"-MOVED 3999 127.0.0.1:6381\r\n" * 4)),
     "not yet": Script((*HANDSHAKE, b"-LOADING Redis is loading the dataset in memory\r\n" * 4)),
-    "half a value": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000])),
-    "half a value, and silence": Script((*HANDSHAKE, b"$8256\r\n" + a_value(KEYS[0], BLOCKS[0])[:4000]), hold=True),
+    "half a value": Script((*HANDSHAKE, b"$8256\r\n" + a_stored_value(KEYS[0], BLOCKS[0])[:4000])),
+    "half a value, and silence": Script(
+        (*HANDSHAKE, b"$8256\r\n" + a_stored_value(KEYS[0], BLOCKS[0])[:4000]), hold=True
+    ),
     "a line without an end": Script((*HANDSHAKE, b"+" + b"x" * 100_000), hold=True),
     "a number that is none": Script((*HANDSHAKE, b"$abc\r\n"), hold=True),
     "replies of another kind": Script((*HANDSHAKE, b":1\r\n" * 10), hold=True),
@@ -435,7 +437,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
 
 
 def test_blocks_that_came_before_the_cut_count():
-    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"))) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
@@ -447,7 +449,7 @@ def test_blocks_that_came_before_the_cut_count():
 
 
 def test_half_a_value_behind_a_reply_costs_the_next_call_nothing():
-    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
@@ -469,8 +471,8 @@ def test_more_bytes_than_a_head_are_refused_and_not_waited_for():
 
 
 def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_removed():
-    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
-    huge = b"$%d\r\n%b" % (1 << 29, a_value()[:64])
+    good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
+    huge = b"$%d\r\n%b" % (1 << 29, a_stored_value()[:64])
     with a_scripted_server(Script((*HANDSHAKE, good + huge), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
@@ -487,7 +489,7 @@ def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_
 
 def test_a_cluster_whose_slots_nobody_serves_is_a_failure_that_says_so():
     others = ("--cluster-port", str(a_free_port()))  # else its own and 10,000, which may be none
-    with a_redis("--cluster-enabled", "yes", *others) as server:
+    with a_redis_server("--cluster-enabled", "yes", *others) as server:
         tier = open_tier(server.url)
 
         for call in (lambda: outcomes(tier), lambda: tier.holds(KEYS, soon(10))):

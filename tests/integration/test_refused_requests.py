@@ -12,7 +12,7 @@ from fleet.errors import RequestRejected
 from fleet.requests import GenerateRequest
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 from tests.http_peers import connected, post
 from tests.openai_servers import MODEL, OpenAiServer, a_relay
 from tests.waiting import until
@@ -45,7 +45,7 @@ WRONG = [{"stop": [""]}, {"model": "other"}, {"prompt": ""}, {"temperature": -1}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wrong", WRONG, ids=[next(iter(each)) for each in WRONG])
 async def test_over_http(model_dir, wrong, stream):
-    async with open_fronts(model_dir) as fronts, connected(fronts) as peer, without_collector():
+    async with open_frontends(model_dir) as fronts, connected(fronts) as peer, without_collector():
         await peer.send(post("/v1/completions", {"prompt": "x", "stream": stream, **wrong}))
         assert (await peer.answer())[0] in (400, 404)
 
@@ -66,7 +66,7 @@ async def test_in_front_of_a_foreign_server(wrong):
 
 @pytest.mark.parametrize("asked", [{"stop": [""]}, {"model": "other"}, {"text": ""}], ids=["stop", "model", "text"])
 async def test_over_grpc(model_dir, asked):
-    async with open_fronts(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
+    async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         async with without_collector():
             with pytest.raises(grpc.aio.AioRpcError):
@@ -84,7 +84,7 @@ async def test_over_kserve(model_dir, name):
     )
     message = kserve_pb2.ModelInferRequest(model_name=name, inputs=[tensor])
     async with (
-        open_fronts(model_dir) as fronts,
+        open_frontends(model_dir) as fronts,
         open_kserve_frontend(
             "127.0.0.1:0", fronts.generation, fronts.generation._clock, max_held_bytes=1 << 30
         ) as kserve,
@@ -100,7 +100,7 @@ async def test_over_kserve(model_dir, name):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_whose_client_has_gone_over_http(model_dir, stream):
-    async with open_fronts(model_dir) as fronts, without_collector():
+    async with open_frontends(model_dir) as fronts, without_collector():
         fronts.will_answer("the fox")
         fronts.router.hold_after = 1
         async with connected(fronts) as peer:
@@ -111,7 +111,7 @@ async def test_whose_client_has_gone_over_http(model_dir, stream):
 
 @pytest.mark.parametrize("seconds", [None, 1.0], ids=["cancelled", "late"])
 async def test_that_its_client_gives_up_over_grpc(model_dir, seconds):
-    async with open_fronts(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
+    async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 1
         async with without_collector():

@@ -21,7 +21,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.integration
 
 
-class Routers:
+class RouterGroup:
     """`fleet serve router --processes N`, and simulated workers that register with whichever answers."""
 
     def __init__(self, folder, model_dir, count):
@@ -75,7 +75,7 @@ class Routers:
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory, model_dir):
     """Two routers, and two workers that both know."""
-    started = Routers(tmp_path_factory.mktemp("r"), model_dir, 2)
+    started = RouterGroup(tmp_path_factory.mktemp("r"), model_dir, 2)
     try:
         for name in ("w0", "w1"):
             started.add_worker(name)

@@ -19,7 +19,7 @@ from kvstore.credentials import Credentials
 from kvstore.frames import connect
 from tests.certificates import Authority
 from tests.fleet_processes import serve
-from tests.integration.test_replicas_said import Heard
+from tests.integration.test_replicas_said import RecordingRouter
 from tests.kv_builders import a_short_folder
 from tests.servers import a_free_port
 from tests.waiting import eventually, until
@@ -36,14 +36,14 @@ FORGED = (
 )  # fmt: skip
 
 
-class Knowing(Heard):
+class RouterWithState(RecordingRouter):
     """With the few things that a router tells."""
 
     def registrations(self):
         return ()
 
 
-class Stranger:
+class UnknownPeer:
     def __init__(self):
         self.heard = []
         self.over = asyncio.Event()
@@ -109,7 +109,7 @@ def test_routers_with_one_secret_hear_each_other(routers):
 async def test_stranger_forges_nothing_and_reads_nothing(routers):
     (client, _), (address, _), (log, _) = routers
     before = client.tune()
-    stranger = Stranger()
+    stranger = UnknownPeer()
 
     connection = await connect(address, lambda _: stranger)
     for message in FORGED:
@@ -140,14 +140,14 @@ def test_open_replica_port_is_refused_at_start(tmp_path, listen):
 
 @pytest.mark.parametrize("told", [{"replicas": ("10.0.0.1:7",)}, {"replicas_listen": "localhost:7"}])
 def test_unprotected_address_of_a_router_is_named(told):
-    router = Heard()
+    router = RecordingRouter()
     with pytest.raises(ConfigurationRefused, match=r"^replicas(\[0\]|_listen): .* is open to"):
         PeerRouters(RouterSettings(**told), router, router, router, lambda: "")
 
 
 @asynccontextmanager
 async def a_router(number, listen, others, credentials):
-    router = Knowing()
+    router = RouterWithState()
     settings = RouterSettings(
         router_id=f"r{number}", replicas_listen=listen, replicas=others, replicas_credentials=credentials
     )

@@ -6,7 +6,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.openai_servers import MODEL, OpenAiServer, ask, routers_before
+from tests.openai_servers import MODEL, OpenAiServer, ask, routers_in_front_of
 from tests.waiting import until_answered
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ async def test_what_one_process_has_sent_to_a_server_all_believe_to_be_there(tmp
     servers = [OpenAiServer() for _ in range(SERVERS)]
     for server in servers:
         await server.start()
-    async with routers_before(tmp_path, servers, ROUTERS) as address:
+    async with routers_in_front_of(tmp_path, servers, ROUTERS) as address:
         await until_answered(lambda: have_met(address), 300)
         for number in range(5):
             prompt = f"{number} is a number. " * 400

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
 
 
-class Heard:
+class RecordingRouter:
     """A router and its registry that note what they hear."""
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Heard:
     deregister = register
 
 
-class Speaker:
+class SendingPeer:
     """The other router's end of a connection."""
 
     def __init__(self):
@@ -70,11 +70,11 @@ def heard(tmp_path, *said, **fields):
     """The same, and the prompts that were told."""
 
     async def play():
-        router = Heard()
+        router = RecordingRouter()
         address = f"unix:{tmp_path}/r.sock"
         replicas = PeerRouters(RouterSettings(replicas_listen=address), router, router, router, lambda: "", **fields)
         running = asyncio.create_task(replicas.run())
-        speaker = Speaker()
+        speaker = SendingPeer()
         async with asyncio.timeout(60):
             while not (tmp_path / "r.sock").exists():
                 await asyncio.sleep(0.002)

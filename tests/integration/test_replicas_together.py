@@ -45,7 +45,7 @@ class NoWorkers:
         raise AssertionError("work was cancelled that was never sent")
 
 
-class Told(RouterServer):
+class CountingRouterServer(RouterServer):
     """Counts what it hears of the others' bookings."""
 
     times = 0
@@ -55,7 +55,7 @@ class Told(RouterServer):
         super().hear(event)
 
 
-class Deaf:
+class SilentRouter:
     """A router that takes connections and answers nothing."""
 
     def received(self, payload):
@@ -68,7 +68,7 @@ class Deaf:
         pass
 
 
-class Wire:
+class SeverableLink:
     """Passes on to a socket what comes at another one, while it is not cut."""
 
     def __init__(self, folder, number):
@@ -101,7 +101,7 @@ async def _pass(reader, writer):
     writer.close()
 
 
-class One:
+class PeerRouterSetup:
     """A router with its selection service, on a port of its own."""
 
     def __init__(self, folder, number, count, *, link="", **settings):
@@ -111,7 +111,7 @@ class One:
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
         )
         selecting = SelectionAwareWorkers(NoWorkers())
-        self.server = Told(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
+        self.server = CountingRouterServer(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
@@ -169,7 +169,7 @@ def _meeting_soon(monkeypatch):
 
 async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
     """To hear of another is an event too: it must not be one to tell of."""
-    async with One(tmp_path, 0, 2).running() as a, One(tmp_path, 1, 2).running() as b:
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b) and a.server.times and b.server.times)
         a.server.times = b.server.times = 0
         clock = asyncio.get_running_loop()
@@ -189,14 +189,14 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
 
 async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp_path):
     hard = {"session_affinity": "hard"}
-    async with One(tmp_path, 0, 3, **hard).running() as a:
-        async with One(tmp_path, 1, 3, **hard).running() as b:
+    async with PeerRouterSetup(tmp_path, 0, 3, **hard).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 3, **hard).running() as b:
             await until(lambda: a.replicas._links and b.replicas._links)
             homes = {f"s{number}": await (a, b)[number % 2].worker_of(f"s{number}") for number in range(12)}
             assert len(set(homes.values())) > 1
             await until(lambda: all(len(each.server.sessions) == len(homes) for each in (a, b)))
             assert {session: await b.worker_of(session) for session in homes} == homes
-        async with One(tmp_path, 2, 3, **hard).running() as c:
+        async with PeerRouterSetup(tmp_path, 2, 3, **hard).running() as c:
             await until(lambda: len(c.server.sessions) == len(homes))
 
             assert {session: await c.worker_of(session) for session in homes} == homes
@@ -204,9 +204,9 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
 
 async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it_has_caught_up(tmp_path):
     worker = MemberJoined(worker_id=WorkerId("w9"), incarnation=Incarnation("1"), address="unix:/w9")
-    async with One(tmp_path, 0, 2).running() as a:
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         a.members.register(Register(worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address))
-        async with One(tmp_path, 1, 2).running() as b:
+        async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
             async with asyncio.timeout(60):
                 await b.replicas.caught_up()
 
@@ -216,15 +216,15 @@ async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it
 
 async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):
     """Before its engine has told of it, though others are idle; to a router that comes later, and until it is over."""
-    async with One(tmp_path, 0, 3).running() as a:
-        async with One(tmp_path, 1, 3).running() as b:
+    async with PeerRouterSetup(tmp_path, 0, 3).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 3).running() as b:
             await until(lambda: a.replicas._links and b.replicas._links)
             first = await a.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
             await until(lambda: b.booked_elsewhere() == 1)
             second = await b.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
             assert second.decode.worker_id == first.decode.worker_id
             await b.stub.Release(pb.ReleaseRequest(lease_id=second.lease_id))
-        async with One(tmp_path, 2, 3).running() as c:
+        async with PeerRouterSetup(tmp_path, 2, 3).running() as c:
             await until(lambda: c.booked_elsewhere() == 1)
             third = await c.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
             assert third.decode.worker_id == first.decode.worker_id
@@ -236,10 +236,13 @@ async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_t
 
 async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):
     """On what was bound last, whoever did, and without a further request."""
-    wires = [Wire(tmp_path, number) for number in range(2)]
+    wires = [SeverableLink(tmp_path, number) for number in range(2)]
     for wire in wires:
         await wire.heal()
-    async with One(tmp_path, 0, 2, link="wire").running() as a, One(tmp_path, 1, 2, link="wire").running() as b:
+    async with (
+        PeerRouterSetup(tmp_path, 0, 2, link="wire").running() as a,
+        PeerRouterSetup(tmp_path, 1, 2, link="wire").running() as b,
+    ):
         await until(lambda: met(a, b))
         for session in ("first a", "first b"):
             await a.select(session=session, pin=WorkerId("w3"))
@@ -266,7 +269,7 @@ async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_th
 
 
 async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):
-    async with One(tmp_path, 0, 2).running() as a, One(tmp_path, 1, 2).running() as b:
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b))
         selected = await a.select(lease_ms=40_000)
 
@@ -287,8 +290,8 @@ async def test_a_lease_is_reported_and_released_through_whichever_router_is_aske
 async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_path, monkeypatch):
     """Two answer, and the third takes connections and says nothing."""
     monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
-    silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: Deaf())
-    async with silent, One(tmp_path, 0, 3).running() as a, One(tmp_path, 1, 3).running() as b:
+    silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: SilentRouter())
+    async with silent, PeerRouterSetup(tmp_path, 0, 3).running() as a, PeerRouterSetup(tmp_path, 1, 3).running() as b:
         await until(lambda: met(a, b, others=1))
         selected = await a.select()
 
@@ -296,8 +299,8 @@ async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_p
 
 
 async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
-    async with One(tmp_path, 0, 2).running() as a:
-        async with One(tmp_path, 1, 2).running() as b:
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
             await until(lambda: met(a, b))
             await b.select(pin=WorkerId("w0"))
             await until(lambda: a.booked_elsewhere() == 1)
@@ -310,7 +313,7 @@ def limited(address, others, limit=12):
     clock = SystemClock()
     tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
     settings = RouterSettings(router_id=address, replicas_listen=address, replicas=others)
-    router = Told(RouterMachine(settings, random.Random(1)), SelectionAwareWorkers(NoWorkers()), clock)
+    router = CountingRouterServer(RouterMachine(settings, random.Random(1)), SelectionAwareWorkers(NoWorkers()), clock)
     members = RegistryServer(MembershipSettings(lease_ms=60_000), clock)
     shared = PeerRouters(settings, router, members, None, lambda: "", limits=PeerLimits(tenants, clock))
     return tenants, shared, clock
@@ -328,7 +331,7 @@ async def let_in(tenants, clock, count):
 async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
     """It is waited for once; then the others count without it."""
     address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
-    async with open_server("listen", deaf, lambda _: Deaf()):
+    async with open_server("listen", deaf, lambda _: SilentRouter()):
         tenants, shared, clock = limited(address, (deaf,))
         running = asyncio.create_task(shared.run())
         await until(lambda: tenants.others == 1)

@@ -9,7 +9,7 @@ from fleet.sim.load_curve import load_curve
 from fleet.sim.planning import run_scenario
 from fleet.sim.report import write_report
 from fleet.sim.scenario import read_scenario
-from tests.browser import ABSENT, CHROMIUM, Browser, Page
+from tests.browser import ABSENT, CHROMIUM, Browser, BrowserPage
 from tests.model_shapes import LLAMA_8B
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(CHROMIUM is None, reason=ABSENT)]
@@ -127,7 +127,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(browser, report):
-    return Page(browser, report.path)
+    return BrowserPage(browser, report.path)
 
 
 def test_every_chart_is_drawn_with_all_its_points(page, report):
@@ -174,7 +174,7 @@ def test_those_who_hear_the_page_are_told_of_each_chart(page):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_words_and_lines_stand_out_from_the_ground(browser, report, dark):
     """Contrasts as the Web Content Accessibility Guidelines want them (AA): 4.5 of text, 3 of graphics."""
-    found = Page(browser, report.path, dark=dark).ask(CONTRASTS)
+    found = BrowserPage(browser, report.path, dark=dark).ask(CONTRASTS)
 
     assert len(found["words"]) > 100
     assert min(found["words"]) >= 4.5
@@ -183,7 +183,7 @@ def test_words_and_lines_stand_out_from_the_ground(browser, report, dark):
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_lies_on_something_else_or_beyond_the_edge(browser, report, width):
-    page = Page(browser, report.path, width=width)
+    page = BrowserPage(browser, report.path, width=width)
 
     assert page.ask("document.documentElement.scrollWidth") <= width
     assert page.ask(OVERLAPS) == page.ask(BEYOND) == []
@@ -194,7 +194,9 @@ def test_hostile_names_are_nothing_but_text(browser, tmp_path):
     folder = tmp_path / "reports"
     folder.mkdir()
     model = image.replace("/", "")
-    page = Page(browser, Report(folder, model=model, prefill=script, decode=closing, name=closing, loads=()).path)
+    page = BrowserPage(
+        browser, Report(folder, model=model, prefill=script, decode=closing, name=closing, loads=()).path
+    )
 
     assert page.ask("document.title").startswith(closing)
     assert page.ask("document.querySelector('h1').textContent") == closing

@@ -11,7 +11,7 @@ from fleet.roles import Role
 from fleet.router.snapshot import PoolSnapshot, WorkerSnapshot
 from kvstore.credentials import Credentials
 from operators.registrations import WorkerRegistration
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +25,7 @@ def a_worker(worker_id, state="serving", cached_blocks=0):
 
 
 async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(model_dir, monkeypatch):
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
         status = structs.replace(fronts.router.status(), pools=(pool,))
@@ -41,7 +41,7 @@ async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir
     (tmp_path / "secret").write_bytes(SECRET)
     access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
     async with (
-        open_fronts(model_dir) as fronts,
+        open_frontends(model_dir) as fronts,
         open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,
     ):
         assert await RouterRegistrations().workers(address, SECRET) == ()

@@ -11,7 +11,7 @@ from http.client import HTTPConnection
 import pytest
 
 from tests.fleet_processes import FLEET, serve
-from tests.openai_servers import ASKED, OpenAiServer, ask, routers_before
+from tests.openai_servers import STREAMING_REQUEST, OpenAiServer, ask, routers_in_front_of
 from tests.servers import a_free_port
 from tests.waiting import eventually
 
@@ -23,9 +23,9 @@ async def test_a_router_takes_no_requests_before_its_servers_have_said_that_they
     server = OpenAiServer()
     server.health_seconds = 0.5
     await server.start()
-    async with routers_before(tmp_path, [server], processes, catch_up_seconds=20.0) as address:
+    async with routers_in_front_of(tmp_path, [server], processes, catch_up_seconds=20.0) as address:
         for _ in range(4):
-            await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(ASKED))
+            await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
 
 
 async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up_for_long(tmp_path):
@@ -33,7 +33,7 @@ async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up
     await server.start()
     with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
         patient = {"connect_timeout_seconds": 1000.0, "catch_up_seconds": 0.2}
-        async with routers_before(tmp_path, [server, silent], 1, **patient) as address:
+        async with routers_in_front_of(tmp_path, [server, silent], 1, **patient) as address:
             await asyncio.to_thread(ask, address, "GET", "/openapi.json")
 
 

@@ -37,7 +37,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 LONG = 700
 
 
-class Cluster:
+class WorkerCluster:
     """A router with workers as it sees them; requests get an id each."""
 
     def __init__(self, addresses: list[str], store: str):
@@ -98,7 +98,7 @@ def settings(
 
 
 @asynccontextmanager
-async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[Cluster, list[WorkerProcess]]]:
+async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster, list[WorkerProcess]]]:
     with a_node(capacity_bytes=16 << 20) as node, a_short_folder() as folder:
         async with AsyncExitStack() as stack:
             processes = [
@@ -107,7 +107,7 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[Cluster, list
                 )
                 for index, role in enumerate(roles)
             ]
-            cluster = Cluster([process.address for process in processes], node.address)
+            cluster = WorkerCluster([process.address for process in processes], node.address)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             running = [
                 tasks.create_task(cluster.workers.run(cluster.server.hear)),

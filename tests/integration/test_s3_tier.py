@@ -20,9 +20,9 @@ from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import open_s3, tier_with
 from tests.kv_builders import BLOCK_BYTES, a_block, a_chain, empty, keep, soon
-from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_value, outcomes
+from tests.remote_blocks import BLOCKS, DIGEST, KEYS, a_stored_value, outcomes
 from tests.scripted_server import Script, a_scripted_server
-from tests.servers import an_s3, s3_credentials
+from tests.servers import an_s3_server, s3_credentials
 from tests.stopwatch import at_most
 from tests.waiting import eventually
 
@@ -39,7 +39,7 @@ def credentials():
 
 @pytest.fixture(scope="module")
 def shared():
-    with an_s3() as server:
+    with an_s3_server() as server:
         yield server
 
 
@@ -76,7 +76,7 @@ def place_of(key: BlockKey) -> str:
 
 
 def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
-    with an_s3() as server:
+    with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
         assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
@@ -107,7 +107,7 @@ CALLS = {
 
 
 def test_a_frozen_server_costs_no_more_than_the_deadline():
-    with an_s3() as server:
+    with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
         keep(tier, KEYS, BLOCKS, soon())
@@ -129,7 +129,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
 
 
 def test_calls_under_way_end_when_the_tier_is_closed():
-    with an_s3() as server:
+    with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", parallel=1)
         server.freeze()
@@ -144,7 +144,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
 
 
 def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
-    with an_s3() as server:
+    with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
         assert [record.message for record in caplog.records] == ["object store does not answer yet"]
@@ -180,12 +180,12 @@ PLANTED = {
     "empty": b"",
     "garbage": b"garbage",
     "zeros as long as a value": bytes(64 + BLOCK_BYTES),
-    "a head": a_value()[:64],
-    "half a value": a_value()[: 64 + BLOCK_BYTES // 2],
-    "a byte long": a_value() + b"x",
-    "another block": a_value(KEYS[2], BLOCKS[2]),
-    "another namespace": a_value(BlockKey(b"another-digest..", KEYS[1].name)),
-    "a flipped bit": a_value()[:80] + bytes([a_value()[80] ^ 1]) + a_value()[81:],
+    "a head": a_stored_value()[:64],
+    "half a value": a_stored_value()[: 64 + BLOCK_BYTES // 2],
+    "a byte long": a_stored_value() + b"x",
+    "another block": a_stored_value(KEYS[2], BLOCKS[2]),
+    "another namespace": a_stored_value(BlockKey(b"another-digest..", KEYS[1].name)),
+    "a flipped bit": a_stored_value()[:80] + bytes([a_stored_value()[80] ^ 1]) + a_stored_value()[81:],
 }
 
 
@@ -207,7 +207,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
 
 
 def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shared, bucket, caplog):
-    newer = b"FKVR\2" + a_value()[5:]
+    newer = b"FKVR\2" + a_stored_value()[5:]
     for key in KEYS[1:3]:
         shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
 
@@ -282,14 +282,14 @@ SCRIPTS = {
     "garbage": Script((b"SSH-2.0-OpenSSH_9.2\r\n",)),
     "nothing": Script((), hold=True),
     "an end": Script((b"",)),
-    "half a value": Script((an_answer("200 OK", a_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),)),
+    "half a value": Script((an_answer("200 OK", a_stored_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),)),
     "half a value, and silence": Script(
-        (an_answer("200 OK", a_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),), hold=True
+        (an_answer("200 OK", a_stored_value(KEYS[0], BLOCKS[0])[:4000], 64 + BLOCK_BYTES),), hold=True
     ),
     "an error that is no XML": Script((an_answer("500 Oops", b"<<<"),)),
     "slow down": Script((an_answer("503 Slow Down", b""),)),
     "no access": Script((an_answer("403 Forbidden", b""),)),
-    "no number for a length": Script((an_answer("200 OK", a_value(), "abc"),)),
+    "no number for a length": Script((an_answer("200 OK", a_stored_value(), "abc"),)),
     "less than nothing": Script((an_answer("200 OK", b"", -5),)),
     "a time that is none": Script((b"HTTP/1.1 200 OK\r\nLast-Modified: never\r\nContent-Length: 0\r\n\r\n",)),
     "half a head": Script((b"HTTP/1.1 200 OK\r\nContent-Le",), hold=True),
@@ -308,7 +308,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
 
 
 def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
-    with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_value()[:100])) as port:
+    with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.shelf._clients.within(0.5)  # which takes long to make
 
@@ -319,7 +319,7 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
 
 
 def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
-    with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_value()[:64])) as port:
+    with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.shelf._clients.within(0.5)
         tier.shelf._seen.doubt(KEYS[0])
@@ -348,7 +348,7 @@ def test_an_answer_whose_head_comes_byte_by_byte_keeps_no_process_from_ending():
 
 
 def test_a_value_of_which_nobody_tells_the_length_is_a_failure_and_stays():
-    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (64 + BLOCK_BYTES, a_value(KEYS[0], BLOCKS[0]))
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk,))) as port:
         tier = open_with_endpoint("blocks", port)
 

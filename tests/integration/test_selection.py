@@ -22,7 +22,7 @@ from fleet.router.settings import RouterSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from tests.builders import a_joined_worker, a_prompt
-from tests.fake_workers import Untouched
+from tests.fake_workers import UnusedWorkers
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,7 @@ PROMPT = a_prompt(100)
 LONG = a_prompt(1000)
 
 
-class Brain:
+class SelectionSetup:
     def __init__(self, server, service, stub, address):
         self.server = server
         self.service = service
@@ -63,7 +63,7 @@ class Brain:
 
 @asynccontextmanager
 async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings):  # noqa: B008 - frozen
-    selecting = SelectionAwareWorkers(Untouched())
+    selecting = SelectionAwareWorkers(UnusedWorkers())
     server = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, SystemClock())
     for worker_id, role, fields in workers:
         server.hear(a_joined_worker(worker_id, role, **fields))
@@ -73,7 +73,7 @@ async def a_brain(*workers, limits=SelectionSettings(caller_share=1), **settings
     address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
     await port.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield Brain(server, service, SelectionStub(channel), address)
+        yield SelectionSetup(server, service, SelectionStub(channel), address)
     await port.stop(0)
 
 
@@ -98,7 +98,7 @@ async def test_a_selection_is_booked_in_one_step_and_given_back_at_release():
 async def test_callers_that_ask_at_once_see_each_others_bookings():
     workers = [decode(f"d{number}") for number in range(8)]
     async with a_brain(*workers) as brain, grpc.aio.insecure_channel(brain.address) as channel:
-        other = Brain(brain.server, brain.service, SelectionStub(channel), brain.address)
+        other = SelectionSetup(brain.server, brain.service, SelectionStub(channel), brain.address)
         prompts = [a_prompt(100, first=1000 * number) for number in range(1, 81)]
 
         async with asyncio.TaskGroup() as callers:

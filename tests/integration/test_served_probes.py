@@ -16,9 +16,9 @@ from fleet.errors import Reason, RequestRejected
 from fleet.router.tenants import TenantSettings
 from operators.probing import Probe, ProbeCompletion, ProbeFailure
 from tests.builders import MODEL
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 from tests.openai_servers import MODEL as RELAYED
-from tests.openai_servers import Answering, OpenAiServer, a_relay, five_tokens
+from tests.openai_servers import OpenAiServer, ServerExchange, a_relay, five_tokens
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -89,7 +89,7 @@ PREFILL = ("prefill", "p1", "computed", 9)
 
 
 async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answer(model_dir):
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         fronts.will_answer("A")
         found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
 
@@ -101,7 +101,7 @@ async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answe
 
 
 async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
 
         found = await probes(fronts.url).ask(a_probe())
@@ -110,7 +110,7 @@ async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
 
 
 async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody(model_dir):
-    async with open_fronts(model_dir, TENANTS) as fronts:
+    async with open_frontends(model_dir, TENANTS) as fronts:
         fronts.will_answer("A")
 
         async def asked(**keys):
@@ -130,7 +130,7 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
 
 async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
     elsewhere = []
-    async with open_fronts(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
+    async with open_frontends(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
         fronts.will_answer("A")
         bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
 
@@ -154,7 +154,7 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
     ],
 )
 async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         fronts.router.refuse = refused
 
         assert await probes(fronts.url).ask(a_probe()) == found
@@ -228,7 +228,7 @@ async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_
     """By a router as it is: so a probe needs no priority."""
     go, server = asyncio.Event(), OpenAiServer()
 
-    async def when_let(answering: Answering) -> None:
+    async def when_let(answering: ServerExchange) -> None:
         await go.wait()
         await five_tokens(answering)
 

@@ -22,7 +22,7 @@ LIMIT = 30  # a minute: half a request a second comes back
 TOKENS = 40  # of a prompt
 
 
-class Cluster:
+class LimitedRouters:
     """`fleet serve router --processes 3` with a worker of its own, and another router that is a foreign server to it."""
 
     def __init__(self, folder, sockets, model_dir):
@@ -80,7 +80,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, model_dir):
     with a_short_folder() as sockets:
-        started = Cluster(tmp_path_factory.mktemp("limits"), sockets, model_dir)
+        started = LimitedRouters(tmp_path_factory.mktemp("limits"), sockets, model_dir)
         try:
             started.add_worker()
             for model in ("tiny", "far"):

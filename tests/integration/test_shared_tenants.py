@@ -6,7 +6,7 @@ from fleet.adapters.redis_tenants import RedisRateLimits
 from fleet.clock import SECOND, Nanos
 from fleet.errors import RequestRejected
 from fleet.router.tenants import Tenants, TenantSettings
-from tests.servers import a_redis
+from tests.servers import a_redis_server
 
 pytestmark = pytest.mark.integration
 
@@ -14,7 +14,7 @@ START = Nanos(5 * SECOND)
 LIMITS = {name: TenantSettings(requests_per_minute=10, tokens_per_minute=1000) for name in ("acme", "other")}
 
 
-class Stopped:
+class StoppedClock:
     """A clock that stands still until it is told, so that buckets fill in Redis only."""
 
     def __init__(self):
@@ -26,13 +26,13 @@ class Stopped:
 
 @pytest.fixture
 def redis():
-    with a_redis() as server:
+    with a_redis_server() as server:
         yield server
 
 
-class Router:
+class LimitedRouter:
     def __init__(self, url):
-        self.clock = Stopped()
+        self.clock = StoppedClock()
         self.tenants = Tenants(LIMITS, START)
         self.shared = RedisRateLimits(url, self.tenants, self.clock)
 
@@ -51,7 +51,7 @@ class Router:
 
 
 async def test_two_routers_together_let_in_what_one_would(redis):
-    async with Router(redis.url) as one, Router(redis.url) as other:
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         admitted = 0
         for number in range(30):
             admitted += (one, other)[number % 2].admits()
@@ -61,7 +61,7 @@ async def test_two_routers_together_let_in_what_one_would(redis):
 
 
 async def test_what_was_taken_while_redis_was_away_is_told_when_it_is_back(tmp_path, redis):
-    async with Router(redis.url) as one, Router(redis.url) as other:
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         assert all(one.admits(tokens=100) for _ in range(4))
         await one.shared.exchange()
         with redis.client() as client:
@@ -81,14 +81,14 @@ async def test_what_was_taken_while_redis_was_away_is_told_when_it_is_back(tmp_p
 
 
 async def test_a_router_goes_on_by_itself_without_redis():
-    async with Router("redis://127.0.0.1:1") as alone:
+    async with LimitedRouter("redis://127.0.0.1:1") as alone:
         assert sum(alone.admits() for _ in range(30)) == 10
         await alone.shared.exchange()
         assert not alone.admits()
 
 
 async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_full(redis):
-    async with Router(redis.url) as one:
+    async with LimitedRouter(redis.url) as one:
         one.admits(tokens=500)
         await one.shared.exchange()
         with redis.client() as client:
@@ -96,7 +96,7 @@ async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_
 
 
 async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the_routers(redis):
-    async with Router(redis.url) as one, Router(redis.url) as other, Router(redis.url) as ignorant:
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other, LimitedRouter(redis.url) as ignorant:
         assert all(router.admits() for router in (one, other, one, other, one, other))
         for router in (one, other, one):
             await router.shared.exchange()
@@ -113,7 +113,7 @@ async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the
 
 
 async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_limits_are_shared(redis, caplog):
-    async with Router(redis.url) as one, Router(redis.url) as other:
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         with redis.client() as client:
             client.set("fleet/tenants/acme", "somebody else's")
         for _ in range(4):
@@ -139,7 +139,7 @@ async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_lim
 
 
 async def test_a_tenant_does_not_pay_twice_for_what_it_had_while_redis_was_long_away(redis):
-    async with Router(redis.url) as one:
+    async with LimitedRouter(redis.url) as one:
         redis.kill()
         for _ in range(10):
             assert sum(one.admits() for _ in range(30)) == 10

@@ -13,7 +13,7 @@ from fleet.requests import Source
 from fleet.roles import KvPath, Phase, Role
 from kvstore.block import chain
 from kvstore.client import StoreClient
-from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from tests.engine_driving import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
 from tests.kv_builders import a_node
 from tests.stopwatch import at_most
 from tests.waiting import eventually, until
@@ -51,7 +51,7 @@ def settings(store: str = "", path: KvPath | None = None, **simulated) -> Worker
 
 
 @asynccontextmanager
-async def an_engine(told: WorkerSettings) -> AsyncIterator[Driven]:
+async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
     async with open_engine(told) as engine, driven(engine) as (one,):
         yield one
         engine.check()

@@ -19,7 +19,7 @@ from kvstore.block import chain
 from kvstore.conversion import Conversion
 from kvstore.errors import LayoutMismatch
 from tests.builders import an_arrival
-from tests.engine_driving import Driven, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from tests.engine_driving import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
 from tests.kv_builders import a_node, a_store_client
 from tests.servers import a_free_port
 from tests.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
@@ -35,7 +35,7 @@ LAYOUT_PAIRS = [("NHD", "HND"), ("HND", "NHD"), ("NHD", "NHD"), ("HND", "HND")]
 
 
 @asynccontextmanager
-async def an_engine(*told, **fields) -> AsyncIterator[Driven]:
+async def an_engine(*told, **fields) -> AsyncIterator[EngineDriver]:
     async with open_engine(simulated(*told, **fields)) as engine, driven(engine) as (one,):
         yield one
         engine.check()
@@ -54,7 +54,7 @@ async def alone(prompt: bytes) -> tuple[int, ...]:
         return tokens
 
 
-def held(one: Driven, prompt: bytes) -> list[bytes]:
+def held(one: EngineDriver, prompt: bytes) -> list[bytes]:
     memory = one.engine.memory
     return [bytes(memory.view(index)) for index in memory.find(chain(prompt, BLOCK_TOKENS))]
 

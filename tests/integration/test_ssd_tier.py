@@ -30,8 +30,8 @@ from tests.ssd_disks import (
     PER_SEGMENT,
     RECORD_BYTES,
     SEGMENT_BYTES,
-    Faults,
-    MovedClock,
+    DiskFaults,
+    ShiftedClock,
     a_tier,
     flip,
     get,
@@ -41,8 +41,8 @@ from tests.ssd_disks import (
     record_at,
     segments,
     served,
-    settings_for,
     soon,
+    ssd_settings,
     used_bytes,
 )
 
@@ -366,7 +366,7 @@ def test_foreign_files_that_leave_no_room_are_named(tmp_path):
 def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_counted_as_left(
     tmp_path, caplog, folders
 ):
-    faults = Faults()
+    faults = DiskFaults()
     places = [tmp_path / str(number) for number in range(folders)]
     faults.space = DiskSpace(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
     a_tier(*places, faults=faults).close()
@@ -506,7 +506,7 @@ def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
 
 
 def test_what_is_read_stays_and_what_is_not_goes(tmp_path):
-    clock = MovedClock()
+    clock = ShiftedClock()
     tier = a_tier(tmp_path, clock=clock)
     busy = keys_of(19, "busy")
     put(tier, busy)
@@ -548,7 +548,7 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
 
 
 def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
-    faults, told = Faults(), set()
+    faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
     faults.before_write = lambda name, offset: told.update(tier.gone())  # its segment has gone; the next has it not yet
     first = keys_of(19, "first")
@@ -565,7 +565,7 @@ def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
 
 
 def test_a_block_that_could_not_be_rescued_is_told_to_be_gone(tmp_path):
-    faults, told = Faults(), set()
+    faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
     faults.before_write = lambda name, offset: told.update(tier.gone())
     first = keys_of(19, "first")
@@ -708,7 +708,7 @@ def test_direct_io_can_be_turned_off(tmp_path):
 
 
 def test_settings_can_be_encoded_and_decoded(tmp_path):
-    settings = settings_for(tmp_path, sync=Sync.WRITE)
+    settings = ssd_settings(tmp_path, sync=Sync.WRITE)
 
     assert msgspec.json.decode(msgspec.json.encode(settings), type=type(settings)) == settings
 
@@ -720,7 +720,7 @@ def test_a_codec_is_looked_up_for_each_namespace(tmp_path):
         asked.add(digest)
         return PlainCodec()
 
-    tier = SsdTier.open(settings_for(tmp_path), codecs=codecs, clock=MonotonicClock())
+    tier = SsdTier.open(ssd_settings(tmp_path), codecs=codecs, clock=MonotonicClock())
     put(tier, keys_of(2))
 
     assert asked == {keys_of(1)[0].digest}

@@ -22,17 +22,17 @@ from kvstore.tiers.ssd.tier import SsdTier
 from tests.kv_builders import BLOCK_BYTES
 from tests.ssd_disks import (
     PER_SEGMENT,
-    Faults,
-    Gate,
-    MovedClock,
+    DiskFaults,
+    HoldPoint,
+    ShiftedClock,
     a_tier,
     get,
     keys_of,
     put,
     segments,
     served,
-    settings_for,
     soon,
+    ssd_settings,
 )
 from tests.stopwatch import at_most
 from tests.waiting import eventually
@@ -44,7 +44,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file syste
 
 @pytest.fixture
 def faults():
-    return Faults()
+    return DiskFaults()
 
 
 def in_thread(act):
@@ -100,7 +100,7 @@ def test_where_only_some_reads_fail_the_others_are_answered(tmp_path, faults):
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC])
 def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog, code):
-    clock = MovedClock()
+    clock = ShiftedClock()
     tier = a_tier(tmp_path, faults=faults, clock=clock)
     before, after = keys_of(3), keys_of(3, "later")
     put(tier, before)
@@ -142,9 +142,9 @@ def test_a_write_that_failed_half_way_leaves_nothing_to_read(tmp_path, faults):
 
 
 def test_one_bad_directory_leaves_the_others_working(tmp_path, faults):
-    healthy = Faults()
+    healthy = DiskFaults()
     tier = SsdTier.open(
-        settings_for(tmp_path / "good", tmp_path / "bad", capacity_bytes=4 << 20),
+        ssd_settings(tmp_path / "good", tmp_path / "bad", capacity_bytes=4 << 20),
         codecs=lambda digest: PlainCodec(),
         clock=MonotonicClock(),
         disks=lambda folder: (faults if folder.endswith("bad") else healthy).disk(folder),
@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, c
 
 
 def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
-    gate, clock = Gate(), MovedClock()
+    gate, clock = HoldPoint(), ShiftedClock()
     tier = a_tier(tmp_path, faults=faults, clock=clock)
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
@@ -239,7 +239,7 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
 
 
 def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults):
-    gate = Gate()
+    gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults, threads=2)
     keys = keys_of(4)
     put(tier, keys)
@@ -260,7 +260,7 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
 
 
 def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
-    gate = Gate()
+    gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults, max_calls=2)
     keys = keys_of(2)
     put(tier, keys)
@@ -281,7 +281,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
 def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
     """The reader stands in the middle of its read while everything around it is evicted."""
-    gate = Gate()
+    gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
     first = keys_of(PER_SEGMENT, "first")
     put(tier, first)
@@ -302,7 +302,7 @@ def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
 
 
 def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path, faults):
-    gate = Gate()
+    gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults, capacity_bytes=1 << 20, threads=8)
     batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(2)]
     for batch in batches:
@@ -326,7 +326,7 @@ def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path,
 
 def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
     monkeypatch.setattr("kvstore.tiers.ssd.tier.CLOSE_SECONDS", 0.1)
-    gate = Gate()
+    gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
     put(tier, keys_of(1))
     faults.before_read = gate

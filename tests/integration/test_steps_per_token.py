@@ -23,9 +23,9 @@ from fleet.router.messages import WorkerStepped
 from fleet.work import Progress
 from tests.builders import MODEL as OWN_MODEL
 from tests.builders import a_prompt, an_arrival
-from tests.fronts import open_fronts
-from tests.http_peers import Peer, post
-from tests.openai_servers import MODEL, Answering, OpenAiServer, a_relay, token
+from tests.fronts import open_frontends
+from tests.http_peers import RawHttpClient, post
+from tests.openai_servers import MODEL, OpenAiServer, ServerExchange, a_relay, token
 from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
 pytestmark = pytest.mark.integration
@@ -43,14 +43,14 @@ DECIDED = 9
 """A token of Fleet's own worker in the router's machine: whose it is, how it grows, to whom it goes. It takes 7."""
 
 
-class Counted(Struct):
+class CountedCalls(Struct):
     calls: int = 0
 
 
 @contextmanager
-def counting() -> Iterator[Counted]:
+def counting() -> Iterator[CountedCalls]:
     """Calls of functions in `fleet` by this thread."""
-    counted = Counted()
+    counted = CountedCalls()
 
     def called(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
@@ -69,7 +69,7 @@ async def asked(address: str, model: str, tokens: int, received: asyncio.Semapho
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": model, "prompt": "say", "stream": True, "max_tokens": tokens, "ignore_eos": True}
-    peer = Peer(reader, writer)
+    peer = RawHttpClient(reader, writer)
     await peer.send(post("/v1/completions", body))
     status, _ = await peer.head()
     assert status == 200
@@ -86,7 +86,7 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
     """Each is sent when the one before has arrived, so that no two are read at once."""
     received = asyncio.Semaphore(0)
 
-    async def one_by_one(answering: Answering) -> None:
+    async def one_by_one(answering: ServerExchange) -> None:
         await answering.begin_events()
         for _ in range(answering.seen.json["max_tokens"]):
             await answering.event(token("a", chat=False))
@@ -111,7 +111,7 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
 
 async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir):
     calls = []
-    async with open_fronts(model_dir) as fronts:
+    async with open_frontends(model_dir) as fronts:
         for tokens in (FEW, FEW, MANY):
             fronts.will_answer("word " * tokens)
             fronts.router.answer = fronts.router.answer[:tokens]

@@ -21,7 +21,7 @@ from fleet.router.settings import RouterSettings
 from kvstore.credentials import Credentials
 from kvstore.frames import FrameConnection, connect, open_server
 from tests.certificates import Authority
-from tests.stream_peers import Heard
+from tests.stream_peers import EventInbox
 from tests.waiting import until
 from workers.engines.simulated import open_engine
 from workers.server import WorkerServer
@@ -51,7 +51,7 @@ async def a_worker(credentials: Credentials):
 
 @asynccontextmanager
 async def a_router(address: str, credentials: Credentials):
-    heard = Heard()
+    heard = EventInbox()
     settings = RouterSettings(worker_credentials=credentials, max_reconnect_seconds=0.05)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(WorkerStreams(settings, addresses=[address]).run(heard))

@@ -13,7 +13,7 @@ from fleet.client import AsyncClient, Unauthenticated, Unavailable
 from fleet.errors import Reason
 from fleet.router.tenants import TenantSettings
 from tests.builders import MODEL
-from tests.fronts import open_fronts
+from tests.fronts import open_frontends
 
 pytestmark = pytest.mark.integration
 
@@ -23,7 +23,7 @@ TENANTS = {"acme": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdigest
 
 @pytest.fixture
 async def fronts(model_dir):
-    async with open_fronts(model_dir, TENANTS) as fronts:
+    async with open_frontends(model_dir, TENANTS) as fronts:
         fronts.will_answer("An answer.")
         yield fronts
 

@@ -17,7 +17,7 @@ from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.shelf import tier_with
 from tests.kv_builders import a_block, a_chain, keep, soon
-from tests.meddling_proxy import a_meddling_proxy
+from tests.meddling_proxy import a_damaging_proxy
 from tests.remote_blocks import DIGEST
 from tests.servers import s3_credentials, shared_redis, shared_s3
 from tests.stopwatch import at_most
@@ -85,7 +85,7 @@ def works(tier: RemoteTier) -> bool:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_after(seed):
     server = shared_redis()
-    with a_meddling_proxy(("127.0.0.1", server.port), RESP, seed) as proxy:
+    with a_damaging_proxy(("127.0.0.1", server.port), RESP, seed) as proxy:
         settings = RedisSettings(
             url=f"redis://127.0.0.1:{proxy.port}", key_prefix=f"attack-{uuid.uuid4().hex}", in_flight_bytes=1 << 16
         )
@@ -93,7 +93,7 @@ def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_aft
 
         attack(tier, random.Random(seed), 25)
         assert proxy.damages > 0
-        proxy.heals = True
+        proxy.forwards_unchanged = True
 
         eventually(lambda: works(tier))
         tier.close()
@@ -104,7 +104,7 @@ def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_a
     server = shared_s3()
     bucket = f"attack-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)
-    with s3_credentials(), a_meddling_proxy(("127.0.0.1", server.port), HTTP, seed) as proxy:
+    with s3_credentials(), a_damaging_proxy(("127.0.0.1", server.port), HTTP, seed) as proxy:
         settings = S3Settings(
             bucket=bucket,
             endpoint_url=f"http://127.0.0.1:{proxy.port}",
@@ -119,7 +119,7 @@ def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_a
 
         attack(tier, random.Random(seed), 12)
         assert proxy.damages > 0
-        proxy.heals = True
+        proxy.forwards_unchanged = True
 
         eventually(lambda: works(tier), 30)
         tier.close()

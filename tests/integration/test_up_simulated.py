@@ -21,7 +21,7 @@ from fleet.roles import KvPath, Phase
 from fleet.router.crossover import LEAST_TOKENS, MOST_TOKENS
 from kvstore.credentials import Credentials
 from tests.fleet_processes import alive, fleet_up, listens, run_fleet
-from tests.shared_memory import left_of
+from tests.shared_memory import remaining_of
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -384,7 +384,7 @@ def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memo
     assert alive(pids) == []
     assert not any(listens(port) for port in ports)
     assert not folder.exists()
-    eventually(lambda: not left_of(segments))
+    eventually(lambda: not remaining_of(segments))
 
 
 def test_killed_it_leaves_nothing_either(tmp_path):

@@ -19,9 +19,9 @@ from fleet.work import Progress, Rejected, Start
 from kvstore.block import adapter_salt, chain
 from kvstore.client import StoreClient
 from tests.builders import token_bytes
-from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
+from tests.engine_driving import EngineDriver, blocks_from, fresh_prompt, work
 from tests.kv_builders import a_node, a_store_client
-from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.vllm_hosting import VllmEngines, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.engines.vllm_adapters import AdapterFiles, LoadedAdapters, adapters_of, engine_arguments
 from workers.settings import VllmSettings, WorkerSettings
@@ -61,15 +61,15 @@ def a_worker(model_dir: Path, folder: Path, store: str) -> WorkerSettings:
     return structs.replace(worker, adapters=adapters, adapter_slots=2, vllm=SMALL_CACHE)
 
 
-class World(NamedTuple):
+class LoraEngine(NamedTuple):
     """An engine with adapters, its store, and a client of that."""
 
-    hosted: Hosted
+    hosted: VllmEngines
     settings: WorkerSettings
     client: StoreClient
 
     @property
-    def engine(self) -> Driven:
+    def engine(self) -> EngineDriver:
         return self.hosted.engines[0]
 
     def salt(self, name: str) -> bytes:
@@ -91,12 +91,12 @@ class World(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoraEngine]:
     model_dir = build_tiny_model(tmp_path_factory.mktemp("models"))
     with a_node(capacity_bytes=64 << 20) as node:
         worker = a_worker(model_dir, tmp_path_factory.mktemp("adapters"), node.address)
         with a_store_client(node.address, tiny_namespace(model_dir)) as client, hosted(worker) as engines:
-            yield World(engines, worker, client)
+            yield LoraEngine(engines, worker, client)
 
 
 def test_the_revision_is_that_of_the_weights(tmp_path):

@@ -16,10 +16,18 @@ from fleet.adapters.tiny_model import build_tiny_model
 from fleet.requests import Source
 from fleet.roles import KvPath, Phase, Role
 from kvstore.block import blocks_for, chain
-from tests.engine_driving import blocks_from, bytes_from, early_and_late, fresh_prompt, split, without_tiers, work
+from tests.engine_driving import (
+    blocks_from,
+    bytes_from,
+    fresh_prompt,
+    reported_early_and_late,
+    split,
+    without_tiers,
+    work,
+)
 from tests.kv_builders import NodeProcess, a_node, a_store_client
 from tests.servers import a_free_port
-from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.vllm_hosting import VllmEngines, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.engines.vllm_launch import direct_available
 
@@ -47,7 +55,7 @@ def node() -> Iterator[NodeProcess]:
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
+def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
     """They have a store as well; what was handed off directly comes directly nevertheless."""
     workers = [
         vllm_worker(model_dir, role=role, store=node.address, kv_paths=(KvPath.DIRECT, KvPath.STORE))
@@ -75,7 +83,7 @@ def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, l
     assert blocks_from(decoded.kv, Source.DIRECT) == blocks
     assert bytes_from(decoded.kv, Source.DIRECT) == blocks * BLOCK_BYTES
     assert decoded.kv.cached_tokens == length - 1  # the last token is always computed
-    assert early_and_late(pair.engines[1].told[decoded.request_id], decoded.kv, decoded.kv)
+    assert reported_early_and_late(pair.engines[1].told[decoded.request_id], decoded.kv, decoded.kv)
 
 
 def test_what_was_handed_off_counts_as_lent_for_its_lease_and_what_went_through_the_store_does_not(pair):
@@ -138,4 +146,4 @@ def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_th
 
     assert tokens == pair.run(decode.do(work(prompt, 6, salt=b"f" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.DIRECT)) == (6, 0)
-    assert early_and_late(decode.told[start.request_id], without_tiers(end.kv), end.kv)
+    assert reported_early_and_late(decode.told[start.request_id], without_tiers(end.kv), end.kv)

@@ -18,7 +18,7 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.extents import PAGE_BYTES
 from kvstore.monotonic import MonotonicClock
 from kvstore.shards import BlockShape
-from tests.kv_builders import HandClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder, a_store_client
+from tests.kv_builders import ManualClock, NodeProcess, a_chain, a_namespace, a_node, a_short_folder, a_store_client
 from tests.waiting import eventually
 from workers.engines import vllm_ranks
 from workers.engines.vllm_blocks import BlockMover
@@ -74,7 +74,7 @@ def a_step(step: int = 1, **fields) -> StoreWork:
     )
 
 
-class Engine:
+class RankedEngine:
     """All ranks of one, each with a client of its own; what they do, they do at the same time."""
 
     def __init__(self, address: str, folder: Path, ranks: int, model: list, way: str):
@@ -127,9 +127,9 @@ def an_end(client: StoreClient, rank: int, ranks: int, folder: Path) -> LeaderRa
 
 
 @contextmanager
-def an_engine(node: NodeProcess, ranks: int, model: list, way: str = "shm") -> Iterator[Engine]:
+def an_engine(node: NodeProcess, ranks: int, model: list, way: str = "shm") -> Iterator[RankedEngine]:
     with a_short_folder() as folder:
-        engine = Engine(node.address, folder, ranks, model, way)
+        engine = RankedEngine(node.address, folder, ranks, model, way)
         try:
             yield engine
         finally:
@@ -137,7 +137,7 @@ def an_engine(node: NodeProcess, ranks: int, model: list, way: str = "shm") -> I
 
 
 @pytest.fixture
-def pair(node: NodeProcess) -> Iterator[Engine]:
+def pair(node: NodeProcess) -> Iterator[RankedEngine]:
     with an_engine(node, 2, a_model(1)) as pair:
         yield pair
 
@@ -349,7 +349,7 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
     pair, node, client, monkeypatch, caplog
 ):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 20))
-    leader, clock = pair.movers[0]._end, HandClock()
+    leader, clock = pair.movers[0]._end, ManualClock()
     leader._clock, leader._at_once = clock, 1  # an order a block
 
     for step in (1, 2):

@@ -10,9 +10,9 @@ import pytest
 
 from fleet.adapters.tiny_model import build_tiny_model
 from tests.contract.engine_promises import steps_are_shown_while_it_works_and_end_with_the_work, steps_of, working
-from tests.engine_driving import Driven, fresh_prompt, work
+from tests.engine_driving import EngineDriver, fresh_prompt, work
 from tests.fleet_processes import alive
-from tests.vllm_hosting import Hosted, hosted, vllm_worker
+from tests.vllm_hosting import VllmEngines, hosted, vllm_worker
 from tests.waiting import eventually
 from workers.engines import vllm_launch
 from workers.ports import EngineDied
@@ -29,7 +29,7 @@ STILL_SECONDS = 0.5  # a hundred steps
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngines]:
     """An engine of two tensor-parallel ranks, which computes long prompts in small chunks."""
     worker = vllm_worker(build_tiny_model(tmp_path_factory.mktemp("models")))
     extra = {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS}
@@ -42,7 +42,7 @@ def test_vllm_on_two_ranks_shows_its_steps(ranks):
     ranks.run(steps_are_shown_while_it_works_and_end_with_the_work(ranks.engines[0]))
 
 
-async def steps_before_the_first_token(one: Driven, tokens: int) -> int:
+async def steps_before_the_first_token(one: EngineDriver, tokens: int) -> int:
     before = steps_of(one)
     start = work(fresh_prompt(tokens), 2)
     one.submit(start)
@@ -58,7 +58,7 @@ def test_a_long_prompt_steps_chunk_by_chunk(ranks):
     assert chunks <= steps <= chunks + 4
 
 
-async def steps_when_stopped(one: Driven, rank: psutil.Process) -> tuple[int, int]:
+async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[int, int]:
     """With work: when nothing moves any more, and a hundred steps later."""
     start = work(fresh_prompt(10), 800)
     one.submit(start)

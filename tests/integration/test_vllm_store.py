@@ -25,16 +25,16 @@ from tests.contract.engine_promises import ALONE, PAIRED
 from tests.engine_driving import (
     blocks_from,
     bytes_from,
-    early_and_late,
     fresh_prompt,
     greedy,
+    reported_early_and_late,
     split,
     without_tiers,
     work,
 )
 from tests.fleet_processes import command_of
 from tests.kv_builders import NodeProcess, a_node, a_store_client
-from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.vllm_hosting import VllmEngines, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.ports import EngineDied
 
@@ -62,14 +62,14 @@ def node() -> Iterator[NodeProcess]:
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
+def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
     worker = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
     with hosted(worker, worker) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
-def ranks(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
+def ranks(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
     """An engine of two tensor-parallel ranks; of the model's two heads, each has one."""
     worker = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
     settings = msgspec.structs.replace(worker.vllm, extra_args={"tensor_parallel_size": 2})
@@ -78,7 +78,7 @@ def ranks(model_dir: Path, node: NodeProcess) -> Iterator[Hosted]:
 
 
 @pytest.fixture
-def client(pair: Hosted, model_dir: Path, node: NodeProcess) -> Iterator[StoreClient]:
+def client(pair: VllmEngines, model_dir: Path, node: NodeProcess) -> Iterator[StoreClient]:
     with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         yield client
 
@@ -308,7 +308,9 @@ def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node)
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     assert end.kv.cached_tokens == 4 * BLOCK_TOKENS
     told = decode.told[decoding.request_id]
-    assert early_and_late(told, without_tiers(end.kv), end.kv), "the first tokens claim no block that did not arrive"
+    assert reported_early_and_late(told, without_tiers(end.kv), end.kv), (
+        "the first tokens claim no block that did not arrive"
+    )
     until_held(client, prompt, 9)  # the block was written again
 
 

@@ -13,10 +13,10 @@ from fleet.requests import Source
 from fleet.roles import KvPath
 from kvstore.client import StoreClient
 from kvstore.messages import Stats
-from tests.engine_driving import Driven, blocks_from, fresh_prompt, work
+from tests.engine_driving import EngineDriver, blocks_from, fresh_prompt, work
 from tests.kv_builders import NodeProcess, a_node, a_store_client
-from tests.servers import a_redis
-from tests.vllm_hosting import Hosted, hosted, tiny_namespace, vllm_worker
+from tests.servers import a_redis_server
+from tests.vllm_hosting import VllmEngines, hosted, tiny_namespace, vllm_worker
 from tests.waiting import eventually
 from workers.settings import VllmSettings
 
@@ -34,16 +34,16 @@ SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: tw
 MAX_RUNNING = 2  # so that a queue is quickly made
 
 
-class Cluster(NamedTuple):
+class TieredEngines(NamedTuple):
     """Two engines, each with a node of its own; the nodes share a Redis server, and the first has a disk."""
 
-    hosted: Hosted
+    hosted: VllmEngines
     nodes: tuple[NodeProcess, NodeProcess]
     clients: tuple[StoreClient, StoreClient]
 
     def ask(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], int]:
         """The answer's tokens, and how many blocks of the prompt came from the store."""
-        driver: Driven = self.hosted.engines[engine]
+        driver: EngineDriver = self.hosted.engines[engine]
         tokens, end = self.hosted.run(driver.do(work(prompt, 8)))
         return tokens, blocks_from(end.kv, Source.STORE)
 
@@ -74,10 +74,10 @@ tiny_block_bytes = 128 << 10
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredEngines]:
     model_dir: Path = build_tiny_model(tmp_path_factory.mktemp("models"))
     folder = str(tmp_path_factory.mktemp("ssd"))
-    with a_redis() as redis:
+    with a_redis_server() as redis:
         ssd = {
             "kind": "ssd",
             "directories": [folder],
@@ -104,7 +104,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 a_store_client(second.address, namespace) as two,
                 hosted(*workers) as engines,
             ):
-                yield Cluster(engines, (first, second), (one, two))
+                yield TieredEngines(engines, (first, second), (one, two))
 
 
 def test_a_prompt_is_served_from_memory_then_from_the_disk_after_a_crash_then_by_another_node_from_redis(cluster):

@@ -17,7 +17,7 @@ from tests.engine_driving import fresh_prompt
 from tests.fleet_processes import command_of
 from tests.kv_builders import a_node, a_short_folder, a_store_client
 from tests.shared_memory import abandoned_segments
-from tests.simulated_clusters import a_router_of
+from tests.simulated_clusters import a_router_for
 from tests.vllm_hosting import START_SECONDS, tiny_namespace, vllm_worker
 from tests.waiting import eventually, until
 from tests.worker_processes import WorkerProcess, a_worker_process
@@ -45,7 +45,7 @@ async def test_a_worker_with_vllm_holds_its_sessions_and_leaves_nothing_when_it_
 
 async def a_session_is_held(worker: WorkerProcess, store: str, client: StoreClient) -> None:
     """Its prompt and its answer, when its request has ended."""
-    async with a_router_of(worker, store=store) as router:
+    async with a_router_for(worker, store=store) as router:
         greedy = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         arrived = an_arrival(request_id="r1", tokens=fresh_prompt(PROMPT_TOKENS), sampling=greedy, session="agent")
         async with asyncio.timeout(60), router.submit(arrived) as events:

@@ -21,7 +21,7 @@ from kvstore.credentials import Credentials
 from tests.builders import token_bytes
 from tests.engine_driving import work
 from tests.waiting import until_answered
-from tests.worker_processes import WorkerProcess, a_stream
+from tests.worker_processes import WorkerProcess, a_router_stream
 from workers.ports import EngineDied
 from workers.settings import GroupSettings, SimulatedSettings, WorkerSettings
 
@@ -242,7 +242,7 @@ async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_
         assert await serves(each.control)
     assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
 
-    async with a_stream(leader.address) as stream:
+    async with a_router_stream(leader.address) as stream:
         asked = work(PROMPT, 200)
         await stream.say(asked)
         await stream.until(lambda message: stream.tokens_of(asked.request_id) or None)

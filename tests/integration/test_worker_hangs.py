@@ -25,7 +25,7 @@ from tests.engine_driving import fresh_prompt, greedy, work
 from tests.fleet_processes import fleet_up
 from tests.kv_builders import a_short_folder
 from tests.waiting import eventually
-from tests.worker_processes import WorkerProcess, a_stream, a_worker_process
+from tests.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
 
@@ -72,7 +72,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
     worker = WorkerProcess(folder, settings(folder, watchdog=IMPATIENT), log)
     try:
         await worker.start()
-        async with a_stream(worker.address) as stream, grpc.aio.insecure_channel(worker.control) as channel:
+        async with a_router_stream(worker.address) as stream, grpc.aio.insecure_channel(worker.control) as channel:
             ready, live = watched(channel, ""), watched(channel, "liveness")
             while (await ready.read()).status != STATES.SERVING:
                 pass
@@ -98,7 +98,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
 
 async def test_a_watchdog_that_is_off_ends_no_worker(folder):
     told = settings(folder, watchdog=msgspec.structs.replace(IMPATIENT, enabled=False))
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
         start = work(fresh_prompt(10), 200)
         await stream.say(start)
         await stream.next(Step)
@@ -115,7 +115,7 @@ async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
     """It takes several ceilings, brings no token in all that time, and steps every 0.1 s."""
     latency = EngineLatency(prefill_ms_per_token=0.05)
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.5, ceiling_seconds=1.0), latency=latency)
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
         await stream.next(WorkerDescription)  # a worker takes long messages only from a router that it has answered
         began = time.monotonic()
 
@@ -127,7 +127,7 @@ async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
 
 async def test_an_engine_that_loads_for_long_is_no_hang(folder):
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2), start_ms=3000)
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
         _, end = await stream.do(work(fresh_prompt(10), 3))
 
         assert end.finish is Finish.LENGTH
@@ -136,7 +136,7 @@ async def test_an_engine_that_loads_for_long_is_no_hang(folder):
 async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
     """Its steps take so long that it looks at its engine before the next one ends."""
     told = settings(folder, watchdog=IMPATIENT, latency=EngineLatency(step_base_ms=200))
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
         start = work(fresh_prompt(10), 10)
         await stream.say(start)
         for _ in range(3):
@@ -154,7 +154,7 @@ async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
 async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
     async with (
         a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
-        a_stream(worker.address) as stream,
+        a_router_stream(worker.address) as stream,
     ):
         await stream.say(work(fresh_prompt(10), 5000))
         await stream.next(Step)
@@ -173,7 +173,7 @@ async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):
     core = {min(os.sched_getaffinity(0))}
     async with (
         a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
-        a_stream(worker.address) as stream,
+        a_router_stream(worker.address) as stream,
     ):
         assert worker.process is not None
         os.sched_setaffinity(worker.process.pid, core)

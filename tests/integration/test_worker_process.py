@@ -36,9 +36,9 @@ from tests.engine_driving import blocks_from, fresh_prompt, greedy, work
 from tests.kv_builders import a_short_folder
 from tests.servers import a_free_port
 from tests.stopwatch import at_most
-from tests.stream_peers import Heard
+from tests.stream_peers import EventInbox
 from tests.waiting import until
-from tests.worker_processes import StreamEnded, a_mute_stream, a_stream, a_worker_process, raw
+from tests.worker_processes import StreamEnded, a_router_stream, a_silent_stream, a_worker_process, raw
 from workers.engines.simulated import open_engine
 from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, WorkerSuperseded
 from workers.server import WorkerServer
@@ -75,7 +75,7 @@ def folder():
         yield folder
 
 
-class Registry:
+class RecordingRegistry:
     """A registry that can go away and come back at the same address."""
 
     def __init__(self, lease_ms: int) -> None:
@@ -101,7 +101,7 @@ class Registry:
 
 @asynccontextmanager
 async def a_registry(lease_ms=30_000):
-    registry = Registry(lease_ms)
+    registry = RecordingRegistry(lease_ms)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         await registry.open()
@@ -120,7 +120,7 @@ async def next_change(changes):
 
 async def test_a_request_streams_and_the_worker_describes_itself(folder):
     async with a_worker_process(folder, settings()) as worker:
-        async with a_stream(worker.address) as stream:
+        async with a_router_stream(worker.address) as stream:
             description = await stream.next(WorkerDescription)
             assert (description.worker_id, description.role, description.engine) == ("w1", Role.BOTH, "simulated 1")
 
@@ -139,8 +139,8 @@ async def test_blocks_move_between_processes(folder):
     async with (
         a_worker_process(folder, roles[Role.PREFILL]) as prefill,
         a_worker_process(folder, roles[Role.DECODE]) as decode,
-        a_stream(prefill.address) as to_prefill,
-        a_stream(decode.address) as to_decode,
+        a_router_stream(prefill.address) as to_prefill,
+        a_router_stream(decode.address) as to_decode,
     ):
         prompt = fresh_prompt(300)
         first, prefilled = await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
@@ -159,8 +159,8 @@ async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_
     async with (
         a_worker_process(folder, roles[Role.PREFILL]) as prefill,
         a_worker_process(folder, roles[Role.DECODE]) as decode,
-        a_stream(prefill.address) as to_prefill,
-        a_stream(decode.address) as to_decode,
+        a_router_stream(prefill.address) as to_prefill,
+        a_router_stream(decode.address) as to_decode,
     ):
         prompts = [fresh_prompt(300), fresh_prompt(300)]
         handed = [await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)) for prompt in prompts]
@@ -179,7 +179,7 @@ async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_
 
 
 async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
-    async with a_worker_process(folder, settings(speedup=1)) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, settings(speedup=1)) as worker, a_router_stream(worker.address) as stream:
         start = work(fresh_prompt(100), 3000)
         await stream.say(start)
         await stream.next(Step)
@@ -194,9 +194,9 @@ async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
 async def test_a_router_that_disappears_frees_what_it_had(folder):
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
-        a_stream(worker.address, "watching") as watching,
+        a_router_stream(worker.address, "watching") as watching,
     ):
-        async with a_stream(worker.address, "disappearing") as stream:
+        async with a_router_stream(worker.address, "disappearing") as stream:
             for _ in range(20):
                 await stream.say(work(fresh_prompt(100), 3000))
             await stream.next(Step)
@@ -208,7 +208,7 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
 
 
 async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
-    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as stream:
         stream.write(raw(start=pb.Start(request_id="bad", phase=7)))
         rejected = await stream.next(Rejected)
         assert (rejected.request_id, rejected.reason, rejected.field) == ("bad", Reason.INVALID_ARGUMENT, "start.phase")
@@ -229,14 +229,14 @@ async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
     ids=["cancel", "nameless", "start", "unknown"],
 )
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(folder, first):
-    async with a_worker_process(folder, settings()) as worker, a_mute_stream(worker.address) as stream:
+    async with a_worker_process(folder, settings()) as worker, a_silent_stream(worker.address) as stream:
         stream.write(first)
 
         assert "hello" in await stream.ended()
 
 
 async def test_hello_is_said_once(folder):
-    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as stream:
+    async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as stream:
         await stream.say(RouterHello(router_id="again"))
 
         assert "already" in await stream.ended()
@@ -246,8 +246,8 @@ async def test_hello_is_said_once(folder):
     "said", [b"GET / HTTP/1.1\r\n\r\n", HEAD.pack(4) + b"\xff\xff\xff\xff", HEAD.pack(9) + b"half"], ids=str
 )
 async def test_garbage_ends_its_own_stream_only(folder, said):
-    async with a_worker_process(folder, settings()) as worker, a_stream(worker.address) as sound:
-        async with a_stream(worker.address, "garbage") as stream:
+    async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as sound:
+        async with a_router_stream(worker.address, "garbage") as stream:
             await stream.say(work(fresh_prompt(10), 3000))
             await stream.next(Step)
             stream.connection._transport.write(said)
@@ -264,18 +264,18 @@ async def test_a_router_that_says_nothing_is_cut(monkeypatch):
     told = settings()
     async with open_engine(told) as engine:
         server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
-        async with serve_routers(server, "127.0.0.1:0") as address, a_mute_stream(address) as stream:
+        async with serve_routers(server, "127.0.0.1:0") as address, a_silent_stream(address) as stream:
             assert "hello" in await stream.ended()
 
 
 async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(folder):
     listen = f"unix:{folder}/sleeps"  # whose buffers are small
     told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192, listen=listen)
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address, "sleeps") as sleeps:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "sleeps") as sleeps:
         sleeps.connection.pause_reading()
         for _ in range(64):
             await sleeps.say(work(fresh_prompt(10), 4000))
-        async with a_stream(worker.address, "reads") as reads:
+        async with a_router_stream(worker.address, "reads") as reads:
             await reads.until(lambda message: message if isinstance(message, LoadReport) and message.running else None)
             await reads.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
             _, end = await reads.do(work(fresh_prompt(10), 3))
@@ -288,12 +288,12 @@ async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(fold
 async def test_a_router_that_reads_late_hears_everything(folder):
     listen = f"unix:{folder}/late"  # whose buffers are small
     told = settings(speedup=1000, stream_buffer=100_000, max_running=64, kv_blocks=8192, listen=listen)
-    async with a_worker_process(folder, told) as worker, a_stream(worker.address, "late") as late:
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "late") as late:
         late.connection.pause_reading()
         starts = [work(fresh_prompt(10), 1000) for _ in range(64)]
         for start in starts:
             await late.say(start)
-        async with a_stream(worker.address, "reads") as reads:
+        async with a_router_stream(worker.address, "reads") as reads:
             await reads.until(lambda message: message if isinstance(message, LoadReport) and message.running else None)
             await reads.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
 
@@ -314,7 +314,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
         server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
         async with asyncio.TaskGroup() as tasks, serve_routers(server, f"unix:{folder}/cut") as address:
             running = tasks.create_task(server.run())
-            async with a_stream(address, "sleeps") as sleeps:
+            async with a_router_stream(address, "sleeps") as sleeps:
                 sleeps.connection.pause_reading()
                 for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
                     await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
@@ -325,7 +325,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
 async def test_health_follows_the_workers_life_and_the_services_are_listed(folder):
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
-        a_stream(worker.address) as stream,
+        a_router_stream(worker.address) as stream,
         grpc.aio.insecure_channel(worker.control) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel)
@@ -373,7 +373,7 @@ async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
     async with a_registry() as registry:
         told = settings(registry=registry.address, speedup=1)
         changes = registry.server.membership()
-        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+        async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
             joined = await next_change(changes)
             assert (joined.worker_id, joined.address) == ("w1", worker.address)
             running = work(fresh_prompt(10), 400)
@@ -396,7 +396,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
     async with (
         a_registry() as registry,
         a_worker_process(folder, settings(speedup=1, registry=registry.address)) as worker,
-        a_stream(worker.address) as stream,
+        a_router_stream(worker.address) as stream,
         grpc.aio.insecure_channel(worker.control) as channel,
     ):
         changes = registry.server.membership()
@@ -416,7 +416,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
 
 
 async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
-    heard = Heard()
+    heard = EventInbox()
     impatient = RouterSettings(heartbeat_timeout_seconds=0.5, connect_timeout_seconds=0.5, max_reconnect_seconds=0.1)
 
     async def until(kind: type) -> None:
@@ -446,14 +446,14 @@ async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
         worker = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
         async with serve_routers(worker, "127.0.0.1:0") as address, asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(ended_by(worker))
-            async with a_stream(address) as stream:
+            async with a_router_stream(address) as stream:
                 await stream.say(work(fresh_prompt(10), 3000))
                 await stream.next(Step)
                 fault.touch()
                 assert await stream.ended() == "its engine hangs"
             assert isinstance(await serving, EngineHung)
 
-            async with a_stream(address) as again:
+            async with a_router_stream(address) as again:
                 assert await again.ended() == router_streams.HUNG
 
             assert again.heard == []
@@ -471,7 +471,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
     async with a_registry() as registry:
         changes = registry.server.membership()
         told = settings(registry=registry.address)
-        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+        async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
             first = await next_change(changes)
             await stream.say(work(fresh_prompt(10), 3000))
             await stream.next(Step)
@@ -487,7 +487,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             second = await next_change(changes)
             assert isinstance(second, MemberJoined)
             assert second.incarnation != first.incarnation
-            async with a_stream(worker.address) as again:
+            async with a_router_stream(worker.address) as again:
                 assert (await again.next(WorkerDescription)).incarnation == second.incarnation
                 assert (await again.do(work(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
 
@@ -496,7 +496,7 @@ async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registe
     async with a_registry(lease_ms=3000) as registry:
         changes = registry.server.membership()
         told = settings(registry=registry.address)
-        async with a_worker_process(folder, told) as worker, a_stream(worker.address) as stream:
+        async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
             await next_change(changes)
             await registry.close()
             assert isinstance(await next_change(changes), MemberLeft), "its lease ends"

@@ -20,7 +20,7 @@ from fleet.work import Goodbye, KvCleared, KvEvents
 from kvstore.frames import HEAD
 from tests.builders import a_description, a_load, a_start
 from tests.stopwatch import at_most
-from tests.stream_peers import StreamPeer, StreamWorld, a_stream_world
+from tests.stream_peers import StreamSetup, StreamWorker, a_stream_setup
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -29,20 +29,20 @@ LEFT = WorkerLeft(worker_id=WorkerId("w1"))
 SHORT = 0.2  # seconds of silence
 
 
-async def joined(world: StreamWorld) -> WorkerJoined:
+async def joined(world: StreamSetup) -> WorkerJoined:
     event = await world.take()
     assert isinstance(event, WorkerJoined), event
     return event
 
 
-async def nothing_but_load(world: StreamWorld, peer: StreamPeer) -> None:
+async def nothing_but_load(world: StreamSetup, peer: StreamWorker) -> None:
     """What the peer says now is the next that is heard: nothing has happened in between."""
     await peer.say(a_load(running=77))
     assert await world.take() == LoadReported(worker_id=peer.description.worker_id, load=a_load(running=77))
 
 
 async def test_the_router_introduces_itself():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await peer.connected()
 
@@ -50,7 +50,7 @@ async def test_the_router_introduces_itself():
 
 
 async def test_a_second_description_tells_the_ways_of_blocks_anew():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         alone = a_description(kv_paths=(), store_id=None)
         peer = await world.join(alone)
         await joined(world)
@@ -64,7 +64,7 @@ async def test_a_second_description_tells_the_ways_of_blocks_anew():
 
 
 async def test_a_second_description_of_another_worker_breaks_the_stream():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -74,7 +74,7 @@ async def test_a_second_description_of_another_worker_breaks_the_stream():
 
 
 async def test_a_worker_that_comes_back_at_its_address_joins_again():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
         await peer.leave()
@@ -87,7 +87,7 @@ async def test_a_worker_that_comes_back_at_its_address_joins_again():
 
 
 async def test_a_worker_that_listens_only_after_it_was_announced_is_reached():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.peer(a_description())
         await peer.leave()
         world.announce(peer)
@@ -99,7 +99,7 @@ async def test_a_worker_that_listens_only_after_it_was_announced_is_reached():
 
 
 async def test_silence_is_death():
-    async with a_stream_world(heartbeat_timeout_seconds=SHORT) as world:
+    async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
         loop = asyncio.get_running_loop()
         await world.join(a_description())
         await joined(world)
@@ -120,7 +120,7 @@ def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
 
 async def test_a_worker_that_reports_its_load_is_alive():
     silence = 5 * SHORT  # on a busy machine, a third of it may last as long as it should
-    async with a_stream_world(heartbeat_timeout_seconds=silence) as world:
+    async with a_stream_setup(heartbeat_timeout_seconds=silence) as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -130,7 +130,7 @@ async def test_a_worker_that_reports_its_load_is_alive():
 
 
 async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_workers():
-    async with a_stream_world(heartbeat_timeout_seconds=SHORT) as world:
+    async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -141,7 +141,7 @@ async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_wor
 
 @pytest.mark.parametrize("sequence", [1, 5])
 async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repairs_it(sequence):
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
         cleared = (KvCleared(),)
@@ -164,7 +164,7 @@ async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repai
     ids=["step", "hashes", "description"],
 )
 async def test_what_cannot_be_understood_breaks_the_stream(nonsense):
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -174,7 +174,7 @@ async def test_what_cannot_be_understood_breaks_the_stream(nonsense):
 
 
 async def test_a_message_of_a_newer_worker_is_skipped():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -184,7 +184,7 @@ async def test_a_message_of_a_newer_worker_is_skipped():
 
 
 async def test_a_worker_under_another_name_than_announced_does_not_join():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         impostor = await world.peer(a_description(worker_id="w2"))
         impostor.description = a_description(worker_id="w3")
         honest = await world.peer(a_description(worker_id="w1"))
@@ -197,9 +197,9 @@ async def test_a_worker_under_another_name_than_announced_does_not_join():
 
 
 async def test_two_workers_of_one_name_are_not_mixed_up():
-    async with a_stream_world() as elsewhere:  # only to have a second folder for sockets
+    async with a_stream_setup() as elsewhere:  # only to have a second folder for sockets
         twin = await elsewhere.peer(a_description(incarnation="twin"))
-        async with a_stream_world(addresses=(twin.address,)) as world:
+        async with a_stream_setup(addresses=(twin.address,)) as world:
             assert (await joined(world)).description.incarnation == "twin"
             peer = await world.join(a_description(incarnation="other"))
             await peer.connected()
@@ -208,10 +208,10 @@ async def test_two_workers_of_one_name_are_not_mixed_up():
 
 
 async def test_members_by_address_need_no_registry():
-    async with a_stream_world() as elsewhere:
+    async with a_stream_setup() as elsewhere:
         peer = await elsewhere.peer(a_description(worker_id="by-address"))
 
-        async with a_stream_world(addresses=(peer.address,)) as world:
+        async with a_stream_setup(addresses=(peer.address,)) as world:
             assert (await joined(world)).address == peer.address
 
 
@@ -219,11 +219,11 @@ async def test_members_by_address_need_no_registry():
 
 
 async def test_a_worker_that_leaves_the_registry_keeps_its_stream_until_that_ends():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
-        world.denounce("w1")
+        world.withdraw("w1")
         await nothing_but_load(world, peer)
         await peer.leave()
         assert await world.take() == LEFT
@@ -237,12 +237,12 @@ async def test_a_worker_that_leaves_the_registry_keeps_its_stream_until_that_end
 
 
 async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.peer(a_description())
         await peer.leave()
         world.announce(peer)
         await asyncio.sleep(0.1)
-        world.denounce("w1")
+        world.withdraw("w1")
         await asyncio.sleep(0.1)
         await peer.start()
         await asyncio.sleep(0.3)
@@ -251,11 +251,11 @@ async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
 
 
 async def test_a_renewed_membership_of_the_same_process_leaves_its_stream_alone():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
-        world.denounce("w1")  # the lease ended while the worker was busy, say
+        world.withdraw("w1")  # the lease ended while the worker was busy, say
         world.announce(peer)
         await nothing_but_load(world, peer)
         await peer.leave()
@@ -266,7 +266,7 @@ async def test_a_renewed_membership_of_the_same_process_leaves_its_stream_alone(
 
 
 async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         old = await world.join(a_description(incarnation="old"))
         await joined(world)
 
@@ -282,7 +282,7 @@ async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
 
 async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
-    async with a_stream_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
         await joined(world)
 
@@ -295,7 +295,7 @@ async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(mon
 
 async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
-    async with a_stream_world(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
         await joined(world)
 
@@ -305,7 +305,7 @@ async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_th
         assert await world.take() == LEFT
 
 
-def fill(world: StreamWorld) -> None:
+def fill(world: StreamSetup) -> None:
     for number in range(1000):
         world.workers.start(WorkerId("w1"), a_start(request_id=f"r{number}"))
 
@@ -314,7 +314,7 @@ def fill(world: StreamWorld) -> None:
 
 
 async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_again():
-    async with a_stream_world(connect_timeout_seconds=SHORT) as world:
+    async with a_stream_setup(connect_timeout_seconds=SHORT) as world:
         peer = await world.peer(a_description())
         peer.silent = True
         world.announce(peer)
@@ -336,7 +336,7 @@ async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_a
     ids=["http", "no protobuf", "oversize", "half a frame"],
 )
 async def test_garbage_ends_the_stream_and_another_one_is_opened(said):
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -348,7 +348,7 @@ async def test_garbage_ends_the_stream_and_another_one_is_opened(said):
 
 
 async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -359,7 +359,7 @@ async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
 
 
 async def test_nothing_is_heard_of_a_stream_after_it_was_given_up():
-    async with a_stream_world() as world:
+    async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
@@ -370,5 +370,5 @@ async def test_nothing_is_heard_of_a_stream_after_it_was_given_up():
         await joined(world)
 
 
-def _announcement(peer: StreamPeer, worker_id: str):
+def _announcement(peer: StreamWorker, worker_id: str):
     return MemberJoined(worker_id=WorkerId(worker_id), incarnation=peer.description.incarnation, address=peer.address)

@@ -12,9 +12,9 @@ from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
 from operators.resources.parts import GROUP, VERSION
-from tests.connectors import Mortal, silent_port
+from tests.connectors import KilledOnWrite, silent_port
 from tests.contract.connector_promises import *  # noqa: F403 - they run here
-from tests.contract.connector_promises import DECODE, ROOM, Killed, a_plan, sees, until
+from tests.contract.connector_promises import DECODE, ROOM, ProcessKilled, a_plan, sees, until
 from tests.kube.operator_running import a_deployment, an_operator
 from tests.kube.running import RunningApiServer
 
@@ -39,7 +39,7 @@ class KubernetesWorld:
     @contextlib.asynccontextmanager
     async def open_mortal(self, answered):
         async with self.open() as connector:
-            connector._cluster = Mortal(connector._cluster, "apply", answered, Killed)
+            connector._cluster = KilledOnWrite(connector._cluster, "apply", answered, ProcessKilled)
             yield connector
 
     def open_cut(self):

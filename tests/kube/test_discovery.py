@@ -29,9 +29,9 @@ from tests.contract.discovery_promises import ADDRESS, ELSEWHERE, NEW, OLD, OTHE
 from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
 from tests.kube.running import RunningApiServer, an_api_server
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 from tests.waiting import eventually
-from tests.ways import Way
+from tests.ways import SeverableProxy
 from tests.worker_processes import a_worker_process
 from workers.ports import RegistryUnreachable
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -48,8 +48,8 @@ class KubernetesWorld:
 
     def __init__(self, server, api, folder, service="") -> None:
         self.server, self.api, self.service = server, api, service
-        self.clock = HandClock()  # of all who look at the directory
-        self.way = Way(int(server.url.rpartition(":")[2]))
+        self.clock = ManualClock()  # of all who look at the directory
+        self.way = SeverableProxy(int(server.url.rpartition(":")[2]))
         self.folder = folder
 
     def open(self, **fields):
@@ -445,7 +445,7 @@ async def test_the_charts_roles_allow_what_workers_and_routers_ask_for_and_nothi
                 path = f"/apis/rbac.authorization.k8s.io/v1/namespaces/serving/{kind.lower()}s"
                 api.post(path, found[kind, name]).expect(201)
 
-        def directory(account: str, clock: HandClock) -> discovery_kubernetes.KubernetesDirectory:
+        def directory(account: str, clock: ManualClock) -> discovery_kubernetes.KubernetesDirectory:
             config = server.kubeconfig(tmp_path, token=f"system:serviceaccount:serving:{account}")
             given = {
                 "cluster": "tiny",
@@ -455,7 +455,7 @@ async def test_the_charts_roles_allow_what_workers_and_routers_ask_for_and_nothi
             }
             return discovery_kubernetes.KubernetesDirectory(KubernetesDiscovery(**given, service="workers"), clock)
 
-        clock = HandClock()
+        clock = ManualClock()
         async with (
             directory("fleet-workers", clock) as worker,
             directory("fleet-routers", clock) as router,

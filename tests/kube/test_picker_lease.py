@@ -24,11 +24,11 @@ from tests.gateways import a_completion, a_gateway
 from tests.kube.charts import by_name, documents, helm_3_render
 from tests.kube.clients import Api
 from tests.kube.running import RunningApiServer, an_api_server
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 from tests.openai_servers import OpenAiServer
 from tests.stopwatch import at_most
 from tests.waiting import until_answered
-from tests.ways import Way
+from tests.ways import SeverableProxy
 
 SECONDS = 60
 LEASE_SECONDS = 10  # a busy machine keeps processes from renewing it for seconds
@@ -181,7 +181,7 @@ async def _gone(api, *paths) -> bool:
 
 async def test_who_is_cut_off_is_not_ready_and_refuses_nobody_until_it_hears_of_another(tmp_path):
     with an_api_server() as server:
-        way = Way(int(server.url.rpartition(":")[2]))
+        way = SeverableProxy(int(server.url.rpartition(":")[2]))
         await way.open()
 
         def settings(identity: str, at: RunningApiServer) -> PickerLease:
@@ -242,7 +242,7 @@ async def _follows(candidate) -> bool:
 
 async def test_processes_of_one_router_lead_together(tmp_path):
     """They tell each other what they have booked, and are one picker: with one identity."""
-    clock = HandClock()
+    clock = ManualClock()
 
     def written_by(year: int) -> datetime:
         return datetime(year, 1, 1, tzinfo=UTC) + timedelta(seconds=clock.now() / SECOND)

@@ -6,7 +6,7 @@ from fleet.errors import Reason
 from fleet.requests import Finish, KvPhase, Source, Usage
 from fleet.roles import Phase
 from fleet.telemetry import LATENCY_BUCKETS, LogLineFormatter, RouterProcessMetrics
-from tests.builders import a_report
+from tests.builders import a_kv_report
 
 USAGE = Usage(prompt_tokens=64, completion_tokens=3, cached_tokens=32)
 
@@ -18,8 +18,8 @@ def lines(metrics: RouterProcessMetrics) -> list[str]:
 def test_a_request_is_counted_by_how_it_ended_and_where_it_ran():
     metrics = RouterProcessMetrics(CollectorRegistry())
     kv = (
-        KvPhase(phase=Phase.PREFILL, worker_id="p", report=a_report(64)),
-        KvPhase(phase=Phase.DECODE, worker_id="d", report=a_report(64, cached_blocks=1, source=Source.STORE)),
+        KvPhase(phase=Phase.PREFILL, worker_id="p", report=a_kv_report(64)),
+        KvPhase(phase=Phase.DECODE, worker_id="d", report=a_kv_report(64, cached_blocks=1, source=Source.STORE)),
     )
 
     metrics.ended(Finish.STOP, kv, USAGE, 0.5)

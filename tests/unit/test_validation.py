@@ -19,7 +19,7 @@ from fleet.requests import (
 )
 from fleet.validation import validate
 from tests.builders import a_prompt, a_request, token_bytes
-from tests.fake_router import a_card
+from tests.fake_router import a_model_card
 
 ALLOWED = [
     ("max_tokens", 1),
@@ -74,13 +74,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "value"), ALLOWED)
 def test_the_ends_of_every_range_are_allowed(name, value):
-    validate(a_request(sampling=Sampling(**{name: value})), a_card(), 10)
+    validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_is_outside_its_range_is_refused_by_name(name, value):
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(sampling=Sampling(**{name: value})), a_card(), 10)
+        validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
     assert refused.value.message.startswith(f"sampling.{name}: ")
@@ -119,7 +119,7 @@ def test_what_is_outside_its_range_is_refused_by_name(name, value):
 )
 def test_a_wrong_field_is_refused_by_its_path(fields, field):
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(**fields), a_card(), 10, vocab_size=500)
+        validate(a_request(**fields), a_model_card(), 10, vocab_size=500)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
 
@@ -142,7 +142,7 @@ FORMS = [
 @pytest.mark.parametrize(("form", "field", "said"), FORMS)
 def test_a_form_of_no_size_or_sense_is_refused_in_words(form, field, said):
     with pytest.raises(RequestRejected, match=said) as refused:
-        validate(a_request(sampling=Sampling(form=form)), a_card(), 10)
+        validate(a_request(sampling=Sampling(form=form)), a_model_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
     assert len(refused.value.message) < 200
@@ -152,7 +152,7 @@ def test_a_form_of_no_size_or_sense_is_refused_in_words(form, field, said):
     "form", [AnyObject(), JsonSchema("{}"), Pattern("a" * 16_384), Grammar("root ::= x"), Choice(("a" * 1024,) * 256)]
 )
 def test_forms_of_a_sound_size_are_left_to_the_engine(form):
-    validate(a_request(sampling=Sampling(form=form)), a_card(), 10)
+    validate(a_request(sampling=Sampling(form=form)), a_model_card(), 10)
 
 
 SPOKEN = ChatMessage(role="user", content="x")
@@ -177,7 +177,7 @@ A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": 
 )  # fmt: skip
 def test_tools_and_calls_that_are_none_are_refused_by_their_path(prompt, field):
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(prompt=prompt), a_card(), 10)
+        validate(a_request(prompt=prompt), a_model_card(), 10)
 
     assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
 
@@ -187,7 +187,7 @@ def test_tools_and_calls_as_the_openai_api_has_them_are_allowed():
     calling = ChatMessage(role="assistant", content="", tool_calls=call)
     answering = ChatMessage(role="tool", content="1", tool_call_id="c1")
 
-    validate(a_request(prompt=ChatPrompt((SPOKEN, calling, answering), tools=f"[{A_TOOL}]")), a_card(), 10)
+    validate(a_request(prompt=ChatPrompt((SPOKEN, calling, answering), tools=f"[{A_TOOL}]")), a_model_card(), 10)
 
 
 def test_the_limits_themselves_are_allowed():
@@ -201,25 +201,25 @@ def test_the_limits_themselves_are_allowed():
         sampling=Sampling(stop_token_ids=(0, 499) * 512, min_tokens=16, max_tokens=16),
     )
 
-    validate(request, a_card(), 2, vocab_size=500)
+    validate(request, a_model_card(), 2, vocab_size=500)
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers():
     with pytest.raises(RequestRejected, match=r"101 tokens.* 100") as refused:
-        validate(a_request(prompt=TokenPrompt(a_prompt(101))), a_card(max_model_len=100), 101)
+        validate(a_request(prompt=TokenPrompt(a_prompt(101))), a_model_card(max_model_len=100), 101)
 
     assert refused.value.field == "token_ids"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused():
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(fill_context=True), a_card(max_model_len=100), 100)
+        validate(a_request(fill_context=True), a_model_card(max_model_len=100), 100)
 
     assert refused.value.field == "text"
 
 
 def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
-    card = a_card(max_model_len=100)
+    card = a_model_card(max_model_len=100)
     validate(a_request(sampling=Sampling(max_tokens=10)), card, 90)
 
     with pytest.raises(RequestRejected, match="at most 10") as refused:
@@ -229,16 +229,16 @@ def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
 
 
 def test_max_tokens_does_not_count_when_the_answer_may_fill_the_context():
-    validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_card(max_model_len=100), 99)
+    validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_model_card(max_model_len=100), 99)
 
     with pytest.raises(RequestRejected) as refused:
-        validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_card(max_model_len=100), 99)
+        validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_model_card(max_model_len=100), 99)
 
     assert refused.value.field == "sampling.min_tokens"
 
 
 def test_lengths_are_not_checked_before_the_prompt_is_tokenised():
-    validate(a_request(sampling=Sampling(max_tokens=10_000)), a_card(max_model_len=100), None)
+    validate(a_request(sampling=Sampling(max_tokens=10_000)), a_model_card(max_model_len=100), None)
 
 
 @given(field=st.sampled_from([("temperature", 0, 2), ("min_p", 0, 1), ("presence_penalty", -2, 2)]), value=st.floats())
@@ -247,7 +247,7 @@ def test_of_all_floats_exactly_those_in_the_range_are_allowed(field, value):
     request = a_request(sampling=Sampling(**{name: value}))
 
     if low <= value <= high:
-        validate(request, a_card(), 1)
+        validate(request, a_model_card(), 1)
     else:
         with pytest.raises(RequestRejected, match=name):
-            validate(request, a_card(), 1)
+            validate(request, a_model_card(), 1)

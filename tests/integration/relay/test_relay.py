@@ -12,7 +12,18 @@ from fleet.adapters import openai_worker
 from fleet.ids import RequestId
 from fleet.router.tenants import TenantSettings
 from tests.http_peers import connected, error_of, post
-from tests.openai_servers import ASKED, COMPLETIONS, EVENTS, MESSAGES, MODEL, Answering, a_client, a_relay, texts, token
+from tests.openai_servers import (
+    COMPLETIONS,
+    EVENTS,
+    MESSAGES,
+    MODEL,
+    STREAMING_REQUEST,
+    ServerExchange,
+    a_relay,
+    an_openai_client,
+    texts,
+    token,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -22,7 +33,7 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_stream_arrives_as_the_server_gave_it(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
         assert await texts(stream) == "abcde"
@@ -30,7 +41,7 @@ async def test_a_stream_arrives_as_the_server_gave_it(server):
 
 
 async def test_an_answer_in_one_piece_arrives_whole(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         completion = await client.completions.create(model=MODEL, prompt="say", max_tokens=5)
 
         assert completion.choices[0].text == "abcde"
@@ -40,7 +51,7 @@ async def test_an_answer_in_one_piece_arrives_whole(server):
 
 async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         await client.chat.completions.create(
             model=MODEL, messages=MESSAGES, tools=tools, response_format={"type": "json_object"}, logprobs=True
         )
@@ -63,12 +74,12 @@ async def test_the_clients_own_bytes_go_on(server):
 
 
 async def test_embeddings_pass_through(server):
-    async def embed(answering: Answering) -> None:
+    async def embed(answering: ServerExchange) -> None:
         data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
         await answering.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
 
     server.play = embed
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         answer = await client.embeddings.create(model=MODEL, input="x" * 1000, encoding_format="float")
 
         assert answer.data[0].embedding == [0.5, 0.25]
@@ -78,17 +89,17 @@ async def test_embeddings_pass_through(server):
 
 
 async def test_models_are_listed(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
 
 
 async def test_what_the_server_refuses_arrives_as_it_is(server):
-    async def refuse(answering: Answering) -> None:
+    async def refuse(answering: ServerExchange) -> None:
         error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
         await answering.respond(422, json.dumps({"error": error}).encode())
 
     server.play = refuse
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         with pytest.raises(openai.UnprocessableEntityError, match="no such thing"):
             await client.completions.create(model=MODEL, prompt="say", extra_body={"top_k": -5})
         assert world.serving() == 1
@@ -145,7 +156,7 @@ async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_
 
 
 async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, monkeypatch):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
 
         def broken(*_: object) -> None:
             raise OverflowError("a bug")
@@ -159,14 +170,14 @@ async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, mo
 
 
 async def test_the_api_key_of_the_worker_takes_the_place_of_the_clients(server):
-    async with a_relay(server, api_key="sk-upstream") as world, a_client(world, "sk-client") as client:
+    async with a_relay(server, api_key="sk-upstream") as world, an_openai_client(world, "sk-client") as client:
         await client.completions.create(model=MODEL, prompt="say")
 
     assert server.seen[0].headers["authorization"] == "Bearer sk-upstream"
 
 
 async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
-    async with a_relay(server) as world, a_client(world, "sk-client") as client:
+    async with a_relay(server) as world, an_openai_client(world, "sk-client") as client:
         await client.completions.create(model=MODEL, prompt="say")
 
     assert server.seen[0].headers["authorization"] == "Bearer sk-client"
@@ -174,9 +185,9 @@ async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
 
 async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
     tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
-    async with a_relay(server, tenants=tenants) as world, a_client(world, "fk-1") as client:
+    async with a_relay(server, tenants=tenants) as world, an_openai_client(world, "fk-1") as client:
         answers = [await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters")]
-        async with a_client(world, "fk-2") as stranger:
+        async with an_openai_client(world, "fk-2") as stranger:
             with pytest.raises(openai.AuthenticationError) as unknown:
                 await stranger.completions.create(model=MODEL, prompt="say five letters")
         answers.append(
@@ -199,13 +210,13 @@ async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
 
 
 async def test_an_answer_says_what_the_request_is_called_here(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
         request_id = answer.headers["x-fleet-request-id"]
         assert answer.headers["x-request-id"] == answer.parse()._request_id == request_id
         assert world.router.explain(RequestId(request_id)).placements[0].decode == "w0"
 
-        async def with_names_of_its_own(answering: Answering) -> None:
+        async def with_names_of_its_own(answering: ServerExchange) -> None:
             await answering.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
 
         server.play = with_names_of_its_own
@@ -219,7 +230,7 @@ async def test_an_answer_says_what_the_request_is_called_here(server):
 
 
 async def test_head_and_first_event_arrive_in_one_piece(server):
-    async def in_pieces(answering: Answering) -> None:
+    async def in_pieces(answering: ServerExchange) -> None:
         await answering.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
         await asyncio.sleep(0.02)
         await answering.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
@@ -235,7 +246,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
 
         class Client(asyncio.Protocol):
             def connection_made(self, transport):
-                transport.write(post(COMPLETIONS, ASKED))
+                transport.write(post(COMPLETIONS, STREAMING_REQUEST))
 
             def data_received(self, data):
                 first.done() or first.set_result(data)
@@ -253,7 +264,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
 async def test_connections_to_the_server_are_used_again(server):
     async with a_relay(server) as world, connected(world) as peer:
         for _ in range(20):
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert b"[DONE]" in (await peer.answer())[2]
 
     assert (len(server.seen), server.connections) == (20, 1)
@@ -263,7 +274,7 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
     monkeypatch.setattr(openai_worker, "IDLE_SECONDS", 0.3)
     all_there = asyncio.Event()
 
-    async def together(answering: Answering) -> None:
+    async def together(answering: ServerExchange) -> None:
         await all_there.wait()
         await answering.respond(200, b"{}")
 
@@ -271,23 +282,23 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
     async with a_relay(server) as world, AsyncExitStack() as burst, connected(world) as peer:
         for _ in range(8):
             other = await burst.enter_async_context(connected(world))
-            await other.send(post(COMPLETIONS, ASKED))
+            await other.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: server.open == 8)
         all_there.set()
 
         while server.open > 1:  # the latest is used again and again
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         await until(lambda: server.open == 0)
 
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 200
         assert server.cut == 0
         await world.settled()
 
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
-    async def and_close(answering: Answering) -> None:
+    async def and_close(answering: ServerExchange) -> None:
         await answering.respond(200, b"{}")
         answering.writer.transport.close()
 
@@ -295,7 +306,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_reques
         server.play = and_close
     async with a_relay(*servers) as world, connected(world) as peer:
         for _ in range(20):
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         assert world.router.status().counters.retried == 0
 
@@ -303,7 +314,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_reques
 async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(server):
     served: set[asyncio.StreamWriter] = set()
 
-    async def one_each(answering: Answering) -> None:
+    async def one_each(answering: ServerExchange) -> None:
         if answering.writer in served:
             answering.writer.transport.abort()
         else:
@@ -313,7 +324,7 @@ async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(se
     server.play = one_each
     async with a_relay(server) as world, connected(world) as peer:
         for _ in range(4):
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         assert (len(server.seen), server.connections) == (7, 4)
         assert world.router.status().counters.retried == 0
@@ -321,11 +332,11 @@ async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(se
 
 
 async def test_pipelined_requests_are_answered_in_order(server):
-    async def echo(answering: Answering) -> None:
+    async def echo(answering: ServerExchange) -> None:
         await answering.respond(200, answering.seen.body)
 
     server.play = echo
-    bodies = [{**ASKED, "n": number} for number in range(30)]
+    bodies = [{**STREAMING_REQUEST, "n": number} for number in range(30)]
     async with a_relay(server) as world, connected(world) as peer:
         await peer.send(post(COMPLETIONS, bodies[0]))
         assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
@@ -337,11 +348,11 @@ async def test_pipelined_requests_are_answered_in_order(server):
 
 
 async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
-    async def echo(answering: Answering) -> None:
+    async def echo(answering: ServerExchange) -> None:
         await answering.respond(200, answering.seen.body)
 
     server.play = echo
-    request = post(COMPLETIONS, {**ASKED, "prompt": "x" * 500})
+    request = post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 500})
     async with a_relay(server) as world, connected(world) as peer:
         for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
             await peer.send(request[:cut])
@@ -357,7 +368,7 @@ async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_clients_that_close_get_a_connection_that_closes(server, version):
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED, "connection: close", version=version))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: close", version=version))
         status, headers, body = await peer.answer()
 
         assert (status, headers["connection"]) == (200, "close")
@@ -368,13 +379,13 @@ async def test_clients_that_close_get_a_connection_that_closes(server, version):
 
 
 async def test_an_answer_that_ends_with_its_connection_is_whole(server):
-    async def until_close(answering: Answering) -> None:
+    async def until_close(answering: ServerExchange) -> None:
         await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
         answering.writer.close()
 
     server.play = until_close
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, headers, body = await peer.answer()
 
         assert (status, headers["connection"], body) == (200, "close", b"{}")

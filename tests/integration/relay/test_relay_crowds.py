@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.http_peers import post
-from tests.openai_servers import COMPLETIONS, EVENTS, MODEL, RelayWorld, a_relay, chunk, token
+from tests.openai_servers import COMPLETIONS, EVENTS, MODEL, RelaySetup, a_relay, chunk, token
 from tests.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -19,7 +19,7 @@ SLOW_BYTES = 32 << 20  # for a client that takes one byte a second
 END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-class Stream(asyncio.Protocol):
+class HeldAnswer(asyncio.Protocol):
     """One connection to the server: a request at a time, whose answer the test writes."""
 
     def __init__(self, server: "CrowdServer") -> None:
@@ -66,12 +66,12 @@ class CrowdServer:
     """A server that answers as many at once as ask."""
 
     def __init__(self) -> None:
-        self.streams: dict[str, Stream] = {}  # by prompt
+        self.streams: dict[str, HeldAnswer] = {}  # by prompt
         self.url = ""
 
     async def start(self) -> None:
         self._listening = await asyncio.get_running_loop().create_server(
-            lambda: Stream(self), "127.0.0.1", 0, backlog=4096
+            lambda: HeldAnswer(self), "127.0.0.1", 0, backlog=4096
         )
         self.url = f"http://127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
 
@@ -81,7 +81,7 @@ class CrowdServer:
             stream.transport.abort()
 
 
-class Client(asyncio.Protocol):
+class StreamingClient(asyncio.Protocol):
     """One client's connection; takes all that comes."""
 
     def __init__(self, prompt: str) -> None:
@@ -106,7 +106,7 @@ class Client(asyncio.Protocol):
         return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-async def clients(world: RelayWorld, server: CrowdServer, prompts: list[str]) -> dict[str, Client]:
+async def clients(world: RelaySetup, server: CrowdServer, prompts: list[str]) -> dict[str, StreamingClient]:
     """That many ask, a hundred at a time; all have an answer that has begun, and not one that has ended."""
     host, _, port = world.http.address.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ async def clients(world: RelayWorld, server: CrowdServer, prompts: list[str]) ->
     for first in range(0, len(prompts), 100):
         some = prompts[first : first + 100]
         made = await asyncio.gather(
-            *(loop.create_connection(lambda prompt=prompt: Client(prompt), host, int(port)) for prompt in some)
+            *(loop.create_connection(lambda prompt=prompt: StreamingClient(prompt), host, int(port)) for prompt in some)
         )
         asking |= dict(zip(some, (client for _, client in made), strict=True))
         await until(lambda: server.streams.keys() >= asking.keys(), SECONDS)  # noqa: B023

@@ -18,19 +18,19 @@ from fleet.router.http_settings import HttpSettings
 from fleet.router.settings import OpenAiWorkerSettings
 from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
-    ASKED,
     COMPLETIONS,
     EVENTS,
     MESSAGES,
     MODEL,
-    Answering,
-    RelayWorld,
-    a_client,
+    STREAMING_REQUEST,
+    RelaySetup,
+    ServerExchange,
     a_relay,
+    an_openai_client,
     chunk,
     five_tokens,
     hold,
-    say_nothing,
+    never_answer,
     texts,
     token,
 )
@@ -43,11 +43,11 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
-    async def die(answering: Answering) -> None:
+    async def die(answering: ServerExchange) -> None:
         await servers[0].stop()
 
     servers[0].play = die
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
         assert await texts(stream) == "abcde"
@@ -57,12 +57,12 @@ async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
 
 
 async def test_a_head_without_content_counts_as_nothing(servers):
-    async def die_after_the_head(answering: Answering) -> None:
+    async def die_after_the_head(answering: ServerExchange) -> None:
         await answering.begin_events()
         answering.writer.transport.abort()
 
     servers[0].play = die_after_the_head
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
         assert await texts(stream) == "abcde"
@@ -72,34 +72,34 @@ async def test_a_head_without_content_counts_as_nothing(servers):
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_server_error_is_tried_elsewhere(servers, status):
-    async def fail(answering: Answering) -> None:
+    async def fail(answering: ServerExchange) -> None:
         await answering.respond(status, b'{"error": "out of memory"}')
 
     servers[0].play = fail
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
         await world.settled()
 
 
 async def test_a_server_error_everywhere_is_told(server):
-    async def fail(answering: Answering) -> None:
+    async def fail(answering: ServerExchange) -> None:
         await answering.respond(500, b'{"error": "out of memory"}')
 
     server.play = fail
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         with pytest.raises(openai.InternalServerError, match="has failed the request"):
             await client.completions.create(model=MODEL, prompt="say")
         await world.settled()
 
 
 async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
-    async def die(answering: Answering) -> None:
+    async def die(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
         answering.writer.transport.abort() if answering.seen.json.get("now") else answering.writer.close()
 
     server.play = die
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         assert (await anext(stream)).choices[0].delta.content == "a"
         with pytest.raises(openai.APIError, match="w0"):
@@ -108,7 +108,7 @@ async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(serv
 
 
 async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
-    async def die(answering: Answering) -> None:
+    async def die(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
         await answering.send(b"400\r\ndata: {")
@@ -116,7 +116,7 @@ async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(ser
 
     server.play = die
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
         rest = await peer.rest()
 
@@ -124,35 +124,35 @@ async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(ser
         await world.settled()
 
 
-async def cut_by_reset(answering: Answering, seen: asyncio.Event) -> None:
+async def cut_by_reset(answering: ServerExchange, seen: asyncio.Event) -> None:
     await answering.begin_events()
     await answering.event(token("a"))
     await seen.wait()
     answering.writer.transport.abort()
 
 
-async def cut_by_close(answering: Answering, seen: asyncio.Event) -> None:
+async def cut_by_close(answering: ServerExchange, seen: asyncio.Event) -> None:
     await answering.begin_events()
     await answering.event(token("a"))
     await seen.wait()
     answering.writer.close()
 
 
-async def end_early(answering: Answering, seen: asyncio.Event) -> None:
+async def end_early(answering: ServerExchange, seen: asyncio.Event) -> None:
     await answering.begin_events()
     await answering.event(token("a"))
     await seen.wait()
     await answering.end()
 
 
-async def end_early_with_an_event(answering: Answering, seen: asyncio.Event) -> None:
+async def end_early_with_an_event(answering: ServerExchange, seen: asyncio.Event) -> None:
     await answering.begin_events()
     await answering.event(token("a"))
     await seen.wait()
     await answering.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
 
 
-async def without_chunks(answering: Answering, seen: asyncio.Event) -> None:
+async def without_chunks(answering: ServerExchange, seen: asyncio.Event) -> None:
     """An answer that ends with its connection, as those of HTTP/1.0 do."""
     await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
     await answering.send(b"data: " + token("a") + b"\n\n")
@@ -164,10 +164,10 @@ async def without_chunks(answering: Answering, seen: asyncio.Event) -> None:
 async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play):
     seen = asyncio.Event()
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
         server.play = lambda answering: play(answering, seen)
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
         seen.set()
         rest = await peer.rest()
@@ -183,7 +183,7 @@ async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play
 
 
 async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
-    async def nothing(answering: Answering) -> None:
+    async def nothing(answering: ServerExchange) -> None:
         if answering.seen.json["prompt"] == "cut":
             await answering.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
         else:
@@ -192,10 +192,10 @@ async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
     servers[0].play = nothing
     async with a_relay(*servers) as world, connected(world) as peer:
         while not (servers[0].seen and servers[1].seen):
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         for _ in range(4):
-            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "cut"}))
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "cut"}))
             assert b"[DONE]" in (await peer.answer())[2]
         await world.settled()
 
@@ -206,7 +206,7 @@ async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
     server.play = lambda answering: end_early(answering, seen)
     async with a_relay(server) as world, connected(world) as peer:
         for _ in range(3):
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             status, _, content = await peer.answer()
             assert (status, b"error" in content) == (200, False)
         await world.settled()
@@ -214,7 +214,7 @@ async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
 
 @pytest.mark.parametrize("cut", range(1, 8))
 async def test_done_is_found_however_it_is_cut(server, cut):
-    async def in_two(answering: Answering) -> None:
+    async def in_two(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
         await answering.send(chunk(b"data: " + b"[DONE]"[:cut]))
@@ -222,34 +222,34 @@ async def test_done_is_found_however_it_is_cut(server, cut):
         await answering.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
 
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.answer()
         server.play = in_two
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert b"error" not in (await peer.answer())[2]
         await world.settled()
 
 
 async def test_what_is_no_http_is_a_failure_of_the_server(server):
-    async def babble(answering: Answering) -> None:
+    async def babble(answering: ServerExchange) -> None:
         await answering.send(b"hello\r\n\r\n")
 
     server.play = babble
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 503
         await world.settled()
 
 
 @pytest.mark.parametrize("size", [3, 30, None])
 async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
-    async def twice(answering: Answering) -> None:
+    async def twice(answering: ServerExchange) -> None:
         answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
         await answering.send(answer + b"{}" + (answer + b"[]")[:size])
 
     server.play = twice
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, _, body = await peer.answer()
 
         assert status == 503
@@ -258,21 +258,21 @@ async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size
 
 
 async def test_a_silent_server_is_given_up(server):
-    server.play = say_nothing
+    server.play = never_answer
     async with a_relay(server, silence_timeout_seconds=0.3) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 503
         await until(lambda: server.cut == 1)
         await world.settled()
 
 
 async def test_a_deadline_ends_a_request_wherever_it_is(server):
-    server.play = say_nothing
+    server.play = never_answer
     async with a_relay(server) as world, connected(world) as peer:
 
         async def asked() -> int:
             """How many of its requests the server has: on a busy machine, a deadline may pass on the way to it."""
-            await peer.send(post(COMPLETIONS, {**ASKED, "fleet": {"timeout_ms": 100}}))
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "fleet": {"timeout_ms": 100}}))
             assert (await peer.answer())[0] == 504
             return len(server.seen)
 
@@ -284,7 +284,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(server):
 async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
     async with a_relay(server) as world, connected(world) as peer:
         with no_file_left():
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
             assert world.serving() == 1
         assert (await peer.answer())[0] == 200
@@ -294,7 +294,7 @@ async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_
 async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
     async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, connected(world) as peer:
         with no_file_left():
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             status, headers, content = await peer.answer()
         assert (status, headers["retry-after"], error_of(content)["code"]) == (429, "1", "queue_full")
         assert "open files" in error_of(content)["message"]
@@ -313,7 +313,7 @@ def no_file_left() -> Iterator[None]:
 
 
 async def test_a_dead_server_leaves_and_returns(servers):
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         await servers[0].stop()
         await until(lambda: world.serving() == 1)
         assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
@@ -347,11 +347,11 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
 
 
 async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
-    async def fail(answering: Answering) -> None:
+    async def fail(answering: ServerExchange) -> None:
         await answering.respond(500, b"{}")
 
     servers[0].play = fail
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         for _ in range(10):
             await client.completions.create(model=MODEL, prompt="say")
         assert len(servers[0].seen) == 5
@@ -360,13 +360,13 @@ async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(serv
 
 
 async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
-    async def choke(answering: Answering) -> None:
+    async def choke(answering: ServerExchange) -> None:
         poison = "poison" in answering.seen.json["prompt"]
         await (answering.respond(500, b"{}") if poison else five_tokens(answering))
 
     for server in servers:
         server.play = choke
-    async with a_relay(*servers) as world, a_client(world) as client:
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
         for number in range(12):
             with pytest.raises(openai.InternalServerError):
                 await client.completions.create(model=MODEL, prompt=f"poison {number}")
@@ -378,7 +378,7 @@ async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_howev
 async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
     go_on = asyncio.Event()
 
-    async def slowly(answering: Answering) -> None:
+    async def slowly(answering: ServerExchange) -> None:
         await answering.begin_events()
         while not go_on.is_set():
             await answering.event(token("a"))
@@ -387,7 +387,7 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
         await answering.end()
 
     server.play = slowly
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         await anext(stream)
         server.health_status = 500
@@ -403,11 +403,11 @@ async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_
     """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
     go = asyncio.Event()
 
-    async def when_let(answering: Answering) -> None:
+    async def when_let(answering: ServerExchange) -> None:
         await go.wait()
         await five_tokens(answering)
 
-    async def ask(world: RelayWorld) -> tuple[int, dict[str, str]]:
+    async def ask(world: RelaySetup) -> tuple[int, dict[str, str]]:
         async with connected(world) as peer:
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}))
             status, headers, _ = await peer.answer()
@@ -442,12 +442,12 @@ async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_
 
 @pytest.mark.parametrize("status", [422, 500, 503])
 async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(server, status):
-    async def refuse(answering: Answering) -> None:
+    async def refuse(answering: ServerExchange) -> None:
         await answering.respond(status, b'{"error": {"message": "no such thing"}}')
 
     server.play = refuse
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         answered, headers, _ = await peer.answer()
 
         assert (answered == 422) == (status == 422)
@@ -457,7 +457,7 @@ async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(serve
 
 
 async def test_no_server_is_a_refusal_that_says_so(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         await server.stop()
         await until(lambda: world.serving() == 0)
         with pytest.raises(openai.InternalServerError, match="no worker serves"):
@@ -467,12 +467,12 @@ async def test_no_server_is_a_refusal_that_says_so(server):
 # Clients
 
 
-@pytest.mark.parametrize("play", [say_nothing, hold])
+@pytest.mark.parametrize("play", [never_answer, hold])
 async def test_a_client_that_goes_takes_its_request_with_it(server, play):
     server.play = play
     async with a_relay(server) as world:
         async with connected(world) as peer:
-            await peer.send(post(COMPLETIONS, ASKED))
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             await until(lambda: len(server.seen) == 1)
             assert world.running("w0") == 1
         await until(lambda: server.cut == 1)
@@ -483,7 +483,7 @@ async def test_a_client_that_goes_takes_its_request_with_it(server, play):
 async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
     server.play = hold
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.head()
         peer.writer.write_eof()
         await until(lambda: server.cut == 1)
@@ -493,7 +493,7 @@ async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
 async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
     sent = 0
 
-    async def flood(answering: Answering) -> None:
+    async def flood(answering: ServerExchange) -> None:
         nonlocal sent
         answering.writer.transport.set_write_buffer_limits(high=0)
         await answering.begin_events()
@@ -504,7 +504,7 @@ async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_fla
 
     server.play = flood
     async with a_relay(server) as world, connected(world, limit=1000) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.head()
         before = -1
         while sent != before:
@@ -520,14 +520,14 @@ async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_fla
 
 
 async def test_a_client_that_never_reads_is_cut_off(server):
-    async def flood(answering: Answering) -> None:
+    async def flood(answering: ServerExchange) -> None:
         await answering.begin_events()
         while True:
             await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
 
     server.play = flood
     async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: server.cut == 1)
         await world.settled()
 
@@ -535,13 +535,13 @@ async def test_a_client_that_never_reads_is_cut_off(server):
 async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
     go_on = asyncio.Event()
 
-    async def when_told(answering: Answering) -> None:
+    async def when_told(answering: ServerExchange) -> None:
         await go_on.wait()
         await answering.respond(200, b"{}")
 
     server.play = when_told
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
         await until(lambda: len(server.seen) == 1)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(world.http.drain(10))

@@ -19,14 +19,14 @@ from fleet.ids import RequestId
 from tests.builders import token_ids
 from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
-    ASKED,
     CHAT,
     COMPLETIONS,
     MESSAGES,
     MODEL,
-    Answering,
-    a_client,
+    STREAMING_REQUEST,
+    ServerExchange,
     a_relay,
+    an_openai_client,
     five_tokens,
     texts,
     token,
@@ -62,14 +62,18 @@ async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news
 
 
 async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, model_dir):
-    async with a_relay(server, model_dir=model_dir) as world, a_client(world) as client, connected(world) as peer:
+    async with (
+        a_relay(server, model_dir=model_dir) as world,
+        an_openai_client(world) as client,
+        connected(world) as peer,
+    ):
         world.reader.inline_bytes = 10
         answers = [client.completions.create(model=MODEL, prompt="the quick brown fox " * 500) for _ in range(5)]
         for answer in answers:
             assert (await answer).choices[0].text == "abcde"
         assert world.router.status().index_blocks > 10
 
-        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "the quick brown fox " * 50_000}))
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "the quick brown fox " * 50_000}))
         peer.writer.close()
         await world.settled()
         assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 5
@@ -91,7 +95,7 @@ async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_j
 ):
     codec = load_codec(model_dir)
     server.tokenise = made and (lambda text: made(token_ids(codec.encode(text))))
-    async with a_relay(server, model_dir=model_dir) as world, a_client(world) as client:
+    async with a_relay(server, model_dir=model_dir) as world, an_openai_client(world) as client:
         assert {name for name, count in world.workers.tokenizers().items() if count} == {tokenises}
         assert [record.levelname for record in caplog.records] == ["ERROR"] * (tokenises == "otherwise")
         assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "abcde"
@@ -104,7 +108,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
         for number in range(20):
             for beginning in beginnings:
                 before = len(servers[0].seen)
-                await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{beginning} and {number}"}))
+                await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": f"{beginning} and {number}"}))
                 await peer.answer()
                 went.setdefault(beginning, set()).add(len(servers[0].seen) - before)
         await world.settled()
@@ -116,7 +120,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
 async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
     async with a_relay(server, kv_blocks=400) as world, connected(world) as peer:
         for number in range(40):
-            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": f"{number} " * 2000}))
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": f"{number} " * 2000}))
             await peer.answer()
             assert world.router.status().index_blocks <= 100
         assert world.router.status().index_blocks >= 50
@@ -126,14 +130,14 @@ async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
 
 async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
     async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "x" * 10_000}))
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 10_000}))
         await peer.answer()
         assert world.router.status().index_blocks > 10
         await until(lambda: world.router.status().index_blocks == 0)
 
 
 async def test_an_answer_that_grows_weighs_more(server):
-    async def many(answering: Answering) -> None:
+    async def many(answering: ServerExchange) -> None:
         await answering.begin_events()
         for _ in range(200):  # three blocks: of what came first and of the rest, one is told in any case
             await answering.event(token("a"))
@@ -141,7 +145,7 @@ async def test_an_answer_that_grows_weighs_more(server):
 
     server.play = many
     async with a_relay(server) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
 
 
@@ -170,7 +174,7 @@ async def test_of_requests_that_wait_the_server_gets_the_one_first_whose_client_
 
 
 async def test_metrics_count_what_was_relayed(server):
-    async with a_relay(server) as world, a_client(world) as client:
+    async with a_relay(server) as world, an_openai_client(world) as client:
         await client.completions.create(model=MODEL, prompt="say")
         with suppress(openai.NotFoundError):
             await client.completions.create(model="other", prompt="say")
@@ -199,7 +203,7 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
                 await asyncio.sleep(0.01)
             assert world.router.status().index_blocks == len(hashes)
 
-            await peer.send(post(COMPLETIONS, {**ASKED, "prompt": prompt}))
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": prompt}))
             assert (await peer.answer())[0] == 200
             request_id = RequestId("t-1")
             explanation = world.router.explain(request_id)
@@ -216,9 +220,9 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
 
 async def test_models_of_other_workers_are_served_beside(server):
     async with a_relay(server, only=False) as world, connected(world) as peer:
-        await peer.send(post(COMPLETIONS, ASKED))
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 200
-        await peer.send(post(COMPLETIONS, {**ASKED, "model": "own"}))
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "model": "own"}))
         status, _, content = await peer.answer()
 
         assert (status, error_of(content)["code"]) == (404, "model_not_found")  # as the other front says it
@@ -272,7 +276,7 @@ async def test_answers_go_on_after_sigterm_for_as_long_as_the_settings_say(
 ):
     told_to_end = asyncio.Event()
 
-    async def until_told(answering: Answering) -> None:
+    async def until_told(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
         await told_to_end.wait()

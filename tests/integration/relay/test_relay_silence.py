@@ -14,17 +14,17 @@ import pytest
 from tests.fleet_processes import serve
 from tests.http_peers import connected, error_of, post
 from tests.openai_servers import (
-    ASKED,
     CHAT,
     COMPLETIONS,
     MODEL,
-    Answering,
+    STREAMING_REQUEST,
     OpenAiServer,
-    RelayWorld,
+    RelaySetup,
+    ServerExchange,
     a_relay,
     chunk,
     five_tokens,
-    say_nothing,
+    never_answer,
     token,
 )
 from tests.servers import a_free_port
@@ -55,14 +55,14 @@ async def asked(
         writer.close()
 
 
-async def warmed(world: RelayWorld, **fields) -> None:
+async def warmed(world: RelaySetup, **fields) -> None:
     """Have every server answer some requests."""
     for number in range(20):
         assert await asked(world.http.address, f"warm {number}", **fields) == 200
     await world.settled()
 
 
-def state(world: RelayWorld, worker_id: str) -> str:
+def state(world: RelaySetup, worker_id: str) -> str:
     return next((w.state for p in world.router.status().pools for w in p.workers if w.worker_id == worker_id), "away")
 
 
@@ -75,7 +75,7 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
     """Of 16 requests one after the other 10 hung as long as the server got those of all clients that had left."""
     async with a_relay(*servers, probe_seconds=2.0) as world:
         await warmed(world, stream=stream)
-        servers[0].play = say_nothing
+        servers[0].play = never_answer
         answers = [
             await asked(world.http.address, f"{number}", patience=patience, stream=stream) for number in range(REQUESTS)
         ]
@@ -90,7 +90,7 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
 async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world, path=path)
-        servers[0].play = say_nothing
+        servers[0].play = never_answer
         async with asyncio.TaskGroup() as tasks:
             asking = [
                 tasks.create_task(asked(world.http.address, f"{number}", path=path)) for number in range(REQUESTS)
@@ -102,7 +102,7 @@ async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
 
 
 async def test_a_head_without_content_is_no_sign_of_life(servers):
-    async def begin_only(answering: Answering) -> None:
+    async def begin_only(answering: ServerExchange) -> None:
         await answering.begin_events()
         await asyncio.sleep(60)
 
@@ -116,13 +116,13 @@ async def test_a_head_without_content_is_no_sign_of_life(servers):
         assert state(world, "w0") == "draining"
 
 
-async def an_empty_first_event(answering: Answering) -> None:
+async def an_empty_first_event(answering: ServerExchange) -> None:
     await answering.begin_events()
     await answering.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
     await asyncio.sleep(60)
 
 
-async def only_comments(answering: Answering) -> None:
+async def only_comments(answering: ServerExchange) -> None:
     await answering.begin_events()
     while True:
         await answering.send(chunk(b": keep-alive\n\n"))
@@ -133,7 +133,7 @@ async def only_comments(answering: Answering) -> None:
 async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
     """Four clients that leave after a while; each that leaves makes room for another one."""
 
-    async def soon(answering: Answering) -> None:
+    async def soon(answering: ServerExchange) -> None:
         await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
         await five_tokens(answering)
 
@@ -159,7 +159,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
 async def test_a_server_that_answers_again_takes_requests_again(servers):
     go_on = asyncio.Event()
 
-    async def when_told(answering: Answering) -> None:
+    async def when_told(answering: ServerExchange) -> None:
         await go_on.wait()
         await five_tokens(answering)
 
@@ -177,7 +177,7 @@ async def test_a_server_that_answers_again_takes_requests_again(servers):
 
 
 async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
-    async def hang_but_for_trials(answering: Answering) -> None:
+    async def hang_but_for_trials(answering: ServerExchange) -> None:
         if answering.seen.json.get("max_tokens") == 1:
             await answering.respond(401, b'{"error": {"message": "who are you?"}}')
         else:
@@ -194,8 +194,8 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
 async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
     async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
         await warmed(world)
-        server.play = say_nothing
-        await peer.send(post(COMPLETIONS, ASKED))
+        server.play = never_answer
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, headers, content = await peer.answer()
 
         assert status == 503
@@ -207,7 +207,7 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
 async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
     hang = asyncio.Event()
 
-    async def stop(answering: Answering) -> None:
+    async def stop(answering: ServerExchange) -> None:
         if hang.is_set():
             await asyncio.sleep(60)
         elif "stops" in answering.seen.json["prompt"]:
@@ -220,7 +220,7 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
     server.play = stop
     async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
         await warmed(world)
-        await peer.send(post(COMPLETIONS, {**ASKED, "prompt": "it stops"}))
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "it stops"}))
         assert (await peer.head())[0] == 200
         hang.set()
         events = b"".join([chunk async for chunk in peer.chunks()])
@@ -238,7 +238,7 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
     turns = {id(server): asyncio.Lock() for server in servers}
 
     def one_by_one(server: OpenAiServer):
-        async def play(answering: Answering) -> None:
+        async def play(answering: ServerExchange) -> None:
             async with turns[id(server)]:
                 await asyncio.sleep(3.0 if len(answering.seen.body) > 20_000 else 0.02)
                 await five_tokens(answering)
@@ -263,7 +263,7 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
 async def test_servers_that_become_slow_together_all_stay(servers):
     slow = asyncio.Event()
 
-    async def play(answering: Answering) -> None:
+    async def play(answering: ServerExchange) -> None:
         await asyncio.sleep(1.5 if slow.is_set() else 0.0)
         await five_tokens(answering)
 
@@ -284,7 +284,7 @@ async def test_servers_that_become_slow_together_all_stay(servers):
 async def test_servers_that_load_at_their_first_requests_all_stay(servers):
     loaded = asyncio.Event()
 
-    async def play(answering: Answering) -> None:
+    async def play(answering: ServerExchange) -> None:
         await loaded.wait()
         await five_tokens(answering)
 
@@ -327,7 +327,7 @@ async def a_router_process(
 async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
     """Answers come while it sleeps, and clients are still there: it finds neither silence nor anybody late."""
 
-    async def soon(answering: Answering) -> None:
+    async def soon(answering: ServerExchange) -> None:
         await asyncio.sleep(0.2)
         await five_tokens(answering)
 

@@ -19,13 +19,13 @@ from fleet.sim.agreement import serve
 from fleet.sim.shell import keys_from_tokens
 from tests.builders import a_description
 from tests.model_shapes import LLAMA_8B
-from tests.simulated_worlds import StraightLine
+from tests.simulated_worlds import LinearStepTimes
 from tests.unit.sim.test_agreement import requests, three
 
 
 def test_what_production_does_is_told_beside_what_was_expected_of_it():
     plan, seen = three(), []
-    expectations = PredictionMetrics(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
+    expectations = PredictionMetrics(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
 
     def observed(now, event, commands):
         expectations(now, event, commands)

@@ -8,7 +8,7 @@ from fleet.adapters.http_protocol import HttpConnection
 from fleet.adapters.limit_log import SlowClientLog
 from fleet.clock import SECOND
 from fleet.router.http_settings import HttpSettings
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 from tests.unit.adapters.test_http_protocol import REQUEST, Transport, Work
 
 
@@ -46,7 +46,7 @@ def answered(connection, client, exchanges) -> bool:
 
 
 async def test_the_first_answer_after_its_time_is_the_last_one():
-    clock = HandClock()
+    clock = ManualClock()
     connection, client, exchanges = a_connection(clock, 4)
 
     assert answered(connection, client, exchanges)
@@ -59,7 +59,7 @@ async def test_the_first_answer_after_its_time_is_the_last_one():
 
 
 async def test_without_a_time_it_lasts_as_long_as_the_client_likes():
-    clock = HandClock()
+    clock = ManualClock()
     connection, client, exchanges = a_connection(clock, 0)
     clock.move(3600 * SECOND)
 

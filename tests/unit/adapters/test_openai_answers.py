@@ -11,11 +11,11 @@ from fleet.errors import Reason, RequestRejected
 from fleet.ids import RequestId
 from fleet.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.roles import Phase
-from tests.builders import MODEL, a_report
+from tests.builders import MODEL, a_kv_report
 
 KV = (
-    KvPhase(phase=Phase.PREFILL, worker_id="p1", report=a_report(64)),
-    KvPhase(phase=Phase.DECODE, worker_id="d1", report=a_report(64, cached_blocks=2, source=Source.STORE)),
+    KvPhase(phase=Phase.PREFILL, worker_id="p1", report=a_kv_report(64)),
+    KvPhase(phase=Phase.DECODE, worker_id="d1", report=a_kv_report(64, cached_blocks=2, source=Source.STORE)),
 )
 USAGE = Usage(prompt_tokens=64, completion_tokens=3, cached_tokens=32)
 TEXTS = {1: "a", 2: " bé", 3: "\ufffd", 4: ""}

@@ -6,11 +6,11 @@ from kvstore.copies import MAX_DEMOTIONS
 from kvstore.hierarchy import Hierarchy
 from kvstore.lower_tiers import AdmitEverything, TierRule
 from tests.kv_builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.lower_tiers import Below, Nothing, keys_of, kinds
+from tests.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, kinds
 
 
 def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_hear_of_it():
-    below = Below(admission=Nothing())
+    below = HierarchyDriver(admission=AdmitNothing())
     chain = a_chain(4)
     below.hold(chain)
     below.perform_all()
@@ -30,7 +30,7 @@ def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_h
 
 
 def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_longer_one():
-    below = Below(admission=Nothing(), queue_blocks=3)
+    below = HierarchyDriver(admission=AdmitNothing(), queue_blocks=3)
     chain = a_chain(8)
     below.hold(chain)
     below.hierarchy.tick(below.now)
@@ -43,7 +43,7 @@ def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_long
 
 
 def test_written_blocks_go_down_to_every_tier_once():
-    below = Below()
+    below = HierarchyDriver()
     below.hold(a_chain(3))
     below.perform_all()
     below.hold(a_chain(3))
@@ -53,14 +53,14 @@ def test_written_blocks_go_down_to_every_tier_once():
 
 
 def test_blocks_go_down_with_the_checksums_that_they_were_published_with():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(3))
     (keep,) = below.waiting
     assert keep.checksums == (7, 7, 7)
 
 
 def test_blocks_that_go_down_stay_until_they_are_there():
-    below = Below(blocks=2, tiers=("ssd",))
+    below = HierarchyDriver(blocks=2, tiers=("ssd",))
     below.hold(a_chain(2))
     assert below.store.reserve(a_chain(2, "b")).refused == 2
     below.perform_all()
@@ -68,7 +68,7 @@ def test_blocks_that_go_down_stay_until_they_are_there():
 
 
 def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
-    below = Below(blocks=8, tiers=("ssd",))
+    below = HierarchyDriver(blocks=8, tiers=("ssd",))
     below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(6))
     assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_DEMOTIONS
@@ -78,7 +78,7 @@ def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
 
 
 def test_going_down_does_not_count_as_use():
-    below = Below(blocks=3, tiers=("ssd",))
+    below = HierarchyDriver(blocks=3, tiers=("ssd",))
     below.hold(a_chain(1, "old"))
     keep = below.waiting.popleft()
     below.store.hold(a_chain(1, "new"))
@@ -89,7 +89,7 @@ def test_going_down_does_not_count_as_use():
 
 
 def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
-    below = Below(blocks=16, tiers=("ssd",), queue_blocks=3)
+    below = HierarchyDriver(blocks=16, tiers=("ssd",), queue_blocks=3)
     for index in range(MAX_DEMOTIONS):
         below.hold(a_chain(1, f"first{index}"))
     below.hold(a_chain(5))
@@ -99,7 +99,7 @@ def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
 
 
 def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go():
-    below = Below(max_namespaces=1)
+    below = HierarchyDriver(max_namespaces=1)
     below.hold(a_chain(1))
     below.fail()
     below.fail()
@@ -114,7 +114,7 @@ def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go
 
 
 def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
-    below = Below()
+    below = HierarchyDriver()
     below.hold(a_chain(1))
     below.fail()
     below.fail()
@@ -128,7 +128,7 @@ def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
 
 
 def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     keep = below.waiting.popleft()
     below.tick(31)
@@ -142,7 +142,7 @@ def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
 
 
 def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(1))
     below.fail()
     below.hold(a_chain(1, "b"))
@@ -153,7 +153,7 @@ def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():
 
 
 def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watchers_hear_what_it_lost():
-    below = Below(tiers=("redis",))
+    below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(4)
     below.hold(chain)
     below.perform_all()
@@ -175,7 +175,7 @@ def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watch
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(late):
-    below = Below(tiers=("redis",))
+    below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(2)
     below.hold(chain)
     below.perform_all()

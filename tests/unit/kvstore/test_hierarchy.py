@@ -9,11 +9,11 @@ from kvstore.clock import Nanos
 from kvstore.messages import BlockKey
 from kvstore.movement import TierTransfer
 from tests.kv_builders import BLOCK_BYTES, a_chain
-from tests.lower_tiers import MAX_WAIT, Below, kinds
+from tests.lower_tiers import MAX_WAIT, HierarchyDriver, kinds
 
 
 def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
-    below = Below()
+    below = HierarchyDriver()
     (known,), (unknown,) = a_chain(1), a_chain(1, "b")
     key = BlockKey(below.store.digest, known)
     below.held[0].add(known)
@@ -34,7 +34,7 @@ def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_kno
 
 
 def test_a_failing_tier_is_left_alone_and_found_again():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.prefetch(a_chain(2))
     below.fail()
@@ -50,7 +50,7 @@ def test_a_failing_tier_is_left_alone_and_found_again():
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(reads):
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.held[0] |= {*a_chain(2)}
     if reads:
         below.prefetch(a_chain(2))
@@ -73,7 +73,7 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
 
 
 def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
-    below = Below(tiers=("ssd",), finds_in_memory=True)
+    below = HierarchyDriver(tiers=("ssd",), finds_in_memory=True)
     below.held[0] |= {*a_chain(2), *a_chain(2, "b"), *a_chain(2, "c")}
     below.prefetch(a_chain(2))
     below.perform()
@@ -89,7 +89,7 @@ def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
 
 
 def test_a_disk_that_cannot_be_written_can_still_be_read():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.hold(a_chain(2, "b"))
     below.fail()
@@ -104,7 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.below = Below(blocks=7, queue_blocks=3)
+        self.below = HierarchyDriver(blocks=7, queue_blocks=3)
         self.hung: list[TierTransfer] = []
         self.heard: dict[str, set[bytes]] = {"ssd": set(), "redis": set()}
 

@@ -5,14 +5,14 @@ import pytest
 from kvstore.clock import Nanos
 from kvstore.errors import Exhausted, NamespaceUnknown
 from kvstore.messages import SessionPinResult
-from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
+from tests.kv_builders import BLOCK_BYTES, LEASE, MachineDriver, a_chain, a_namespace
 
 
-def a_store(blocks: int = 8, held_blocks: int = 4, **limits: int) -> Store:
-    return Store(blocks, max_held_bytes=held_blocks * BLOCK_BYTES, **limits)
+def a_store(blocks: int = 8, held_blocks: int = 4, **limits: int) -> MachineDriver:
+    return MachineDriver(blocks, max_held_bytes=held_blocks * BLOCK_BYTES, **limits)
 
 
-def hold(store: Store, chain, session: str = "s", now: int = 0, span: int = LEASE) -> SessionPinResult:
+def hold(store: MachineDriver, chain, session: str = "s", now: int = 0, span: int = LEASE) -> SessionPinResult:
     return store.machine.hold(store.digest, chain, session=session, span=Nanos(span), now=Nanos(now))
 
 

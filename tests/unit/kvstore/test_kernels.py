@@ -9,7 +9,7 @@ from kvstore.floats import HalfFormat
 from kvstore.native import kernels, twin
 from kvstore.repack import plan_fill
 from kvstore.shards import BlockShape, shards_by_rank
-from tests.kv_shapes import a_shape, one_a_layer
+from tests.kv_shapes import a_shape, one_part_per_layer
 from tests.native_kernels import native_kernels
 
 seeds = st.integers(0, 2**32 - 1)
@@ -30,7 +30,7 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
 )
 def test_copies_are_the_same(seed, layouts, tp, element_bytes):
     shape = BlockShape(layers=3, kv_heads=4, block_tokens=5, head_dim=6, element_bytes=element_bytes)
-    sources, destinations = shards_by_rank(shape, layouts[0], tp), one_a_layer(layouts[1], shape.everything)
+    sources, destinations = shards_by_rank(shape, layouts[0], tp), one_part_per_layer(layouts[1], shape.everything)
     table = plan_fill(shape, sources, destinations)._table
     random = np.random.default_rng(seed)
     given_bytes = [random.integers(0, 256, shape.bytes_of(part.box), np.uint8) for part in sources]

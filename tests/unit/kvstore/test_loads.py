@@ -8,11 +8,11 @@ from kvstore.loads import FETCH_AT_LEAST
 from kvstore.messages import BlockOutcome, FetchResult
 from kvstore.movement import Fetch
 from tests.kv_builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.lower_tiers import CRC, MAX_WAIT, Below, kinds
+from tests.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, kinds
 
 
 def test_wanted_blocks_come_up_and_are_readable():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain)
     assert below.prefetch(chain) == 4
@@ -23,7 +23,7 @@ def test_wanted_blocks_come_up_and_are_readable():
 
 
 def test_only_what_the_pool_does_not_hold_is_fetched():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(4)
     below.hold(chain[:2])
     below.perform_all()
@@ -36,7 +36,7 @@ def test_only_what_the_pool_does_not_hold_is_fetched():
 
 
 def test_the_next_tier_is_asked_for_what_the_first_does_not_hold():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain[:2])
     below.held[1].update(chain)
@@ -47,7 +47,7 @@ def test_the_next_tier_is_asked_for_what_the_first_does_not_hold():
 
 
 def test_a_load_ends_at_the_first_hole():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update({chain[0], chain[2], chain[3]})
     below.prefetch(chain)
@@ -57,7 +57,7 @@ def test_a_load_ends_at_the_first_hole():
 
 
 def test_who_asks_for_blocks_on_their_way_joins_the_load():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(4)
     below.held[0].update(chain)
     assert below.prefetch(chain) == 4
@@ -70,7 +70,7 @@ def test_who_joins_a_load_with_more_patience_lengthens_it():
     batch = BATCH_BYTES // BLOCK_BYTES
     chain = a_chain(batch + 4)
     for second, arrived in ((Nanos(0), batch), (MAX_WAIT, batch + 4)):
-        below = Below(blocks=2 * batch)
+        below = HierarchyDriver(blocks=2 * batch)
         below.held[0].update(chain)
         below.prefetch(chain, max_wait=Nanos(10 * MILLISECOND))
         below.prefetch(chain, max_wait=second)
@@ -81,7 +81,7 @@ def test_who_joins_a_load_with_more_patience_lengthens_it():
 
 
 def test_asking_without_patience_starts_nothing():
-    below = Below()
+    below = HierarchyDriver()
     below.held[0].update(a_chain(2))
     assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0
     assert not below.waiting
@@ -89,7 +89,7 @@ def test_asking_without_patience_starts_nothing():
 
 def test_nothing_more_is_begun_after_the_deadline_but_what_is_under_way_arrives():
     batch = BATCH_BYTES // BLOCK_BYTES
-    below = Below(blocks=2 * batch)
+    below = HierarchyDriver(blocks=2 * batch)
     chain = a_chain(batch + 4)
     below.held[0].update(chain)
     below.prefetch(chain, max_wait=Nanos(10 * MILLISECOND))
@@ -101,7 +101,7 @@ def test_nothing_more_is_begun_after_the_deadline_but_what_is_under_way_arrives(
 
 
 def test_a_load_that_would_take_longer_than_computing_is_not_begun():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     for index, took in enumerate((1.0, 1.0)):  # two blocks a second
         chain = a_chain(2, f"m{index}")
         below.held[0].update(chain)
@@ -122,7 +122,7 @@ def test_a_load_that_would_take_longer_than_computing_is_not_begun():
 
 @pytest.mark.parametrize("held_below", [0, 6])
 def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
-    below = Below(max_namespaces=1)
+    below = HierarchyDriver(max_namespaces=1)
     below.held[0] |= set(a_chain(held_below))
     below.prefetch(a_chain(6))
     below.store.machine.open(a_namespace(model="another"), below.now)  # the first has no blocks, and goes
@@ -134,7 +134,7 @@ def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
 
 
 def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
-    below = Below()
+    below = HierarchyDriver()
     chain = a_chain(3)
     below.held[0].update(chain)
     below.held[1].update(chain)
@@ -155,7 +155,7 @@ def test_a_corrupt_block_ends_what_its_tier_gives_and_the_next_is_asked():
 
 
 def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.held[0] |= {*a_chain(2), *a_chain(2, "b")}
     below.prefetch(a_chain(2))
     below.perform()
@@ -171,7 +171,7 @@ def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
 
 
 def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():
-    below = Below(blocks=2, tiers=("ssd",))
+    below = HierarchyDriver(blocks=2, tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.prefetch(a_chain(2))
     below.perform()
@@ -186,7 +186,7 @@ def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():
 
 
 def test_a_fetch_gets_some_time_even_when_little_patience_is_left():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(1))
     below.prefetch(a_chain(1), max_wait=Nanos(1))
     below.perform()

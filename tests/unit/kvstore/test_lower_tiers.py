@@ -8,7 +8,7 @@ from kvstore.lower_tiers import AdmitEverything, TierRule, TierSpeed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.movement import Demote
 from tests.kv_builders import BLOCK_BYTES, a_chain
-from tests.lower_tiers import CRC, Below
+from tests.lower_tiers import CRC, HierarchyDriver
 
 
 def test_a_slow_tier_is_tried_again_after_a_while():
@@ -19,7 +19,7 @@ def test_a_slow_tier_is_tried_again_after_a_while():
 
 
 def test_what_a_tier_let_go_is_offered_again():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     below.perform_all()
     below.hierarchy.gone(0, [BlockKey(below.store.digest, a_chain(2)[1])])
@@ -30,7 +30,7 @@ def test_what_a_tier_let_go_is_offered_again():
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_offered_again(left):
-    below = Below(blocks=3, tiers=("redis",))
+    below = HierarchyDriver(blocks=3, tiers=("redis",))
     below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(3))
     below.perform_all()
@@ -49,7 +49,7 @@ def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_
 
 
 def test_watchers_hear_in_which_tier_a_block_is():
-    below = Below(tiers=("ssd",))
+    below = HierarchyDriver(tiers=("ssd",))
     below.hold(a_chain(2))
     below.perform_all()
     below.hierarchy.gone(0, [BlockKey(below.store.digest, a_chain(2)[1])])
@@ -59,7 +59,7 @@ def test_watchers_hear_in_which_tier_a_block_is():
 
 
 def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
-    below = Below(tiers=("redis",))
+    below = HierarchyDriver(tiers=("redis",))
     chain = a_chain(3)
     below.hold(chain)
     below.perform_all()
@@ -81,7 +81,7 @@ def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
 
 
 def test_watchers_hear_of_blocks_that_another_node_has_written():
-    below = Below(tiers=("redis",))
+    below = HierarchyDriver(tiers=("redis",))
     below.held[0].update(a_chain(2))
 
     below.prefetch(a_chain(2))
@@ -94,7 +94,7 @@ def test_watchers_hear_of_blocks_that_another_node_has_written():
 
 
 def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is_forgotten_one_by_one():
-    below = Below(tiers=("ssd",), finds_in_memory=True)
+    below = HierarchyDriver(tiers=("ssd",), finds_in_memory=True)
     chain = a_chain(3)
     below.hold(chain)
     below.perform_all()

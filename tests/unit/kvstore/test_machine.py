@@ -6,11 +6,11 @@ from kvstore.eviction.lru import LruEviction
 from kvstore.lifecycle import NEXT, READABLE, BlockState, BlockTransition, IllegalBlockTransition, advance
 from kvstore.messages import NO_LEASE, NO_RESERVATION, Claim, Discard, Slot, Slots
 from kvstore.namespaces import NAMESPACE_IDLE
-from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
+from tests.kv_builders import BLOCK_BYTES, LEASE, MachineDriver, a_chain, a_namespace
 
 
 def test_a_block_is_readable_only_once_it_is_published():
-    store = Store()
+    store = MachineDriver()
     chain = a_chain(3)
     reservation = store.reserve(chain)
     assert store.look(chain) == 0
@@ -23,7 +23,7 @@ def test_a_block_is_readable_only_once_it_is_published():
 
 
 def test_a_publication_gives_up_what_it_does_not_name():
-    store = Store()
+    store = MachineDriver()
     chain = a_chain(3)
     reservation = store.reserve(chain)
 
@@ -35,7 +35,7 @@ def test_a_publication_gives_up_what_it_does_not_name():
 
 
 def test_only_the_owner_of_a_reservation_can_publish_it():
-    store = Store()
+    store = MachineDriver()
     reservation = store.reserve(a_chain(1))
 
     assert store.machine.publish(reservation.reservation_id, {0: 1}, owner="thief", now=Nanos(0)) == 0
@@ -43,7 +43,7 @@ def test_only_the_owner_of_a_reservation_can_publish_it():
 
 
 def test_of_two_writers_of_a_block_one_gets_the_slot():
-    store = Store()
+    store = MachineDriver()
     chain = a_chain(2)
     first = store.reserve(chain, owner="one")
 
@@ -56,7 +56,7 @@ def test_of_two_writers_of_a_block_one_gets_the_slot():
 
 
 def test_an_abandoned_reservation_is_reclaimed_at_its_deadline():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     lost = store.reserve(a_chain(2, "dead"))
     assert store.reserve(a_chain(2, "live"), now=LEASE - 1).refused == 2
 
@@ -69,7 +69,7 @@ def test_an_abandoned_reservation_is_reclaimed_at_its_deadline():
 
 
 def test_a_matched_block_is_not_evicted_before_its_lease_ends():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
     store.match(chain)
@@ -80,7 +80,7 @@ def test_a_matched_block_is_not_evicted_before_its_lease_ends():
 
 
 def test_a_released_block_can_be_evicted_at_once():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
     lease = store.match(chain).lease_id
@@ -93,7 +93,7 @@ def test_a_released_block_can_be_evicted_at_once():
 
 
 def test_a_block_stays_pinned_until_the_last_of_its_leases_ends():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
     first, second = store.match(chain), store.match(chain)
@@ -105,7 +105,7 @@ def test_a_block_stays_pinned_until_the_last_of_its_leases_ends():
 
 
 def test_looking_pins_nothing_and_counts_nothing():
-    store = Store()
+    store = MachineDriver()
     chain = a_chain(2)
     store.hold(chain)
 
@@ -117,7 +117,7 @@ def test_looking_pins_nothing_and_counts_nothing():
 
 
 def test_a_match_ends_at_the_first_hole():
-    store = Store()
+    store = MachineDriver()
     chain = a_chain(4)
     store.hold(chain)
     assert store.machine.condemn(store.digest, chain[2], store.slot(chain[2]).generation, Nanos(0))
@@ -127,7 +127,7 @@ def test_a_match_ends_at_the_first_hole():
 
 
 def test_the_tail_of_a_chain_goes_before_what_it_depends_on():
-    store = Store(blocks=6)
+    store = MachineDriver(blocks=6)
     chain = a_chain(6)
     store.hold(chain)
 
@@ -137,7 +137,7 @@ def test_the_tail_of_a_chain_goes_before_what_it_depends_on():
 
 
 def test_a_chain_that_was_read_still_loses_its_end_first():
-    store = Store(blocks=6)
+    store = MachineDriver(blocks=6)
     chain = a_chain(6)
     store.hold(chain)
     store.release(store.match(chain).lease_id)
@@ -150,7 +150,7 @@ def test_a_chain_that_was_read_still_loses_its_end_first():
 
 
 def test_a_chain_written_in_parts_loses_its_end_first():
-    store = Store(blocks=6)
+    store = MachineDriver(blocks=6)
     chain = a_chain(6)
     for end in (2, 4, 6):
         store.hold(chain[:end])
@@ -161,7 +161,7 @@ def test_a_chain_written_in_parts_loses_its_end_first():
 
 
 def test_writing_the_end_of_a_chain_does_not_push_out_its_beginning():
-    store = Store(blocks=4)
+    store = MachineDriver(blocks=4)
     chain = a_chain(6)
     store.hold(chain[:3])
     store.hold(a_chain(1, "b"))
@@ -174,7 +174,7 @@ def test_writing_the_end_of_a_chain_does_not_push_out_its_beginning():
 
 
 def test_a_chain_that_was_matched_outlives_one_that_was_not():
-    store = Store(blocks=4)
+    store = MachineDriver(blocks=4)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old)
     store.hold(young)
@@ -186,7 +186,7 @@ def test_a_chain_that_was_matched_outlives_one_that_was_not():
 
 
 def test_a_slot_has_a_new_generation_when_it_is_given_to_another_block():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     before = store.slot(a_chain(1, "a")[0])
 
@@ -200,7 +200,7 @@ def test_a_slot_has_a_new_generation_when_it_is_given_to_another_block():
 
 
 def test_generations_and_ids_of_two_starts_have_nothing_in_common():
-    one, other = Store(), Store()
+    one, other = MachineDriver(), MachineDriver()
     other.machine = type(other.machine)(8 * BLOCK_BYTES, LruEviction(), epoch=2)
     other.machine.open(other.namespace, Nanos(0))
     for store in (one, other):
@@ -215,7 +215,7 @@ def test_generations_and_ids_of_two_starts_have_nothing_in_common():
 
 
 def test_the_tier_is_told_of_every_change_of_ownership_in_order():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     assert [type(command) for command in store.machine.commands()] == [Claim]
 
@@ -229,7 +229,7 @@ def test_the_tier_is_told_of_every_change_of_ownership_in_order():
 
 
 def test_a_condemned_block_is_gone_but_its_place_waits_for_its_readers():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
     name = a_chain(1)[0]
     store.hold([name])
     lease = store.match([name]).lease_id
@@ -247,7 +247,7 @@ def test_a_condemned_block_is_gone_but_its_place_waits_for_its_readers():
 
 
 def test_watchers_hear_what_was_stored_and_what_was_removed():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     chain = a_chain(2)
     store.hold(chain)
     (change,) = store.machine.changes()
@@ -261,7 +261,7 @@ def test_watchers_hear_what_was_stored_and_what_was_removed():
 
 
 def test_a_block_that_came_and_went_between_two_messages_is_reported_as_gone():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
     store.hold(a_chain(1, "a"))
     store.hold(a_chain(1, "b"))
 
@@ -271,7 +271,7 @@ def test_a_block_that_came_and_went_between_two_messages_is_reported_as_gone():
 
 
 def test_namespaces_of_different_block_sizes_share_the_space():
-    store = Store(blocks=8)
+    store = MachineDriver(blocks=8)
     big = a_namespace(model="big", block_bytes=4 * BLOCK_BYTES)
     store.machine.open(big, Nanos(0))
     store.hold(a_chain(8))
@@ -287,7 +287,7 @@ def test_namespaces_of_different_block_sizes_share_the_space():
 
 
 def test_a_slot_is_only_found_under_its_own_namespace():
-    store = Store()
+    store = MachineDriver()
     other = a_namespace(model="other")
     store.machine.open(other, Nanos(0))
     store.hold(a_chain(1))
@@ -303,7 +303,7 @@ def test_a_slot_is_only_found_under_its_own_namespace():
     [("dtype", "bfloat16"), ("block_tokens", 64), ("layers", 5), ("kv_heads", 4), ("head_dim", 16), ("layout", "NHD")],
 )
 def test_the_same_weights_in_another_layout_are_refused_by_name(field, value):
-    store = Store()
+    store = MachineDriver()
 
     with pytest.raises(NamespaceInUse) as refused:
         store.machine.open(a_namespace(**{field: value}), Nanos(1))
@@ -314,20 +314,20 @@ def test_the_same_weights_in_another_layout_are_refused_by_name(field, value):
 
 @pytest.mark.parametrize("field", ["model", "revision", "lora"])
 def test_other_weights_may_have_another_layout(field):
-    store = Store()
+    store = MachineDriver()
 
     store.machine.open(a_namespace(dtype="bfloat16", **{field: "other"}), Nanos(0))
 
 
 def test_an_unknown_namespace_is_refused():
-    store = Store()
+    store = MachineDriver()
 
     with pytest.raises(NamespaceUnknown):
         store.machine.match(b"?" * 16, a_chain(1), lease=LEASE, now=Nanos(0))
 
 
 def test_a_block_larger_than_the_pool_is_refused_by_name():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
 
     with pytest.raises(InvalidArgument) as refused:
         store.machine.open(a_namespace(model="big", block_bytes=2 * BLOCK_BYTES), Nanos(0))
@@ -336,7 +336,7 @@ def test_a_block_larger_than_the_pool_is_refused_by_name():
 
 
 def test_leases_have_a_limit_that_ends_with_them():
-    store = Store(max_leases=2)
+    store = MachineDriver(max_leases=2)
     store.hold(a_chain(1))
     store.match(a_chain(1))
     store.match(a_chain(1))
@@ -352,7 +352,7 @@ def test_leases_have_a_limit_that_ends_with_them():
 
 
 def test_an_empty_namespace_makes_room_for_another():
-    store = Store(max_namespaces=2)
+    store = MachineDriver(max_namespaces=2)
     store.machine.open(a_namespace(model="second"), Nanos(1))
     store.hold(a_chain(1), now=2)
 
@@ -364,7 +364,7 @@ def test_an_empty_namespace_makes_room_for_another():
 
 
 def test_ended_leases_do_not_pile_up():
-    store = Store()
+    store = MachineDriver()
     store.hold(a_chain(1))
     for _ in range(1000):
         store.release(store.match(a_chain(1), lease=3600 * SECOND).lease_id)
@@ -390,7 +390,7 @@ def test_no_step_makes_an_unwritten_block_readable_but_its_publication():
 
 
 def test_an_unknown_slot_is_neither_readable_nor_writable():
-    store = Store()
+    store = MachineDriver()
     nowhere = Slot(3 * BLOCK_BYTES, 1)
 
     assert store.machine.readable(store.digest, nowhere) is None

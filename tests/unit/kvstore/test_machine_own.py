@@ -7,27 +7,27 @@ from kvstore.eviction.lru import LruEviction
 from kvstore.hierarchy import HierarchyPool
 from kvstore.messages import NODE, BlockKey
 from kvstore.quotas import TenantQuotas
-from tests.kv_builders import BLOCK_BYTES, Store, a_chain
+from tests.kv_builders import BLOCK_BYTES, MachineDriver, a_chain
 
 EVER = Nanos(10**18)
 
 
-def keys(store: Store, chain) -> list[BlockKey]:
+def keys(store: MachineDriver, chain) -> list[BlockKey]:
     return [BlockKey(store.digest, name) for name in chain]
 
 
-def reserve(store: Store, chain, now: int = 0):
+def reserve(store: MachineDriver, chain, now: int = 0):
     return store.machine.reserve(store.digest, chain, owner=NODE, lease=None, now=Nanos(now))
 
 
 def test_the_machine_is_the_pool_that_the_hierarchy_asks_for():
-    pool: HierarchyPool = Store().machine  # what mypy checks
+    pool: HierarchyPool = MachineDriver().machine  # what mypy checks
 
-    assert pool.block_bytes(Store().digest) == BLOCK_BYTES
+    assert pool.block_bytes(MachineDriver().digest) == BLOCK_BYTES
 
 
 def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     reservation = reserve(store, a_chain(2))
 
     store.machine.expire(EVER)
@@ -40,14 +40,14 @@ def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
 
 
 def test_only_the_node_may_reserve_without_a_deadline():
-    store = Store()
+    store = MachineDriver()
 
     with pytest.raises(AssertionError):
         store.machine.reserve(store.digest, a_chain(1), owner="w", lease=None, now=Nanos(0))
 
 
 def test_what_the_node_reserves_is_published_by_nobody_else():
-    store = Store()
+    store = MachineDriver()
     reservation = reserve(store, a_chain(1))
 
     assert store.machine.publish(reservation.reservation_id, {0: 7}, owner="w", now=Nanos(0)) == 0
@@ -55,7 +55,7 @@ def test_what_the_node_reserves_is_published_by_nobody_else():
 
 
 def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
-    store = Store(blocks=4)
+    store = MachineDriver(blocks=4)
     chain = a_chain(4)
     store.hold(chain)
 
@@ -73,7 +73,7 @@ def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
 
 
 def test_copying_a_block_is_no_use_of_it():
-    store = Store(blocks=4)
+    store = MachineDriver(blocks=4)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old)
     store.hold(young)
@@ -85,7 +85,7 @@ def test_copying_a_block_is_no_use_of_it():
 
 
 def test_a_block_that_was_chosen_while_it_was_pinned_may_go_afterwards():
-    store = Store(blocks=2)
+    store = MachineDriver(blocks=2)
     store.hold(a_chain(2))
     pinned = store.machine.pin(keys(store, a_chain(2)), Nanos(0))
     assert store.reserve(a_chain(1, "b")).refused == 1
@@ -97,7 +97,7 @@ def test_a_block_that_was_chosen_while_it_was_pinned_may_go_afterwards():
 
 
 def test_unpinning_twice_is_a_bug():
-    store = Store()
+    store = MachineDriver()
     pinned = store.machine.pin([], Nanos(0))
     store.machine.unpin(pinned.pin_id, Nanos(0))
 
@@ -106,7 +106,7 @@ def test_unpinning_twice_is_a_bug():
 
 
 def test_what_the_node_grants_itself_takes_no_lease_from_clients():
-    store = Store(max_leases=1)
+    store = MachineDriver(max_leases=1)
     reserve(store, a_chain(1, "up"))
     store.machine.pin([], Nanos(0))
 
@@ -116,7 +116,7 @@ def test_what_the_node_grants_itself_takes_no_lease_from_clients():
 
 
 def test_present_is_what_is_readable_or_being_written():
-    store = Store()
+    store = MachineDriver()
     store.hold(a_chain(1, "a"))
     store.reserve(a_chain(1, "b"))
     (held,), (coming,), (absent,) = (keys(store, a_chain(1, of)) for of in "abc")
@@ -126,7 +126,7 @@ def test_present_is_what_is_readable_or_being_written():
 
 
 def test_a_tenant_pays_for_what_comes_up_for_it():
-    store = Store(quotas=TenantQuotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
+    store = MachineDriver(quotas=TenantQuotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
 
     reservation = store.machine.reserve(
         store.digest, a_chain(2), owner=NODE, lease=None, now=Nanos(0), tenant=b"1" * 32
@@ -137,7 +137,7 @@ def test_a_tenant_pays_for_what_comes_up_for_it():
 
 
 def test_what_the_node_pins_is_released_by_no_client_that_guesses_its_id():
-    store = Store(blocks=1)
+    store = MachineDriver(blocks=1)
     store.machine.publish(store.reserve(a_chain(1)).reservation_id, {0: 1}, owner="w", now=Nanos(0))
     pinned = store.machine.pin(keys(store, a_chain(1)), Nanos(0))
 

@@ -5,19 +5,19 @@ from kvstore.block import chain, tenant_salt
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
 from kvstore.quotas import TenantQuotas
-from tests.kv_builders import BLOCK_BYTES, LEASE, Store, a_chain, a_namespace
+from tests.kv_builders import BLOCK_BYTES, LEASE, MachineDriver, a_chain, a_namespace
 
 ONE, TWO = b"1" * 32, b"2" * 32
 
 
-def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> Store:
+def a_store(quota_blocks: int = 3, blocks: int = 8, **by_tenant: int) -> MachineDriver:
     """Where each tenant may have so many blocks."""
     quotas = TenantQuotas(
         lambda _: LruEviction(),
         default_bytes=quota_blocks * BLOCK_BYTES,
         by_tenant={name.encode() * 32: count * BLOCK_BYTES for name, count in by_tenant.items()},
     )
-    return Store(blocks, quotas=quotas, max_held_bytes=blocks * BLOCK_BYTES)
+    return MachineDriver(blocks, quotas=quotas, max_held_bytes=blocks * BLOCK_BYTES)
 
 
 def test_tenants_with_different_salts_share_no_block():

@@ -9,7 +9,7 @@ from kvstore.errors import LayoutMismatch
 from kvstore.layout import ELEMENT_BYTES
 from kvstore.repack import plan_fill, read_shard
 from kvstore.shards import BlockShape, BlockShard, Box, Span, shards_by_rank
-from tests.kv_shapes import a_shape, one_a_layer
+from tests.kv_shapes import a_shape, one_part_per_layer
 
 LAYOUTS = ["LHND", "LNHD", "HLND", "NLHD", "LKHND", "LKNHD", "KLNHD", "LHKND", "LHDN"]
 TP_PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (1, 1), (8, 2), (2, 8)]
@@ -76,7 +76,7 @@ def test_a_rank_reads_its_heads_into_a_tensor_a_layer(shape, at_rest, layout, tp
     whole = index_by_index(shape, block, BlockShard(at_rest, shape.everything))
 
     for rank in range(tp):
-        tensors = one_a_layer(layout, shape.share(tp, rank))
+        tensors = one_part_per_layer(layout, shape.share(tp, rank))
         filled = objects(shape, tensors)
         read_shard(shape, at_rest, tensors).perform([whole], filled)
 

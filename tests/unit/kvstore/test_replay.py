@@ -6,7 +6,7 @@ from kvstore.admission import ReuseAdmission
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policies import POLICIES, policy
 from kvstore.replay import TraceRequest, distinct_blocks, ideal, optimal, replay
-from tests.slow_caches import SlowLru, SlowS3Fifo, SlowSlru, hit_tokens
+from tests.slow_caches import ReferenceLru, ReferenceS3Fifo, ReferenceSlru, hit_tokens
 from tests.traces import agentic, conversation
 
 BLOCK = 512
@@ -30,10 +30,10 @@ def hits(requests, name, capacity_blocks):
 def test_lru_finds_exactly_what_a_plain_lru_finds(trace, capacity_blocks):
     requests = trace().requests[:400]
 
-    assert hits(requests, "lru", capacity_blocks) == hit_tokens(requests, SlowLru(capacity_blocks), BLOCK)
+    assert hits(requests, "lru", capacity_blocks) == hit_tokens(requests, ReferenceLru(capacity_blocks), BLOCK)
 
 
-@pytest.mark.parametrize(("name", "slow"), [("slru", SlowSlru), ("s3fifo", SlowS3Fifo)])
+@pytest.mark.parametrize(("name", "slow"), [("slru", ReferenceSlru), ("s3fifo", ReferenceS3Fifo)])
 @pytest.mark.parametrize(("trace", "capacity_blocks"), [(conversation, 1000), (agentic, 2000)])
 def test_what_is_known_from_papers_is_within_a_hundredth_of_the_paper(name, slow, trace, capacity_blocks):
     """Where several prompts fit: what is in use when its turn comes cannot be treated as the papers do, who know no uses that last."""

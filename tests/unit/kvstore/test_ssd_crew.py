@@ -7,7 +7,7 @@ import pytest
 from kvstore.monotonic import MonotonicClock
 from kvstore.tiers.ssd.crew import BATCH_RECORDS, LEAST_BATCH_BYTES, DiskThreads, batches
 from tests.kv_builders import soon
-from tests.ssd_disks import Gate, MovedClock
+from tests.ssd_disks import HoldPoint, ShiftedClock
 
 KIB = 1 << 10
 
@@ -62,7 +62,7 @@ def test_after_the_deadline_nothing_begins(crew):
 
 
 def test_what_has_begun_is_waited_for_beyond_the_deadline():
-    clock, gate, done = MovedClock(), Gate(), []
+    clock, gate, done = ShiftedClock(), HoldPoint(), []
     crew = DiskThreads("test", 2, clock)
 
     def hang(scratch):
@@ -83,7 +83,7 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
 
 
 def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(crew):
-    gate, ended = Gate(), []
+    gate, ended = HoldPoint(), []
 
     def slow(scratch):
         gate()

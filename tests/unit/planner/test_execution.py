@@ -13,7 +13,7 @@ from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, t
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.server import carry_out
-from tests.kv_builders import HandClock
+from tests.kv_builders import ManualClock
 
 WITHIN = Nanos(10 * SECOND)
 
@@ -134,7 +134,7 @@ def quick(monkeypatch):
 
 
 async def carried_out(records: Memory, replicas: int, then) -> tuple[PlanOutcome, list[tuple[int, int]], int]:
-    clock = HandClock()
+    clock = ManualClock()
     connector = VirtualConnector(records, PlanWriter.PLANNER, lambda: datetime(2030, 1, 1, tzinfo=UTC))
     before = await connector.observe()
     told: list[tuple[int, int]] = []
@@ -172,7 +172,7 @@ async def test_a_plan_that_is_forbidden_is_taken_back_at_once():
 async def test_at_the_deadline_what_another_has_written_stays():
     records = Memory(decode=PoolReport(asked=1, ready=1))
 
-    def another(clock: HandClock) -> None:
+    def another(clock: ManualClock) -> None:
         clock.move(WITHIN)
         intent = records.intent.pools[PoolName("decode")]
         theirs = {PoolName("decode"): type(intent)(replicas=7, plan=PlanId("theirs"), writer="x", revision=5)}
@@ -183,7 +183,7 @@ async def test_at_the_deadline_what_another_has_written_stays():
     assert (outcome, wanted) == (PlanOutcome.UNSETTLED, 7)
 
 
-class Hasty(HandClock):
+class Hasty(ManualClock):
     """A second passes whenever somebody looks."""
 
     def now(self) -> Nanos:

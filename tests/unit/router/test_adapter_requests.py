@@ -16,16 +16,16 @@ from fleet.wire.public import decode_model, encode_model
 from fleet.work import LoraAdapter
 from kvstore.block import adapter_salt, tenant_salt
 from tests.builders import MODEL, a_prompt, a_request
-from tests.fake_router import FakeRouter, a_card
+from tests.fake_router import FakeRouter, a_model_card
 
-ADA = a_card(name=ModelName("ada"), parent=MODEL, revision="1")
+ADA = a_model_card(name=ModelName("ada"), parent=MODEL, revision="1")
 
 
 @pytest.fixture
 def served(model_dir):
     """A router with one model and its adapter, and its generation."""
     clock = SystemClock()
-    router = FakeRouter([300], cards=[a_card(), ADA])
+    router = FakeRouter([300], cards=[a_model_card(), ADA])
     threads = TokenizerThreads()
     yield (
         router,
@@ -81,4 +81,4 @@ async def test_an_unknown_name_is_refused_with_the_adapters_among_those_that_are
 
 def test_a_client_sees_whose_adapter_it_is():
     assert decode_model(encode_model(ADA)).parent == MODEL
-    assert decode_model(encode_model(a_card())).parent == ""
+    assert decode_model(encode_model(a_model_card())).parent == ""

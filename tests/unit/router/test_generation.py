@@ -33,7 +33,7 @@ from fleet.router.tokenising import MOST, TokenizerThreads
 from fleet.telemetry import RouterProcessMetrics
 from kvstore.block import tenant_salt
 from tests.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
-from tests.fake_router import FakeRouter, a_card
+from tests.fake_router import FakeRouter, a_model_card
 from tests.text_model import END, EOS
 
 SECRET = b"secret"
@@ -284,11 +284,11 @@ async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):
 @pytest.mark.parametrize(
     ("cards", "model", "reason", "said"),
     [
-        ((a_card(),), "other", Reason.MODEL_NOT_FOUND, "'other' is not served here; served: tiny"),
+        ((a_model_card(),), "other", Reason.MODEL_NOT_FOUND, "'other' is not served here; served: tiny"),
         ((), MODEL, Reason.NO_WORKER, "no worker serves 'tiny' now"),
         ((), "", Reason.NO_WORKER, "no worker serves any model yet"),
-        ((a_card(), a_card(name="big")), "", Reason.INVALID_ARGUMENT, "must be one of big, tiny"),
-        ((a_card(), a_card(name="big")), "big", Reason.MODEL_NOT_FOUND, "served: tiny"),
+        ((a_model_card(), a_model_card(name="big")), "", Reason.INVALID_ARGUMENT, "must be one of big, tiny"),
+        ((a_model_card(), a_model_card(name="big")), "big", Reason.MODEL_NOT_FOUND, "served: tiny"),
     ],
 )
 async def test_a_model_that_is_not_served_is_refused_with_those_that_are(generations, cards, model, reason, said):
@@ -338,7 +338,7 @@ async def test_a_deadline_that_has_passed_is_told_from_a_wrong_request(generatio
 
 
 async def test_an_answer_may_fill_what_the_prompt_leaves(generations):
-    router = FakeRouter([5], cards=[a_card(max_model_len=100)])
+    router = FakeRouter([5], cards=[a_model_card(max_model_len=100)])
 
     await collect(generations(router).generate(a_request(prompt=TokenPrompt(a_prompt(30)), fill_context=True)))
 

@@ -27,9 +27,9 @@ from tests.builders import (
     STORE,
     a_description,
     a_handoff,
+    a_kv_report,
     a_load,
     a_prompt,
-    a_report,
     an_arrival,
     token_ids,
 )
@@ -67,7 +67,7 @@ def test_a_request_goes_to_a_worker_and_its_tokens_to_the_client():
 
     work = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
     first = router.step(work, 11)
-    last = router.step(work, 12, finish=Finish.STOP, kv=a_report(10))
+    last = router.step(work, 12, finish=Finish.STOP, kv=a_kv_report(10))
 
     assert (work.worker_id, work.start.phase) == ("d1", Phase.AGGREGATED)
     assert work.start.tokens == a_prompt(10)
@@ -85,13 +85,13 @@ def test_where_blocks_came_from_is_told_with_the_first_tokens_and_the_finish_has
     router = RouterMachineDriver(*ONE)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
 
-    first = the(Emit, router.step(work, 11, kv=a_report(LONG, cached_blocks=9)))
+    first = the(Emit, router.step(work, 11, kv=a_kv_report(LONG, cached_blocks=9)))
     second = the(Emit, router.step(work, 12))
-    complete = the(Complete, router.step(work, 13, finish=LENGTH, kv=a_report(LONG, cached_blocks=7)))
+    complete = the(Complete, router.step(work, 13, finish=LENGTH, kv=a_kv_report(LONG, cached_blocks=7)))
 
-    assert [phase.report for phase in first.kv] == [a_report(LONG, cached_blocks=9)]
+    assert [phase.report for phase in first.kv] == [a_kv_report(LONG, cached_blocks=9)]
     assert (second.kv, first.cached_tokens, second.cached_tokens) == (first.kv, 9 * BLOCK_TOKENS, 9 * BLOCK_TOKENS)
-    assert [phase.report for phase in complete.kv] == [a_report(LONG, cached_blocks=7)]
+    assert [phase.report for phase in complete.kv] == [a_kv_report(LONG, cached_blocks=7)]
     assert complete.cached_tokens == 7 * BLOCK_TOKENS
 
 
@@ -99,9 +99,9 @@ def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
 
-    handed_over = router.step(prefill, 11, finish=LENGTH, kv=a_report(LONG, cached_blocks=3), handoff=a_handoff())
+    handed_over = router.step(prefill, 11, finish=LENGTH, kv=a_kv_report(LONG, cached_blocks=3), handoff=a_handoff())
     first = the(Emit, handed_over)
-    told = a_report(LONG + 1, cached_blocks=31, source=Source.STORE)
+    told = a_kv_report(LONG + 1, cached_blocks=31, source=Source.STORE)
     second = the(Emit, router.step(the(Dispatch, handed_over), 12, kv=told))
 
     assert [phase.phase for phase in first.kv] == [Phase.PREFILL]
@@ -113,10 +113,10 @@ def test_the_tokens_of_a_pair_come_with_what_both_workers_have_told():
 def test_what_a_lost_worker_had_told_stays_in_the_proof():
     router = RouterMachineDriver(*TWO)
     work = the(Dispatch, router.send(an_arrival(tokens=LONG, sampling=GREEDY)))
-    router.step(work, 11, kv=a_report(LONG))
+    router.step(work, 11, kv=a_kv_report(LONG))
     again = the(Dispatch, router.leave(work.worker_id))
 
-    first = the(Emit, router.step(again, 12, kv=a_report(LONG + 1, cached_blocks=31, source=Source.STORE)))
+    first = the(Emit, router.step(again, 12, kv=a_kv_report(LONG + 1, cached_blocks=31, source=Source.STORE)))
 
     assert [phase.worker_id for phase in first.kv] == [work.worker_id, again.worker_id]
     assert first.cached_tokens == 0, "the lost worker computed all of it"
@@ -238,9 +238,9 @@ def test_a_long_prompt_is_computed_by_a_prefill_worker_and_answered_by_a_decode_
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
     handoff = a_handoff(num_tokens=LONG)
-    handed = router.step(prefill, 11, finish=LENGTH, kv=a_report(LONG, cached_blocks=3), handoff=handoff)
+    handed = router.step(prefill, 11, finish=LENGTH, kv=a_kv_report(LONG, cached_blocks=3), handoff=handoff)
     decode = the(Dispatch, handed)
-    last = router.step(decode, 12, 13, finish=LENGTH, kv=a_report(LONG, cached_blocks=31, source=Source.STORE))
+    last = router.step(decode, 12, 13, finish=LENGTH, kv=a_kv_report(LONG, cached_blocks=31, source=Source.STORE))
 
     assert (prefill.worker_id, prefill.start.phase, prefill.start.kv_path) == ("p1", Phase.PREFILL, KvPath.STORE)
     assert prefill.start.sampling.max_tokens == 1
@@ -287,7 +287,7 @@ def test_a_request_that_its_first_token_ends_needs_no_decode_worker(finish):
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling)))
 
-    ended = router.step(prefill, 11, finish=finish, kv=a_report(LONG), handoff=a_handoff())
+    ended = router.step(prefill, 11, finish=finish, kv=a_kv_report(LONG), handoff=a_handoff())
 
     assert the(Emit, ended).progress.token_ids == (11,)
     assert the(Complete, ended).finish is finish
@@ -303,7 +303,7 @@ def test_an_end_drawn_by_chance_counts_only_where_its_token_does(kv_path):
     sampling = Sampling(temperature=1.0, max_tokens=8)
     prefill = the(Dispatch, router.send(a_long_arrival(sampling=sampling, kv_path=kv_path)))
 
-    after = router.step(prefill, 2, finish=Finish.STOP, kv=a_report(LONG), handoff=a_handoff(kv_path=kv_path))
+    after = router.step(prefill, 2, finish=Finish.STOP, kv=a_kv_report(LONG), handoff=a_handoff(kv_path=kv_path))
 
     if kv_path is KvPath.STORE:
         assert the(Complete, after).finish is Finish.STOP
@@ -703,7 +703,7 @@ def test_without_another_prefill_worker_the_decode_worker_computes_the_prompt(pl
     assert (work.worker_id, work.start.phase) == ("d1", Phase.AGGREGATED)
     assert router.machine.snapshot().counters.fallbacks == 1
     assert router.machine.explain(RequestId("r1")).placements[-1].why is PlacementReason.PREFILL_LOST
-    assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_report(LONG))).finish is LENGTH
+    assert the(Complete, router.step(work, 1, finish=LENGTH, kv=a_kv_report(LONG))).finish is LENGTH
 
 
 def test_the_token_of_the_prefill_worker_takes_its_place_on_the_decode_worker():

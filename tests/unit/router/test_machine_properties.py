@@ -26,7 +26,7 @@ from fleet.router.messages import (
 from fleet.router.placement import Decision
 from fleet.work import KvRemoved, KvStored
 from kvstore.block import chain
-from tests.builders import BLOCK_TOKENS, a_handoff, a_prompt, a_report, an_arrival, token_ids
+from tests.builders import BLOCK_TOKENS, a_handoff, a_kv_report, a_prompt, an_arrival, token_ids
 from tests.unit.router.driver import CancelAttempt, Complete, Dispatch, Emit, Reject, RouterMachineDriver
 
 ROLES = {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE, "b1": Role.BOTH}
@@ -256,7 +256,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             handed = a_handoff(kv_path=work.start.kv_path, prefill_worker=work.worker_id, num_tokens=prompt_tokens)
         if finish is not None:
             del self.running[name]
-        kv = a_report(prompt_tokens) if finish else None
+        kv = a_kv_report(prompt_tokens) if finish else None
         self.perform(self.router.step(work, token, finish=finish, kv=kv, handoff=handed))
 
     @precondition(lambda self: self.running)

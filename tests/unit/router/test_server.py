@@ -17,7 +17,7 @@ from fleet.router.messages import Complete, WorkerLeft
 from fleet.router.server import RouterServer
 from fleet.router.settings import RouterSettings
 from fleet.work import Cancel, Progress, Start, Step
-from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_report, an_arrival, some_progress
+from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_kv_report, an_arrival, some_progress
 from tests.fake_workers import FakeWorker, FakeWorkers
 
 
@@ -103,7 +103,7 @@ async def test_where_the_blocks_came_from_is_known_to_who_leaves_early():
         async with router.server.submit(an_arrival(tokens=320)) as events:
             assert (events.kv, events.cached_tokens) == ((), 0)
             start = await a_start_at(worker)
-            report = a_report(320, cached_blocks=4)
+            report = a_kv_report(320, cached_blocks=4)
             await worker.say(Step(progress=(some_progress(11, request_id=start.request_id, kv=report),)))
             await answer(worker, start, 12)
             await anext(events)

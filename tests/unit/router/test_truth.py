@@ -11,7 +11,7 @@ from fleet.router.messages import CacheDriftChanged, CacheReported, KvChanged, W
 from fleet.router.truth import ENOUGH, WINDOW, CacheAccuracy, CacheComparison, Knowledge, compare
 from fleet.work import KvStored
 from kvstore.block import chain
-from tests.builders import BLOCK_TOKENS, a_description, a_prompt, a_report, an_arrival
+from tests.builders import BLOCK_TOKENS, a_description, a_kv_report, a_prompt, an_arrival
 from tests.unit.adapters.test_router_metrics import told
 from tests.unit.router.driver import Dispatch, RouterMachineDriver, the
 
@@ -84,7 +84,7 @@ def a_warm_router(blocks: int = 3) -> RouterMachineDriver:
 
 def ask(router: RouterMachineDriver, number: int, *, cached_blocks: int) -> list[CacheDriftChanged]:
     work = the(Dispatch, router.send(an_arrival(request_id=f"r{number}", tokens=a_prompt(100))))
-    report = a_report(100, cached_blocks=cached_blocks)
+    report = a_kv_report(100, cached_blocks=cached_blocks)
     told = router.step(work, 1, kv=report) + router.step(work, 2, kv=report, finish=Finish.STOP)
     return [command for command in told if isinstance(command, CacheDriftChanged)]
 
@@ -123,7 +123,7 @@ def test_the_prefill_worker_is_compared_and_the_decode_worker_is_not():
     work = the(Dispatch, router.send(an_arrival(tokens=700)))
     assert work.start.phase is Phase.PREFILL
 
-    router.step(work, 1, kv=a_report(700))
+    router.step(work, 1, kv=a_kv_report(700))
 
     assert router.machine.snapshot().knowledge[0].total == CacheComparison(700, 0, 0, 0)
 

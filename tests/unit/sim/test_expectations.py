@@ -17,7 +17,7 @@ from fleet.sim.kernel import Kernel
 from fleet.work import Progress
 from kvstore.replay import TraceRequest
 from tests.builders import a_joined_worker, a_prompt, an_arrival
-from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_world
+from tests.simulated_worlds import BLOCK, LinearStepTimes, a_plan, a_pool, a_world
 from tests.unit.router.driver import START, Dispatch, the
 
 WITHIN = 0.2
@@ -27,7 +27,7 @@ class HalfAsFast:
     """A profile that promises too much."""
 
     def seconds(self, prefill_tokens, prefill_pairs, decodes, decode_context):
-        return StraightLine().seconds(prefill_tokens, prefill_pairs, decodes, decode_context) / 2
+        return LinearStepTimes().seconds(prefill_tokens, prefill_pairs, decodes, decode_context) / 2
 
 
 def watched(plan, steps, count=400, rate=15.0, seed=4):
@@ -68,7 +68,7 @@ def test_predictions_are_within_a_fifth_once_an_engine_that_is_not_its_profile_i
 
 
 def test_what_a_profile_says_of_the_engine_that_it_is_of_holds_from_the_beginning():
-    expectations = watched(a_plan(), StraightLine())
+    expectations = watched(a_plan(), LinearStepTimes())
     assert len(expectations.expected()) == 2 * len(PredictionKind)
     for each in expectations.expected():
         assert each.profile_error < 0.1, each
@@ -107,7 +107,7 @@ def test_a_worker_that_begins_anew_is_learnt_anew_and_lost_work_teaches_nothing(
 def test_a_prompt_behind_others_is_expected_after_what_is_left_of_them_and_with_them_in_its_steps():
     """Ten of 130 tokens at once, in steps of 128: one by one they would take twenty steps, and together they take eleven."""
     kernel = Kernel(1)
-    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=128))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=128))
     world, _ = a_world(kernel, a_plan(a_pool(workers=1, step_tokens=128), prefill_window_tokens=0), expectations)
     expectations.machine = world.machine
     for number in range(10):
@@ -127,7 +127,7 @@ def test_prompts_that_wait_for_answers_to_end_are_not_predicted_and_raise_no_ala
 
 
 def test_a_prompt_that_did_not_reach_its_worker_holds_up_no_other_there():
-    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)
     lost = the(Dispatch, machine.handle(an_arrival(request_id="lost", tokens=a_prompt(1000)), START))
@@ -160,7 +160,7 @@ def test_of_workers_without_a_profile_nothing_is_expected():
 
 
 def test_a_clock_that_is_put_forward_by_weeks_teaches_nothing_and_breaks_nothing():
-    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512))
+    expectations = LatencyPredictions(lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512))
     machine = expectations.machine = ObservedMachine(RouterSettings(), Random(0), None, observer=expectations)
     machine.handle(a_joined_worker("w1"), START)
     sent = the(Dispatch, machine.handle(an_arrival(tokens=a_prompt(1000)), START))

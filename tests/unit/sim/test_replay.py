@@ -20,7 +20,7 @@ from fleet.sim.replay import RecordingReplay
 from fleet.sim.shell import keys_from_tokens
 from tests.model_shapes import LLAMA_8B
 from tests.scenarios import SCENARIO
-from tests.simulated_worlds import StraightLine
+from tests.simulated_worlds import LinearStepTimes
 from tests.unit.sim.test_agreement import lost, pairs, requests
 
 PLAN = pairs(lost("decode-1", 1.4))
@@ -77,7 +77,7 @@ def test_a_recording_replays_to_the_same_commands(lines, replay):
 def test_what_a_profile_says_of_recorded_workers_is_told_beside_what_they_did(lines, tmp_path):
     path = tmp_path / "flight"
     path.write_bytes(b"".join(lines))
-    replayed = RecordingReplay(path, lambda _: WorkerProfile(steps=StraightLine(), step_tokens=512)).run()
+    replayed = RecordingReplay(path, lambda _: WorkerProfile(steps=LinearStepTimes(), step_tokens=512)).run()
     told = {(each.worker_id, each.kind): each for each in replayed.expected}
     assert told["prefill-0", PredictionKind.TTFT].predictions > 5
     assert told["prefill-0", PredictionKind.TTFT].error < 0.3

@@ -16,7 +16,7 @@ from fleet.sim.store import AttachedWorker, NodeStore, SimulatedTier, StoreProfi
 from kvstore.eviction.policies import policy as named
 from kvstore.messages import POOL_TIER
 from kvstore.replay import TraceRequest, replay
-from tests.simulated_worlds import BLOCK, StraightLine, a_plan, a_pool, a_run, a_world
+from tests.simulated_worlds import BLOCK, LinearStepTimes, a_plan, a_pool, a_run, a_world
 
 POOL = TierProfile(name=POOL_TIER, blocks=1000)
 NODE = StoreId("both-node-0")
@@ -40,7 +40,7 @@ class Node:
         made = a_store(*tiers, **profile)
         self.store = NodeStore(self.kernel, network, NODE, made, {}, lambda _, tier, changed: self._tell(tier, changed))
         self.attached_worker = AttachedWorker(
-            times=StraightLine(), load_link=LinkName("load"), save_link=LinkName("save")
+            times=LinearStepTimes(), load_link=LinkName("load"), save_link=LinkName("save")
         )
         network.open(self.attached_worker.load_link, 1e7)
         network.open(self.attached_worker.save_link, 1e7)

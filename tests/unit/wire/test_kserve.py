@@ -12,7 +12,7 @@ from fleet.requests import Finish, Finished, TextPrompt, TokenPrompt, Usage
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import MAX_ID_CHARACTERS, KServePart, KServeRequest, decode_infer, encode_part, encode_refusal
 from tests.builders import token_ids
-from tests.fake_router import a_card
+from tests.fake_router import a_model_card
 
 NOW = Nanos(10 * SECOND)
 FIELDS = {
@@ -218,7 +218,7 @@ def test_outputs_have_the_shape_of_the_prompt_and_the_order_in_which_they_were_a
     usage = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
     part = KServePart(text="é", token_ids=[7, 8], finished=Finished(finish=Finish.STOP, usage=usage, kv=()))
 
-    response = encode_part(part, decoded(message).form, RequestId("r1"), a_card().name, str)
+    response = encode_part(part, decoded(message).form, RequestId("r1"), a_model_card().name, str)
 
     assert [(each.name, each.datatype, list(each.shape)) for each in response.outputs] == [
         ("output_ids", "INT32", [1, 2]),

@@ -230,7 +230,7 @@ class StoreClient:
             hashes: The chain from its start.
             lease_seconds: For how long at most; the node's own limit counts where it is shorter. 0 looks only:
                 the blocks may be evicted before they are read, and nothing is counted.
-            patience_seconds: How long blocks of slower tiers are worth waiting for: as long as computing them again
+            max_wait_seconds: How long blocks of slower tiers are worth waiting for: as long as computing them again
                 would take. 0: begin nothing.
             tenant: Salt of the chain: who pays for the places of what is fetched, and is counted.
             deadline: When to give up, where that is earlier than the client would by itself; so for all calls.

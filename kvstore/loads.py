@@ -106,7 +106,7 @@ class Promotions:
             digest: Of the namespace.
             chain: Names from the start.
             held: How many of them are in the pool.
-            patience: How long the blocks are worth waiting for: as long as computing them again would take.
+            max_wait: How long the blocks are worth waiting for: as long as computing them again would take.
             now: The present.
             tenant: Who pays for their places.
 

@@ -124,7 +124,7 @@ def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[s
     Args:
         good: That were read: the first ones of those that were asked for.
         asked: For: the last ones of a match.
-        risen: Of the matches that found them, taken together; they are the last ones.
+        promoted: Of the matches that found them, taken together; they are the last ones.
     """
     tiers: dict[str, int] = {}
     memory = max(0, asked - sum(promoted.values()))

@@ -51,6 +51,9 @@ class Confirm(Struct, frozen=True):
 
 TierTransfer = Find | Fetch | Demote | Confirm
 
+OPERATIONS = {Find: "find", Fetch: "fetch", Demote: "keep", Confirm: "confirm"}
+"""The label `operation` of the metric kvstore_tier_operation_seconds."""
+
 
 class PinnedBlocks(Struct, frozen=True):
     """Blocks of the pool that stay where they are until `unpin`."""

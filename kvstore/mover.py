@@ -22,7 +22,7 @@ from kvstore.errors import TierFailed
 from kvstore.hierarchy import Hierarchy
 from kvstore.lanes import WorkerThreads
 from kvstore.messages import Address, BlockChanges, TierStatus
-from kvstore.movement import Confirm, Demote, Fetch, Find, TierTransfer
+from kvstore.movement import OPERATIONS, Confirm, Demote, Fetch, Find, TierTransfer
 from kvstore.ports import BackingTier, MemoryTier
 
 THREADS_PER_TIER = 4  # threads a tier
@@ -121,7 +121,7 @@ class TransferExecutor:
                 self._on_answer()
             tell = await call.outcome
             self._on_moved(
-                self._tiers[movement.tier].name, type(movement).__name__.lower(), seconds(self._clock.now() - started)
+                self._tiers[movement.tier].name, OPERATIONS[type(movement)], seconds(self._clock.now() - started)
             )
             self._hear(movement, tell)
         except TierFailed as error:

@@ -260,7 +260,7 @@ def parse_match(response: pb.MatchResponse, incarnation: str, names: Sequence[Bl
         names=tuple(names[: len(slots)]),
         slots=slots,
         loading=response.loading,
-        risen={risen.tier: risen.blocks for risen in response.risen},
+        promoted={risen.tier: risen.blocks for risen in response.risen},
     )
 
 

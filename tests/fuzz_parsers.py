@@ -101,8 +101,16 @@ def echo(exchange):
 def answers(*pieces):
     transport = Transport()
     table: ConnectionTable = ConnectionTable(1, 1.0)
-    connection = Connection(
-        HttpSettings(), SystemClock(), echo, explain, {}, table, KnownHeads(), HeldBodies(), SlowLog(HttpSettings())
+    connection = HttpConnection(
+        HttpSettings(),
+        SystemClock(),
+        echo,
+        http_error_body,
+        {},
+        table,
+        HeadCache(),
+        HeldBodyBytes(),
+        SlowClientLog(HttpSettings()),
     )
     connection.connection_made(transport)
     for piece in pieces:
@@ -142,7 +150,7 @@ PARSERS = (http, chat, completion, grpc, kserve)
 
 def parse(data: bytes) -> None:
     if data:
-        with suppress(Refused, DecodeError):
+        with suppress(RequestRejected, DecodeError):
             PARSERS[data[0] % len(PARSERS)](data[1:])
 
 

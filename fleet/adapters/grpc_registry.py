@@ -21,8 +21,7 @@ from fleet.ids import Incarnation, WorkerId
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.addresses import host_port, unix_path
-from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable
-from workers.ports import WorkerSuperseded as WorkerSuperseded
+from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)

@@ -21,6 +21,7 @@ from fleet.adapters.recording_format import (
     RecordingEnd,
     RecordingEntry,
     RecordingHead,
+    written_name,
 )
 from fleet.adapters.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.clock import Nanos
@@ -177,4 +178,6 @@ _END = msgspec.json.Decoder(RecordingEnd)
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
     """By name; made when a recording is read, since that takes msgspec a while."""
     kinds = get_args(RouterEvent)
-    return {kind.__name__: msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds}
+    return {
+        written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds
+    }

@@ -38,9 +38,15 @@ from fleet.router.messages import (
     Complete,
     Dispatch,
     Emit,
+    PeerLeft,
+    PeerPlaced,
+    PeerReserved,
     Reject,
+    RequestCancelled,
     RouterEvent,
+    RouterTicked,
     StartedOver,
+    ThresholdsChanged,
     WorkerStepped,
 )
 from fleet.router.settings import RouterSettings
@@ -167,6 +173,24 @@ RecordedCommand = (
 """A command, without what it carries along."""
 
 
+WRITTEN_NAMES: dict[type, str] = {
+    RequestCancelled: "Cancelled",
+    WorkerStepped: "Stepped",
+    RouterTicked: "Ticked",
+    ThresholdsChanged: "Tuned",
+    AttemptRejected: "WorkRejected",
+    PeerReserved: "ReplicaBooked",
+    PeerPlaced: "ReplicaPlaced",
+    PeerLeft: "ReplicaLeft",
+}
+"""The names of events in recordings, where they differ from the names of the classes."""
+
+
+def written_name(kind: type) -> str:
+    """Return the name of a kind of event in recordings."""
+    return WRITTEN_NAMES.get(kind, kind.__name__)
+
+
 def head_line(head: RecordingHead) -> bytes:
     """Line 1; of the settings only what decides."""
     return _line(structs.replace(head, settings=deciding_settings(head.settings)))
@@ -176,7 +200,7 @@ def entry_line(now: Nanos, event: RouterEvent, keys: Sequence[Keys], commands: S
     """One event, what the hasher answered to it, and what was said; None: the machine broke."""
     entry = RecordingEntry(
         now=now,
-        name=type(event).__name__,
+        name=written_name(type(event)),
         event=Raw(_ENCODER.encode(without_content(event))),
         prompt_tokens=len(event.tokens) // TOKEN_BYTES if isinstance(event, Arrived) else 0,
         keys=tuple(map(_packed, keys)),

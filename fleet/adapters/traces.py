@@ -42,10 +42,10 @@ from kvstore.replay import TraceRequest
 __all__ = [
     "LIVE_SESSIONS",
     "RowSelection",
-    "TraceSession",
     "Trace",
-    "TraceFile",
     "TraceError",
+    "TraceFile",
+    "TraceSession",
     "TraceTurn",
     "open_trace",
     "read_trace",

@@ -30,7 +30,7 @@ class HostedEngine:
 
         Args:
             description: Of the worker, as the world has it.
-            obey: Gives the world's worker what a router said.
+            execute: Gives the world's worker what a router said.
             load: The worker's.
         """
         self.facts = EngineFacts(

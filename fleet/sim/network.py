@@ -34,7 +34,7 @@ def inbound_link(worker: WorkerId) -> LinkName:
 class Transfer:
     """Bytes under way."""
 
-    __slots__ = ("done", "event", "links", "left", "lost", "rate", "since")
+    __slots__ = ("done", "event", "left", "links", "lost", "rate", "since")
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from fleet.adapters.recording import RecordedEvent, Recording
-from fleet.adapters.recording_format import Keys, RecordedCommand, record_command
+from fleet.adapters.recording_format import Keys, RecordedCommand, record_command, written_name
 from fleet.adapters.router_policies import open_policy
 from fleet.clock import SECOND
 from fleet.errors import ConfigurationRefused
@@ -190,7 +190,7 @@ def _difference(
     return ReplayDifference(
         line=entry.line,
         seconds=_since(entry.now, began),
-        event=type(entry.event).__name__,
+        event=written_name(type(entry.event)),
         fields=fields,
         recorded=_builtins(entry.commands),
         replayed=_builtins(replayed),

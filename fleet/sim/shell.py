@@ -51,8 +51,7 @@ from fleet.sim.worker import SimulatedWorker
 from fleet.sim.world import World
 from fleet.work import LoadReport, WorkerDescription
 from kvstore.frames import FrameConnection
-from workers.ports import NameHeld
-from workers.ports import WorkerSuperseded as WorkerSuperseded
+from workers.ports import NameHeld, WorkerSuperseded
 from workers.registration import RegistryEntry
 from workers.server import WorkerServer
 from workers.settings import WorkerSettings

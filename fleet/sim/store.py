@@ -238,7 +238,7 @@ class NodeStore:
         """How many leading blocks of a chain an engine has when it has loaded what is worth loading.
 
         Args:
-            borrower: Whose engine.
+            attached_worker: Whose engine.
             keys: Of the chain, as far as it may be loaded.
             here: Blocks of it that the engine has.
         """

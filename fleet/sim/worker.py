@@ -109,7 +109,7 @@ class SimulatedWorker:
             incarnation: A number that no other of this name had.
             since: That it has its GPUs.
             store: Of its node.
-            borrower: As which that knows it.
+            attached_worker: As which that knows it.
         """
         self._requests, self._handoffs, self._ended = around.requests, around.handoffs, around.ended
         self._store, self.attached_worker = store, attached_worker

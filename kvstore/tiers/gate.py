@@ -28,7 +28,7 @@ class TierGate:
 
     def refusal(self) -> TierFailed:
         """What a call meets that the end of the tier overtakes."""
-        return TierFailed(f"the {self._tally.name} tier is closed")
+        return TierFailed(f"the {self._statistics.name} tier is closed")
 
     def is_late(self, deadline: Nanos) -> bool:
         """Whether the deadline is over before anything was begun; that is counted as a failure."""

@@ -121,7 +121,7 @@ class LeaderLost(Exception):
     """The first rank is gone, and the engine with it."""
 
 
-Source: TypeAlias = "Callable[[BlockOf], Block | None]"
+Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
 """A rank's share of a block; None: it does not have it. Valid until `kvstore.client.batch_blocks` more have been asked for."""
 
 

@@ -96,9 +96,9 @@ __all__ = [
     "CancelAttempt",
     "Complete",
     "Dispatch",
-    "RouterMachineDriver",
     "Emit",
     "Reject",
+    "RouterMachineDriver",
     "dispatched",
     "the",
 ]

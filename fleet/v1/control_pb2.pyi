@@ -351,7 +351,7 @@ class PlacementExplained(_message.Message):
     kv_path: _builtins.str
     """of the blocks between them"""
     why: _builtins.str
-    """one worker or two: a value of fleet.router.placement.Why"""
+    """one worker or two: a value of fleet.router.placement.PlacementReason"""
     policy: _builtins.str
     """that chose the worker that answers"""
     prefill_policy: _builtins.str

@@ -131,7 +131,7 @@ def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
         raise StoreUnreachable("no turn")
 
     Path(node.endpoints.shm_socket).rename(Path(node.folder) / "hidden")
-    monkeypatch.setattr("kvstore.link.with_memory", refuse)
+    monkeypatch.setattr("kvstore.link.with_shared_memory", refuse)
     with a_store_client(node.address, a_namespace(), clock=clock) as client:
         for _ in range(80):
             assert client.stats()

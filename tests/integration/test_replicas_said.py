@@ -81,7 +81,7 @@ def heard(tmp_path, *said, **fields):
             connection = await connect(address, lambda _: speaker)
             for message in (HELLO, *said, pb.ReplicaMessage(bookings=pb.ReplicaBookings())):
                 connection.send(message.SerializeToString())
-            while not speaker.over.is_set() and "ReplicaBooked" not in router.events:
+            while not speaker.over.is_set() and "PeerReserved" not in router.events:
                 await asyncio.sleep(0.002)
         heard = list(router.events), router.placed
         connection.abort()
@@ -96,7 +96,7 @@ def heard(tmp_path, *said, **fields):
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
 def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
-    assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
 
 
 def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
@@ -105,20 +105,20 @@ def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
     (told,) = encode_sessions(sessions.news())
 
-    assert "ReplicaBooked" in heard_of(tmp_path, told)
+    assert "PeerReserved" in heard_of(tmp_path, told)
 
 
 def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
     """All clocks would be put forward to it, for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
-    assert "ReplicaBooked" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
+    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
 
 
 @pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
 def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
     said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
-    assert not {"ReplicaPlaced", "ReplicaBooked"} & set(said)
+    assert not {"PeerPlaced", "PeerReserved"} & set(said)
 
 
 @pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
@@ -133,4 +133,4 @@ def test_prompts_named_by_another_secret_are_passed_over_and_those_that_workers_
 
 
 def test_a_message_of_a_later_version_is_passed_over(tmp_path):
-    assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "ReplicaBooked"
+    assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"

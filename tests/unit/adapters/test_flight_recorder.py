@@ -57,7 +57,7 @@ def test_a_flight_is_recorded_whole_and_replays(tmp_path):
     recording = Recording(path)
     entries = list(recording.entries())
 
-    assert [type(entry.event).__name__ for entry in entries] == ["WorkerJoined", "Arrived", "Stepped"]
+    assert [type(entry.event).__name__ for entry in entries] == ["WorkerJoined", "Arrived", "WorkerStepped"]
     assert [len(keys) for keys in entries[1].keys] == [3]
     assert len(entries[1].event.tokens) == 400
     assert recording.end == "the router ended"

@@ -61,7 +61,7 @@ class Relay:
         pass
 
 
-@pytest.mark.parametrize("at_boundary", [True, False])
+@pytest.mark.parametrize("at_event_boundary", [True, False])
 def test_an_error_goes_behind_what_came_in_the_same_turn(at_event_boundary):
     line = Line()
     relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")

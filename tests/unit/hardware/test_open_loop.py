@@ -117,7 +117,7 @@ def test_prompts_pile_up_where_more_come_than_are_computed():
     assert prefill_ttft(engine, REQUEST, AT_A_RATE, 1.001 * highest_prefill_rate(engine, REQUEST)) == inf
 
 
-@pytest.mark.parametrize("crowd", [AT_A_RATE, WAITING])
+@pytest.mark.parametrize("occupancy", [AT_A_RATE, WAITING])
 def test_nothing_gets_faster_with_more_of_them(occupancy):
     engine = an_engine()
     loads = [1 + 0.25 * step for step in range(400)]

@@ -49,7 +49,7 @@ def test_written_blocks_go_down_to_every_tier_once():
     below.hold(a_chain(3))
     below.perform_all()
     assert below.held == [set(a_chain(3))] * 2
-    assert kinds(below) == [("Keep", 0), ("Keep", 1)]
+    assert kinds(below) == [("Demote", 0), ("Demote", 1)]
 
 
 def test_blocks_go_down_with_the_checksums_that_they_were_published_with():

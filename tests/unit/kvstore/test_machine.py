@@ -369,7 +369,7 @@ def test_ended_leases_do_not_pile_up():
     for _ in range(1000):
         store.release(store.match(a_chain(1), lease=3600 * SECOND).lease_id)
 
-    assert len(store.machine._terms._deadlines) < 100
+    assert len(store.machine._leases._deadlines) < 100
 
 
 def test_only_the_listed_transitions_are_legal():

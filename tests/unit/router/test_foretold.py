@@ -193,7 +193,7 @@ def test_of_one_router_so_many_are_told_and_kept_at_most(monkeypatch):
     assert prompts.placed(W, range(40)) == 4
     assert [told.number for told in prompts.news()[0]] == [1, 3, 4]
 
-    monkeypatch.setattr("fleet.router.roster.MOST_PLACED", 3)
+    monkeypatch.setattr("fleet.router.roster.MAX_ANNOUNCED_PROMPTS", 3)
     router = routers(2)[0]
     placed = tuple(PlacedPrompt(worker_id=WorkerId("w0"), number=number, keys=(number,)) for number in range(1, 9))
     router.send(PeerPlaced(replica="o", placed=placed))

@@ -66,7 +66,7 @@ check: $(KUBE)
 	@echo "generated code is fresh"
 
 chart: $(DEV)
-	@$(BIN)/python -m fleet.adapters.helm_chart deploy/helm/fleet
+	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

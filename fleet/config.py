@@ -20,14 +20,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.control.settings import SupervisionSettings
-from fleet.errors import ConfigurationRefused, split_validation_error
-from fleet.hub import HubSettings
-from fleet.ids import ModelName
-from fleet.roles import KvPath, Role
-from fleet.router.settings import RouterSettings
+from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.hub import HubSettings
+from fleet.core.ids import ModelName
+from fleet.core.roles import KvPath, Role
+from fleet.membership.settings import SupervisionSettings
+from fleet.router.settings.router import RouterSettings
 from kvstore.eviction.policies import PolicyName
-from kvstore.settings import AnyTier
+from kvstore.service.settings import AnyTier
 from workers.settings import SimulatedSettings, VllmSettings
 from workers.watchdog import WatchdogSettings
 

@@ -13,7 +13,7 @@ Rules, in full, so that another language can do the same (golden vectors: tests/
    its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
 
 So a name says everything that came before it, and two tenants, or two adapters, never share one. (An adapter that is merged
-into the weights is part of the namespace, see kvstore.layout.) 128 bits, because a collision would hand one prompt's KV to
+into the weights is part of the namespace, see kvstore.namespace.) 128 bits, because a collision would hand one prompt's KV to
 another; SHA-256 by default, because clients choose the tokens and a collision must not be constructible.
 """
 

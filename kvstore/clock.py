@@ -1,4 +1,4 @@
-"""Time as integers, and who may tell it. The rest of Fleet has the same under `fleet.clock`."""
+"""Time as integers, and who may tell it. The rest of Fleet has the same under `fleet.core.clock`."""
 
 from typing import NewType, Protocol
 

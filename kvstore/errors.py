@@ -1,6 +1,6 @@
 """What can go wrong between a client and a store node, told apart by what the caller can do about it."""
 
-from kvstore.layout import KvNamespace
+from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
@@ -64,7 +64,7 @@ class Restarted(StoreError):
 
 
 class NamespaceInUse(StoreError):
-    """The same weights are already stored in another layout; see `kvstore.machine`, rule 7.
+    """The same weights are already stored in another layout; see `kvstore.pool.machine`, rule 7.
 
     Attributes:
         fields: Those of `KvNamespace` that differ.

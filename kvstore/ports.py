@@ -128,7 +128,7 @@ class BackingTier(Protocol):
     def held(self) -> list[BlockKey]:
         """Blocks that it holds, as far as it knows without asking anybody; for routers that begin to watch.
 
-        Asked only of tiers that find in memory; of the others the node remembers what it learnt (`kvstore.hierarchy`).
+        Asked only of tiers that find in memory; of the others the node remembers what it learnt (`kvstore.hierarchy.machine`).
         """
         ...
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from loadtests.absent import SystemUnavailable
+from loadtests.unavailable import SystemUnavailable
 
 INSTALL_SECONDS = 900
 

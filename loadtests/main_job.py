@@ -36,8 +36,8 @@ from typing import Any
 
 import psutil
 
-from fleet.adapters.tiny_model import build_tiny_model
 from fleet.config import default_cache_dir
+from fleet.local.tiny_model import build_tiny_model
 from loadtests.kvstore.nodes import free_port
 
 ANSWER_TOKENS = 64

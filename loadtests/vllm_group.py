@@ -24,12 +24,12 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from fleet.adapters.tiny_model import build_tiny_model
-from fleet.ids import ModelName, WorkerId
-from kvstore.credentials import Credentials
-from tests.builders import token_bytes
-from tests.engine_driving import work
-from tests.worker_processes import a_router_stream
+from fleet.core.ids import ModelName, WorkerId
+from fleet.local.tiny_model import build_tiny_model
+from kvstore.security.credentials import Credentials
+from tests.support.builders import token_bytes
+from tests.support.workers.engine_driver import work
+from tests.support.workers.worker_processes import a_router_stream
 from workers.settings import GroupSettings, VllmSettings, WorkerSettings
 
 START_SECONDS = 300

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from operators import kinds
-from operators.kinds import ApiKind
-from operators.observe import InformerCaches, deployment_of
-from operators.views import CustomObject, NamedObject
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.views import CustomObject, NamedObject
+from operators.observed.observe import InformerCaches, deployment_of
 
 
 class ReconcileKey(Struct, frozen=True, order=True):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from fleet.clock import Clock
-from fleet.errors import ConfigurationRefused
-from kvstore.addresses import host_port
-from operators.cluster import open_api_client
-from operators.control_secrets import ControlSecrets
-from operators.doors import open_health_server
-from operators.leader import LeaseLeader
-from operators.ports import KubernetesError, ProbeSender, RouterReports, WallClock
+from fleet.core.clock import Clock
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.ports import KubernetesError, ProbeSender, RouterReports, WallClock
+from kvstore.net.addresses import host_port
+from operators.controller.control_secrets import ControlSecrets
+from operators.health_server import open_health_server
 from operators.server import Operator
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorGauges, OperatorMetrics

@@ -18,12 +18,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from fleet.errors import ConfigurationRefused
-from fleet.hardware.coefficients import EstimateBasis, StepModelEstimate
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import Role as Work
 from fleet.hardware.gpus import Gpu, gpus
-from fleet.hardware.known import SizedModel, model_by_repository, model_from_config
-from fleet.hardware.open_loop import RequestShape
-from fleet.hardware.prediction import BUDGET_TOKENS
+from fleet.hardware.known_models import SizedModel, model_by_repository, model_from_config
+from fleet.hardware.latency.coefficients import EstimateBasis, StepModelEstimate
+from fleet.hardware.latency.open_loop import RequestShape
+from fleet.hardware.latency.prediction import BUDGET_TOKENS
 from fleet.hardware.sizing import (
     MOST_GPUS,
     MOST_RUNNING,
@@ -36,8 +37,7 @@ from fleet.hardware.sizing import (
     SizingGoal,
     size,
 )
-from fleet.roles import Role as Work
-from operators.resources.deployment import (
+from operators.api.disagg_deployment import (
     Balance,
     DisaggDeploymentSpec,
     Drain,
@@ -49,9 +49,9 @@ from operators.resources.deployment import (
     Rollout,
     Routing,
 )
-from operators.resources.deployment import Gpus as RoleGpus
-from operators.resources.parts import GpuVendor, ServingObjective
-from operators.resources.request import GoalName, ProposalFigure, ServingRequestSpec
+from operators.api.disagg_deployment import Gpus as RoleGpus
+from operators.api.fields import GpuVendor, ServingObjective
+from operators.api.serving_request import GoalName, ProposalFigure, ServingRequestSpec
 
 VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
 TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
@@ -66,7 +66,7 @@ ANSWERS = 2
 """So many times as long as an answer takes may a worker have to finish what it does before it ends."""
 
 MOST_REPLICAS = 10_000
-"""Of a role, as `operators.resources.deployment.RoleSpec` has it."""
+"""Of a role, as `operators.api.disagg_deployment.RoleSpec` has it."""
 
 LARGEST = 128 << 10
 """Bytes of JSON, of podTemplate and modelConfig each. With two roles that is four of these in an object, and twice as much again for who owns which

@@ -18,18 +18,12 @@ from typing import Any
 
 import msgspec
 
-from fleet.clock import SECOND, Clock, Nanos
-from operators import kinds
-from operators.acting import Applier, NotLeading
-from operators.control_secrets import ControlSecrets
-from operators.hearsay import RouterPoller
-from operators.informer import Informer
-from operators.keys import ReconcileKey, affected_keys, all_keys, deployment_key
-from operators.kinds import ApiKind, OptionalKinds
-from operators.leader import LeaseLeader
-from operators.looking import Controller
-from operators.observe import InformerCaches, conditions_of, routers_of
-from operators.ports import (
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.informer import Informer
+from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
+from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.ports import (
     ApiServerBusy,
     KubernetesApi,
     KubernetesError,
@@ -39,12 +33,18 @@ from operators.ports import (
     RouterReports,
     WallClock,
 )
-from operators.prober import Prober
-from operators.queue import IMMEDIATELY, WorkQueue
-from operators.registrations import SELECTOR
+from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod
+from operators.controller.applier import Applier, NotLeading
+from operators.controller.control_secrets import ControlSecrets
+from operators.controller.loop import Controller
+from operators.controller.work_queue import IMMEDIATELY, WorkQueue
+from operators.keys import ReconcileKey, affected_keys, all_keys, deployment_key
+from operators.observed.observe import InformerCaches, conditions_of, routers_of
+from operators.observed.registrations import SELECTOR
+from operators.observed.router_poller import RouterPoller
+from operators.probes.prober import Prober
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics, ReconcileOutcome
-from operators.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from operators.access import OWN_SECRET
-from operators.children.pods import Images
+from operators.manifests.pods import Images
+from operators.rbac import OWN_SECRET
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 

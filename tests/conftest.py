@@ -13,7 +13,7 @@ import uvloop
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.text_model import write_model
+from tests.support.frontend.text_model import write_model
 
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("fleet", deadline=None)
@@ -21,15 +21,12 @@ settings.load_profile("fleet")
 
 ENGINES = (
     "tests/e2e/",
-    "tests/integration/test_vllm_",
-    "tests/integration/test_foreign_servers",
+    "tests/integration/workers/vllm/",
+    "tests/integration/backends/external/test_real_servers",
     # They look for what is left in /dev/shm, which engines use.
-    "tests/integration/test_local_processes",
-    "tests/integration/test_up_simulated",
+    "tests/integration/local/test_processes",
+    "tests/integration/local/test_up",
 )
-
-WITHOUT_ENGINES = tuple(f"tests/integration/test_vllm_{part}" for part in ("blocks", "namespace", "ranks"))
-"""Parts of vLLM's connector, by themselves."""
 
 ON_BOTH_LOOPS = {
     "test_http_connections.py",
@@ -38,10 +35,10 @@ ON_BOTH_LOOPS = {
     "test_relay_placement.py",
     "test_openai_client.py",
     "test_grpc_frontend.py",
-    "test_grpc_http2.py",
+    "test_grpc_server.py",
     "test_frames.py",
     "test_kserve_frontend.py",
-    "test_stream_tls.py",
+    "test_worker_stream_tls.py",
     "test_worker_streams.py",
 }
 """Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
@@ -63,7 +60,7 @@ class EngineTestScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def starts_engines(nodeid: str) -> bool:
-    return nodeid.startswith(ENGINES) and not nodeid.startswith(WITHOUT_ENGINES)
+    return nodeid.startswith(ENGINES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,11 @@
 """What a worker takes and what it refuses, before anything is started."""
 
-from fleet.errors import Reason
-from fleet.requests import TOKEN_BYTES
-from fleet.roles import KvPath, Phase, Role
-from fleet.work import Handoff, Rejected, Start
+from fleet.core.errors import Reason
+from fleet.core.requests import TOKEN_BYTES
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
-from kvstore.fingerprint import Fingerprint, Incompatible, negotiate
+from kvstore.layouts.fingerprint import Fingerprint, Incompatible, negotiate
 from workers.ports import EngineFacts
 
 TAKES: dict[Role, frozenset[Phase]] = {

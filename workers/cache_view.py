@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import assert_never
 
-from fleet.work import KvCleared, KvEvent, KvRemoved, KvStored
+from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096

@@ -30,11 +30,11 @@ from typing import assert_never
 import msgspec
 from msgspec import Struct
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason
-from fleet.ids import RequestId
-from fleet.roles import KvPath, Role
-from fleet.work import Draining, Handoff, Progress, Rejected, Start, Step
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import RequestId
+from fleet.core.roles import KvPath, Role
+from fleet.core.work import Draining, Handoff, Progress, Rejected, Start, Step
 from workers.acceptance import refusal
 from workers.messages import (
     Abandon,

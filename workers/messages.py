@@ -5,9 +5,9 @@ from typing import NewType
 
 from msgspec import Struct
 
-from fleet.clock import Nanos
-from fleet.ids import RequestId
-from fleet.work import Draining, Progress, Rejected, Start, Step
+from fleet.core.clock import Nanos
+from fleet.core.ids import RequestId
+from fleet.core.work import Draining, Progress, Rejected, Start, Step
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)

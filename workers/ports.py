@@ -6,14 +6,14 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from msgspec import Struct
 
-from fleet.clock import Nanos
-from fleet.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.roles import KvPath
-from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
+from fleet.core.clock import Nanos
+from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.core.roles import KvPath
+from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
-from kvstore.fingerprint import Fingerprint
-from workers.holds import PinChain, UnpinChain
-from workers.worth import RecentPrompt
+from kvstore.layouts.fingerprint import Fingerprint
+from workers.store.evacuation_priority import RecentPrompt
+from workers.store.session_pins import PinChain, UnpinChain
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     store_id: StoreId | None = None  # of the KV store node that the engine writes to
     kv: Fingerprint | None = None  # what its blocks are and how they lie in its memory; None: it does not say
     keeps_forms: bool = (
-        False  # whether it can see to it that an answer is of a form (`fleet.requests.StructuredOutput`)
+        False  # whether it can see to it that an answer is of a form (`fleet.core.requests.StructuredOutput`)
     )
     adapters: tuple[LoraAdapter, ...] = ()  # that it can load
     adapter_slots: int = 0  # adapters that are loaded at a time; 0: all of them

@@ -21,9 +21,9 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import Incarnation, WorkerId
-from fleet.repeats import LogDeduplicator
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.core.repeats import LogDeduplicator
 from workers.ports import NameHeld, RegistrationRefused, Registry, RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)

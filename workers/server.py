@@ -14,11 +14,10 @@ from typing import Never, assert_never
 
 import msgspec
 
-from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.ids import Incarnation
-from fleet.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.core.ids import Incarnation
+from fleet.core.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from workers.cache_view import CacheView
-from workers.holds import SessionPinPolicy
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
     Abandon,
@@ -42,10 +41,11 @@ from workers.messages import (
     WorkerTicked,
 )
 from workers.ports import Engine, EngineDied, EngineFacts, EngineHung, Evacuator, Outlet, PinKeeper
-from workers.session import RouterSession
+from workers.router_session import RouterSession
 from workers.settings import WorkerSettings
+from workers.store.evacuation_priority import RecentPrompts
+from workers.store.session_pins import SessionPinPolicy
 from workers.watchdog import EngineHealth, Watchdog
-from workers.worth import RecentPrompts
 
 log = logging.getLogger(__name__)
 

@@ -4,14 +4,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from fleet.discovery import Discovery
-from fleet.hardware.latency import EngineLatency
-from fleet.hub import HubSettings
-from fleet.ids import ModelName, WorkerId
-from fleet.roles import KvPath, Role
-from kvstore.addresses import host_port, unix_path
-from kvstore.credentials import Credentials
-from kvstore.settings import StoreSettings
+from fleet.core.discovery import Discovery
+from fleet.core.hub import HubSettings
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import KvPath, Role
+from fleet.hardware.latency.linear import EngineLatency
+from kvstore.net.addresses import host_port, unix_path
+from kvstore.security.credentials import Credentials
+from kvstore.service.settings import StoreSettings
 from workers.kv_layout import KvLayout
 from workers.watchdog import WatchdogSettings
 
@@ -109,7 +109,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a worker whose one engine is spread over several nodes, with a process on each: see `workers.groups`."""
+    """Of a worker whose one engine is spread over several nodes, with a process on each: see `workers.rank_rendezvous`."""
 
     nodes: Annotated[int, Meta(ge=2, le=64)]
     """Processes, one a node."""

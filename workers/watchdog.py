@@ -27,7 +27,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.clock import SECOND, Nanos
+from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
 # Long enough to remember the prompts of one session, short enough to forget a compilation within the hour.

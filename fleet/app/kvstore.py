@@ -1,8 +1,8 @@
 """The process of a KV store node."""
 
 from fleet.app.process import Announce, stop_signal
-from fleet.errors import ConfigurationRefused
-from kvstore.settings import StoreSettings
+from fleet.core.errors import ConfigurationRefused
+from kvstore.service.settings import StoreSettings
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
@@ -12,8 +12,8 @@ async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
         ConfigurationRefused: An address is in use, or there is too little memory.
     """
     from kvstore.errors import StoreNotStarted  # noqa: PLC0415 - each process loads its own part only
-    from kvstore.monotonic import MonotonicClock  # noqa: PLC0415
-    from kvstore.server import open_node  # noqa: PLC0415
+    from kvstore.service.server import open_node  # noqa: PLC0415
+    from kvstore.system_clock import MonotonicClock  # noqa: PLC0415
 
     try:
         async with stop_signal() as stop, open_node(settings, MonotonicClock()) as endpoints:

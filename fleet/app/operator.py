@@ -1,8 +1,8 @@
 """The operator's process."""
 
-from fleet.adapters.clock import SystemClock, utc_now
 from fleet.app.process import Announce, stop_signal
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import SystemClock, utc_now
 from operators.settings import OperatorSettings
 
 
@@ -15,8 +15,8 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
     try:
         from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only
 
-        from fleet.adapters.router_registrations import RouterRegistrations  # noqa: PLC0415
-        from fleet.adapters.served_probes import ServedProbes  # noqa: PLC0415
+        from operators.observed.router_registrations import RouterRegistrations  # noqa: PLC0415
+        from operators.probes.served import ServedProbes  # noqa: PLC0415
         from operators.process import serve_operator  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigurationRefused(

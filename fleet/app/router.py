@@ -13,41 +13,41 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, structs
 
-from fleet.adapters.clock import SystemClock, utc_now
 from fleet.app.process import Announce, cancelled_by_signals, stop_signal
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import ConfigurationRefused
-from fleet.ids import ModelName
-from fleet.router.settings import OpenAiWorkerSettings, RouterSettings
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import ModelName
+from fleet.core.system_clock import SystemClock, utc_now
+from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from fleet.adapters.control_access import ControlAccess
-    from fleet.adapters.endpoint_picker import EndpointPicker
-    from fleet.adapters.expected_workers import PredictionMetrics
-    from fleet.adapters.flight_recorder import FlightRecorder
-    from fleet.adapters.grpc_frontend import GrpcFrontend
-    from fleet.adapters.grpc_selection import SelectionService
-    from fleet.adapters.http_frontend import HttpFrontend
-    from fleet.adapters.kserve_frontend import KserveFrontend
-    from fleet.adapters.openai_workers import AllBackends, ExternalBackends
-    from fleet.adapters.picker_endpoints import PickerLeadership
-    from fleet.adapters.prompt_keys import SecretBlockKeys
-    from fleet.adapters.redis_tenants import RedisRateLimits
-    from fleet.adapters.relay import Relay
-    from fleet.adapters.replicas import PeerRouters
-    from fleet.adapters.worker_streams import WorkerStreams
-    from fleet.control.ports import Directory
-    from fleet.control.server import RegistryServer
-    from fleet.router.generation import Generation
+    from fleet.backends.external.workers import AllBackends, ExternalBackends
+    from fleet.backends.workers.streams import WorkerStreams
+    from fleet.core.telemetry import RouterProcessMetrics
+    from fleet.frontend.generation import Generation
+    from fleet.frontend.grpc.service import GrpcFrontend
+    from fleet.frontend.kserve.service import KserveFrontend
+    from fleet.frontend.metrics.predictions import PredictionMetrics
+    from fleet.frontend.openai.prompt_keys import SecretBlockKeys
+    from fleet.frontend.openai.relay import Relay
+    from fleet.frontend.openai.service import HttpFrontend
+    from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+    from fleet.gateway.endpoint_picker import EndpointPicker
+    from fleet.gateway.endpoints import PickerLeadership
+    from fleet.gateway.selection import SelectionService
+    from fleet.membership.ports import Directory
+    from fleet.membership.server import RegistryServer
+    from fleet.net.control.access import ControlAccess
+    from fleet.peers.redis_tenants import RedisRateLimits
+    from fleet.peers.routers import PeerRouters
+    from fleet.recording.flight_recorder import FlightRecorder
     from fleet.router.machine import RouterMachine
-    from fleet.router.picker_settings import EndpointPickerSettings
     from fleet.router.ports import TextCodec
     from fleet.router.server import RouterServer
+    from fleet.router.settings.endpoint_picker import EndpointPickerSettings
     from fleet.router.tenants import Tenants
-    from fleet.router.tokenising import TokenizerThreads
-    from fleet.telemetry import RouterProcessMetrics
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
     Raises:
         ConfigurationRefused: An address is in use, a model folder is not one, or a model cannot be fetched.
     """
-    from fleet.adapters.freed_memory import map_large_allocations  # noqa: PLC0415 - likewise
-    from fleet.adapters.hub import fetch_router_models  # noqa: PLC0415 - each process loads its own part only
+    from fleet.app.freed_memory import map_large_allocations  # noqa: PLC0415 - likewise
+    from fleet.app.hub import fetch_router_models  # noqa: PLC0415 - each process loads its own part only
 
     map_large_allocations()
     async with cancelled_by_signals():
@@ -134,7 +134,7 @@ async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | Non
     if settings.discovery is None:
         yield None
         return
-    from fleet.adapters.discovery import open_directory  # noqa: PLC0415 - most routers have none
+    from fleet.membership.discovery.open import open_directory  # noqa: PLC0415 - most routers have none
 
     async with open_directory(settings.discovery) as directory:
         yield directory
@@ -199,24 +199,24 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     """
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - each process loads its own part only
 
-    from fleet.adapters.control_access import load_control_access  # noqa: PLC0415
-    from fleet.adapters.freed_memory import trim_heaps  # noqa: PLC0415
-    from fleet.adapters.golden import TokenizerCheck  # noqa: PLC0415
-    from fleet.adapters.grpc_selection import SelectionAwareWorkers, SelectionService  # noqa: PLC0415
-    from fleet.adapters.openai_workers import AllBackends, ExternalBackends  # noqa: PLC0415
-    from fleet.adapters.prompt_keys import SecretBlockKeys  # noqa: PLC0415
-    from fleet.adapters.replicas import PeerLimits, PeerRouters  # noqa: PLC0415
-    from fleet.adapters.router_metrics import RouterMetrics  # noqa: PLC0415
-    from fleet.adapters.tenant_metrics import TenantMetrics  # noqa: PLC0415
-    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
-    from fleet.adapters.worker_streams import WorkerStreams  # noqa: PLC0415
-    from fleet.control.server import RegistryServer  # noqa: PLC0415
-    from fleet.control.settings import MembershipSettings  # noqa: PLC0415
-    from fleet.router.generation import Generation  # noqa: PLC0415
+    from fleet.app.freed_memory import trim_heaps  # noqa: PLC0415
+    from fleet.backends.external.workers import AllBackends, ExternalBackends  # noqa: PLC0415
+    from fleet.backends.workers.streams import WorkerStreams  # noqa: PLC0415
+    from fleet.core.telemetry import RouterProcessMetrics  # noqa: PLC0415
+    from fleet.frontend.generation import Generation  # noqa: PLC0415
+    from fleet.frontend.metrics.router import RouterMetrics  # noqa: PLC0415
+    from fleet.frontend.metrics.tenants import TenantMetrics  # noqa: PLC0415
+    from fleet.frontend.openai.prompt_keys import SecretBlockKeys  # noqa: PLC0415
+    from fleet.frontend.text.codec import load_codec  # noqa: PLC0415
+    from fleet.frontend.text.tokenizer_check import TokenizerCheck  # noqa: PLC0415
+    from fleet.frontend.text.tokenizer_threads import TokenizerThreads  # noqa: PLC0415
+    from fleet.gateway.selection import SelectionAwareWorkers, SelectionService  # noqa: PLC0415
+    from fleet.membership.server import RegistryServer  # noqa: PLC0415
+    from fleet.membership.settings import MembershipSettings  # noqa: PLC0415
+    from fleet.net.control.access import load_control_access  # noqa: PLC0415
+    from fleet.peers.routers import PeerLimits, PeerRouters  # noqa: PLC0415
     from fleet.router.server import RouterServer  # noqa: PLC0415
     from fleet.router.tenants import Tenants  # noqa: PLC0415
-    from fleet.router.tokenising import TokenizerThreads  # noqa: PLC0415
-    from fleet.telemetry import RouterProcessMetrics  # noqa: PLC0415
 
     clock = SystemClock()
     metrics = RouterProcessMetrics(CollectorRegistry())
@@ -311,7 +311,7 @@ def _expectations(settings: RouterSettings) -> "PredictionMetrics | None":
     """
     if not settings.profiles:
         return None
-    from fleet.adapters.expected_workers import open_prediction_metrics  # noqa: PLC0415 - few routers predict
+    from fleet.frontend.metrics.predictions import open_prediction_metrics  # noqa: PLC0415 - few routers predict
 
     return open_prediction_metrics(settings.profiles)
 
@@ -324,17 +324,17 @@ def _machine(
     Raises:
         ConfigurationRefused: The policy is not installed, or the recording cannot be written.
     """
-    from fleet.adapters.router_policies import open_policy  # noqa: PLC0415 - each process loads its own part only
     from fleet.router.machine import RouterMachine  # noqa: PLC0415
+    from fleet.router.placement.plugins import open_policy  # noqa: PLC0415 - each process loads its own part only
 
     seed, policy = secrets.randbits(63), open_policy(settings)
     if not settings.record:
         if expectations is None:
             return RouterMachine(settings, Random(seed), policy), None
-        from fleet.router.observed import ObservedMachine  # noqa: PLC0415
+        from fleet.router.observer import ObservedMachine  # noqa: PLC0415
 
         return ObservedMachine(settings, Random(seed), policy, observer=expectations), None
-    from fleet.adapters.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
+    from fleet.recording.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
 
     return open_recorded_machine(settings, seed, policy, clock.now(), also=expectations)
 
@@ -376,12 +376,12 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
     Raises:
         ConfigurationRefused: An address is in use.
     """
-    from fleet.adapters.grpc_control import open_control_port  # noqa: PLC0415 - each process loads its own part only
-    from fleet.adapters.grpc_frontend import open_grpc_frontend  # noqa: PLC0415
-    from fleet.adapters.grpc_registry import SERVICE, GrpcRegistry  # noqa: PLC0415
-    from fleet.adapters.grpc_selection import SERVICE as SELECTION  # noqa: PLC0415
-    from fleet.adapters.http_frontend import open_http_frontend  # noqa: PLC0415
-    from kvstore.access import load  # noqa: PLC0415 - likewise
+    from fleet.frontend.control.port import open_control_port  # noqa: PLC0415 - each process loads its own part only
+    from fleet.frontend.grpc.service import open_grpc_frontend  # noqa: PLC0415
+    from fleet.frontend.openai.service import open_http_frontend  # noqa: PLC0415
+    from fleet.gateway.selection import SERVICE as SELECTION  # noqa: PLC0415
+    from fleet.membership.registry import SERVICE, GrpcRegistry  # noqa: PLC0415
+    from kvstore.security.channels import load  # noqa: PLC0415 - likewise
 
     registry = GrpcRegistry(parts.members, parts.replicas)
     async with (
@@ -436,7 +436,7 @@ async def _kserve(
     if not settings.kserve_listen:
         yield None
         return
-    from fleet.adapters.kserve_frontend import open_kserve_frontend  # noqa: PLC0415 - most routers have none
+    from fleet.frontend.kserve.service import open_kserve_frontend  # noqa: PLC0415 - most routers have none
 
     async with open_kserve_frontend(
         settings.kserve_listen,
@@ -460,8 +460,8 @@ async def _endpoint_picker(settings: RouterSettings, parts: _RouterParts) -> Asy
     if settings.endpoint_picker is None:
         yield None
         return
-    from fleet.adapters.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
-    from fleet.adapters.picker_prompts import ApiPromptReader  # noqa: PLC0415 - likewise
+    from fleet.gateway.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
+    from fleet.gateway.prompts import ApiPromptReader  # noqa: PLC0415 - likewise
 
     prompts = ApiPromptReader(parts.generation, parts.relay, parts.tenants, parts.clock)
     async with _picker_leadership(settings.endpoint_picker, parts.clock) as standing:
@@ -488,7 +488,7 @@ async def _picker_leadership(
         yield None
         return
     try:
-        from fleet.adapters.picker_lease import open_candidate  # noqa: PLC0415 - optional
+        from fleet.gateway.lease import open_candidate  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigurationRefused(
             "endpoint_picker.lease: needs the package kubernetes: pip install 'fleet-serving[kubernetes]'"
@@ -505,7 +505,7 @@ def _shared_limits(url: str, tenants: "Tenants", clock: SystemClock) -> "RedisRa
         ConfigurationRefused: The URL is none of Redis, or the client library is not installed.
     """
     try:
-        from fleet.adapters.redis_tenants import RedisRateLimits  # noqa: PLC0415 - optional
+        from fleet.peers.redis_tenants import RedisRateLimits  # noqa: PLC0415 - optional
 
         return RedisRateLimits(url, tenants, clock)
     except ImportError as error:
@@ -532,9 +532,9 @@ def _relay(
     Raises:
         ConfigurationRefused: `kv_events` need what is not installed.
     """
-    from fleet.adapters.prompt_keys import PromptReader  # noqa: PLC0415
-    from fleet.adapters.relay import Relay  # noqa: PLC0415
-    from fleet.adapters.relay_metrics import RelayMetrics  # noqa: PLC0415
+    from fleet.frontend.metrics.relay import RelayMetrics  # noqa: PLC0415
+    from fleet.frontend.openai.prompt_keys import PromptReader  # noqa: PLC0415
+    from fleet.frontend.openai.relay import Relay  # noqa: PLC0415
 
     by_model: dict[ModelName, list[OpenAiWorkerSettings]] = {}
     for index, worker in enumerate(settings.openai_workers):
@@ -595,7 +595,7 @@ def _external_codecs(settings: RouterSettings) -> "dict[ModelName, TextCodec]":
     Raises:
         ConfigurationRefused: A `tokenizer` is not a model folder.
     """
-    from fleet.adapters.text_codec import load_codec  # noqa: PLC0415
+    from fleet.frontend.text.codec import load_codec  # noqa: PLC0415
 
     codecs: dict[ModelName, TextCodec] = {}
     for worker in settings.openai_workers:

@@ -15,11 +15,11 @@ from fleet.app.process import Announce
 from fleet.app.router import run_router
 from fleet.app.worker import run_worker
 from fleet.config import load
-from fleet.errors import ConfigurationRefused
-from fleet.router.settings import RouterSettings
-from fleet.telemetry import configure_logging
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.telemetry import configure_logging
+from fleet.router.settings.router import RouterSettings
 from kvstore.errors import NodeEnded
-from kvstore.settings import StoreSettings
+from kvstore.service.settings import StoreSettings
 from operators.settings import OperatorSettings
 from workers.ports import EngineDied, WorkerReplaced
 from workers.settings import WorkerSettings

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import uvloop
 from msgspec import structs
 
-from fleet.adapters.clock import SystemClock
 from fleet.app.process import Announce, cancelled_by_signals, stop_signal
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import ConfigurationRefused
-from fleet.ids import Incarnation
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import Incarnation
+from fleet.core.system_clock import SystemClock
 from kvstore.errors import LayoutMismatch
-from workers.groups import common_settings_digest
 from workers.machine import GRACE
 from workers.ports import Engine, EngineFacts, EngineHung, WorkerReplaced
+from workers.rank_rendezvous import common_settings_digest
 from workers.settings import GroupSettings, WorkerSettings
 
 if TYPE_CHECKING:
-    from fleet.adapters.control_access import ControlAccess
-    from fleet.adapters.worker_groups import Lead
-    from workers.evacuation import StoreEvacuator
+    from fleet.net.control.access import ControlAccess
+    from workers.connections.ranks import Lead
     from workers.ports import Registry
-    from workers.store_holds import StorePinKeeper
+    from workers.store.evacuation import StoreEvacuator
+    from workers.store.pin_keeper import StorePinKeeper
 
 
 async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
@@ -42,15 +42,15 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         NodeEnded: The store node in this process did.
         WorkerReplaced: Another process has its id.
     """
-    from fleet.adapters.control_access import load_control_access  # noqa: PLC0415
-    from fleet.adapters.golden import folder_tokenizer_digests  # noqa: PLC0415 - each process loads its own part only
-    from fleet.adapters.grpc_worker import serve_control  # noqa: PLC0415
-    from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
-    from fleet.adapters.router_streams import serve_routers  # noqa: PLC0415
-    from fleet.adapters.stream_tls import worker_identity  # noqa: PLC0415
-    from workers.embedded import open_embedded_store  # noqa: PLC0415
+    from fleet.app.hub import fetch_worker_model  # noqa: PLC0415
+    from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests  # noqa: PLC0415 - each process loads its own part only
+    from fleet.net.control.access import load_control_access  # noqa: PLC0415
+    from fleet.net.streams.identity import worker_identity  # noqa: PLC0415
+    from workers.connections.control_port import serve_control  # noqa: PLC0415
+    from workers.connections.router_streams import serve_routers  # noqa: PLC0415
     from workers.registration import RegistryEntry, WorkerMembership  # noqa: PLC0415
     from workers.server import END_SECONDS, WorkerServer  # noqa: PLC0415
+    from workers.store.embedded import open_embedded_store  # noqa: PLC0415
 
     if settings.group is not None and settings.group.rank:
         await _run_rank(settings, settings.group, announce)
@@ -65,7 +65,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         model = await fetch_worker_model(settings, SystemClock())
         lead: Lead | None = None
         if settings.group is not None:
-            from fleet.adapters.worker_groups import leading  # noqa: PLC0415 - few workers have a group
+            from workers.connections.ranks import leading  # noqa: PLC0415 - few workers have a group
 
             alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
             lead = await held.enter_async_context(leading(settings.group, alike, SystemClock()))
@@ -143,9 +143,9 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         ConfigurationRefused: The leader is of another group, the model cannot be fetched, or the engine cannot be spread or refuses its settings.
         EngineDied: Its part of the engine ended by itself, or the leader is gone.
     """
-    from fleet.adapters.grpc_worker import serve_rank  # noqa: PLC0415 - few workers have a group
-    from fleet.adapters.hub import fetch_worker_model  # noqa: PLC0415
-    from fleet.adapters.worker_groups import following  # noqa: PLC0415
+    from fleet.app.hub import fetch_worker_model  # noqa: PLC0415
+    from workers.connections.control_port import serve_rank  # noqa: PLC0415 - few workers have a group
+    from workers.connections.ranks import following  # noqa: PLC0415
 
     open_rank = _rank_opener(settings.engine)
     async with AsyncExitStack() as held:
@@ -181,11 +181,11 @@ def _registries(
     """
     registries: list[AbstractAsyncContextManager[Registry]] = []
     if settings.registry:
-        from fleet.adapters.grpc_registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
+        from fleet.membership.registry import GrpcRegistries  # noqa: PLC0415 - each process loads its own part only
 
         registries.append(GrpcRegistries(settings.registry, access=access))
     if settings.discovery is not None:
-        from fleet.adapters.discovery import open_directory  # noqa: PLC0415
+        from fleet.membership.discovery.open import open_directory  # noqa: PLC0415
 
         registries.append(open_directory(settings.discovery, warm_blocks))
     return registries
@@ -194,7 +194,7 @@ def _registries(
 @asynccontextmanager
 async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator["StorePinKeeper | None"]:
     """What keeps the chains of sessions that wait; None where there is no store, or it is not to."""
-    from workers.store_holds import open_pin_keeper  # noqa: PLC0415 - each process loads its own part only
+    from workers.store.pin_keeper import open_pin_keeper  # noqa: PLC0415 - each process loads its own part only
 
     if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
@@ -210,8 +210,8 @@ async def _evacuator(
     settings: WorkerSettings, engine: Engine, *, leaving: bool
 ) -> AsyncIterator["StoreEvacuator | None"]:
     """What brings warm blocks away when the worker drains; None where there is no store, or it is not to."""
-    from workers.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
     from workers.ports import BlockSaver  # noqa: PLC0415
+    from workers.store.evacuation import open_evacuator  # noqa: PLC0415 - each process loads its own part only
 
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from fleet.cli.address import add_control, control_client, describe_control_error
-from fleet.cli.exits import DONE, FAILED
+from fleet.cli.console.address import add_control, control_client, describe_control_error
+from fleet.cli.console.exits import DONE, FAILED
 from fleet.client import CandidateCost, FleetError, PlacementExplained
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.cli.address import add_address, describe_error
-from fleet.cli.exits import DONE, FAILED
-from fleet.cli.seconds import seconds
+from fleet.cli.console.address import add_address, describe_error
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.console.seconds import seconds
 from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
 
 DEFAULT_TOKENS = 128
 

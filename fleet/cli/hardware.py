@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fleet.cli.exits import DONE
+from fleet.cli.console.exits import DONE
 
 if TYPE_CHECKING:
-    from fleet.hardware.coefficients import AccuracyRow
+    from fleet.hardware.latency.coefficients import AccuracyRow
+    from fleet.hardware.latency.step_model import StepModel
     from fleet.hardware.models import ModelSizes, Precision
-    from fleet.hardware.placement import ShardedModel
-    from fleet.hardware.steps import StepModel
+    from fleet.hardware.sharding import ShardedModel
 
 NUMBERS = ("bf16", "fp8", "fp4", "int4")
 LARGEST = 1 << 30
@@ -81,7 +81,7 @@ def _list() -> tuple[Any, Sequence[str]]:
 
 
 def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
-    from fleet.hardware.coefficients import coefficients  # noqa: PLC0415
+    from fleet.hardware.latency.coefficients import coefficients  # noqa: PLC0415
 
     rows = list(coefficients().accuracy) if wheel is None else _predicted(wheel)
     titles = {
@@ -112,10 +112,10 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
     """The held-out measurements of a wheel, predicted with the coefficients of this version."""
-    from fleet.adapters.aiconfigurator import read_sample  # noqa: PLC0415
-    from fleet.hardware.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
-    from fleet.hardware.measurements import accuracy, cells  # noqa: PLC0415
-    from fleet.hardware.prediction import can_be_placed, predict  # noqa: PLC0415
+    from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
+    from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
+    from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415
+    from fleet.hardware.latency.prediction import can_be_placed, predict  # noqa: PLC0415
 
     known, sample = coefficients(), read_sample(wheel)
     tested = [each for each in sample.measurements if each.held_out and can_be_placed(each, sample.models)]
@@ -161,12 +161,12 @@ def _flat(row: "AccuracyRow") -> dict[str, Any]:
 
 
 def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
-    from fleet.hardware.closed_loop import closed_loop  # noqa: PLC0415
-    from fleet.hardware.coefficients import estimate  # noqa: PLC0415
     from fleet.hardware.gpus import GIB, gpu  # noqa: PLC0415
-    from fleet.hardware.placement import ShardingDegrees, shard_model  # noqa: PLC0415
+    from fleet.hardware.latency.closed_loop import closed_loop  # noqa: PLC0415
+    from fleet.hardware.latency.coefficients import estimate  # noqa: PLC0415
+    from fleet.hardware.latency.prediction import BUDGET_TOKENS  # noqa: PLC0415
     from fleet.hardware.power import ERROR  # noqa: PLC0415
-    from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
+    from fleet.hardware.sharding import ShardingDegrees, shard_model  # noqa: PLC0415
 
     device = gpu(arguments.gpu, "--gpu")
     model = _stored(_model(arguments.model), arguments.weights, arguments.kv)
@@ -233,8 +233,8 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
 
 def _model(named: Path) -> "ModelSizes":
     """What is there, or else what is known by that name."""
-    from fleet.adapters.model_configs import read_model_config  # noqa: PLC0415
-    from fleet.hardware.known import model_by_repository  # noqa: PLC0415
+    from fleet.hardware.known_models import model_by_repository  # noqa: PLC0415
+    from fleet.hardware.model_configs import read_model_config  # noqa: PLC0415
 
     known = None if named.exists() else model_by_repository(str(named))
     return read_model_config(named) if known is None else known.model
@@ -255,9 +255,9 @@ def _stored(model: "ModelSizes", weights: str | None, kv: str | None) -> "ModelS
 
 def _watts(placement: "ShardedModel", step: "StepModel", prompt: int, running: float, rate: float) -> float:
     """Of all GPUs of a replica whose attention groups each take so many requests a second, so many at once."""
+    from fleet.hardware.latency.prediction import BUDGET_TOKENS  # noqa: PLC0415
+    from fleet.hardware.latency.step_model import pairs  # noqa: PLC0415
     from fleet.hardware.power import power_share, watts  # noqa: PLC0415
-    from fleet.hardware.prediction import BUDGET_TOKENS  # noqa: PLC0415
-    from fleet.hardware.steps import pairs  # noqa: PLC0415
 
     prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # of the time
     share = prompts * power_share(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * power_share(running)
@@ -280,7 +280,7 @@ def _cost(placement: "ShardedModel", tokens_per_second: float) -> float | None:
 def _print(answer: Any, lines: Sequence[str], destination: str | None) -> int:
     import msgspec  # noqa: PLC0415
 
-    from fleet.cli.files import whole_file  # noqa: PLC0415
+    from fleet.cli.console.files import whole_file  # noqa: PLC0415
 
     if destination is None:
         print("\n".join(lines))

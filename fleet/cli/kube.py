@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from fleet.cli.exits import DONE, FAILED
-from fleet.errors import ConfigurationRefused, split_validation_error
-from operators.children.names import DesiredDeployment
-from operators.children.pods import Images
-from operators.children.shared import shared
-from operators.children.workloads import revision, workers
-from operators.consistency import contradictions
-from operators.crds import KINDS, definition
-from operators.imports.importing import imported
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.core.errors import ConfigurationRefused, split_validation_error
+from operators.api.consistency import contradictions
+from operators.api.disagg_deployment import DisaggDeploymentSpec
+from operators.api.fields import GROUP, VERSION
+from operators.api.serving_request import ServingRequestSpec
+from operators.chart.crds import KINDS, definition
+from operators.controller.serving_request import proposed
+from operators.imports.detection import imported
+from operators.manifests.names import DesiredDeployment
+from operators.manifests.pods import Images
+from operators.manifests.shared import shared
+from operators.manifests.workloads import revision, workers
 from operators.proposals import Infeasible, propose
-from operators.requested import proposed
-from operators.resources.deployment import DisaggDeploymentSpec
-from operators.resources.parts import GROUP, VERSION
-from operators.resources.request import ServingRequestSpec
 
 IMAGES = Images(
     router="fleet-router:0.1.0",
@@ -37,7 +37,7 @@ MOST_VALUES = 1 << 18
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""As `operators.resources.request.REQUEST_RULES` has it."""
+"""As `operators.api.serving_request.REQUEST_RULES` has it."""
 
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")

@@ -1,6 +1,6 @@
 """`fleet kv`: what concerns the KV store alone.
 
-Each sub-command is a module `fleet.cli.kv_NAME` with `configure(parser)` and `run(arguments)`, as the commands of `fleet`
+Each sub-command is a module `fleet.cli.store.NAME` with `configure(parser)` and `run(arguments)`, as the commands of `fleet`
 are; what is heavy it imports in `run`.
 """
 
@@ -17,9 +17,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="kv_command", required=True, metavar="COMMAND", parser_class=type(parser))
     for name, summary in SUBCOMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        importlib.import_module(f"fleet.cli.kv_{name}").configure(command)
+        importlib.import_module(f"fleet.cli.store.{name}").configure(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status: int = importlib.import_module(f"fleet.cli.kv_{arguments.kv_command}").run(arguments)
+    status: int = importlib.import_module(f"fleet.cli.store.{arguments.kv_command}").run(arguments)
     return status

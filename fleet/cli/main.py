@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fleet.cli.exits import CONFIGURATION_REFUSED, FAILED, MISUSED
-from fleet.cli.stopping import raise_interrupt_on
-from fleet.errors import ConfigurationRefused
+from fleet.cli.console.exits import CONFIGURATION_REFUSED, FAILED, MISUSED
+from fleet.cli.console.stopping import raise_interrupt_on
+from fleet.core.errors import ConfigurationRefused
 
 COMMANDS = {
     "up": "start a whole cluster on this machine",

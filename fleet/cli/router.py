@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from fleet.cli.address import add_control, control_client, describe_control_error
-from fleet.cli.exits import DONE, FAILED
+from fleet.cli.console.address import add_control, control_client, describe_control_error
+from fleet.cli.console.exits import DONE, FAILED
 from fleet.client import FleetError, RemotePrefill
 
 
@@ -38,8 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.router_command == "thresholds":
         return _tune(arguments)
-    from fleet.adapters.router_policies import policy_catalogue  # noqa: PLC0415 - numpy is for those who ask
-    from fleet.router.settings import RouterSettings  # noqa: PLC0415
+    from fleet.router.placement.plugins import policy_catalogue  # noqa: PLC0415 - numpy is for those who ask
+    from fleet.router.settings.router import RouterSettings  # noqa: PLC0415
 
     policies = policy_catalogue().policies
     default = RouterSettings().policy

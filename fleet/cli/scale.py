@@ -8,17 +8,17 @@ import sys
 import threading
 from pathlib import Path
 
-from fleet.adapters.clock import SystemClock, unix_milliseconds
-from fleet.adapters.connectors import connector_of
-from fleet.adapters.local_runs import LocalRun, local_plans, local_runs, run_at
-from fleet.cli.address import router_address
-from fleet.cli.exits import DONE, FAILED
-from fleet.cli.pools import pool_line, table, unfinished
-from fleet.cli.seconds import seconds
-from fleet.cli.stopping import INTERRUPT_SIGNALS
-from fleet.clock import SECOND, Nanos
+from fleet.cli.console.address import router_address
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.console.seconds import seconds
+from fleet.cli.console.stopping import INTERRUPT_SIGNALS
+from fleet.cli.local.pools import pool_line, table, unfinished
 from fleet.config import load
-from fleet.errors import ConfigurationRefused
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import SystemClock, unix_milliseconds
+from fleet.local.runs import LocalRun, local_plans, local_runs, run_at
+from fleet.planner.connectors.open import connector_of
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PlanWriter, PoolName
 from fleet.planner.ports import ConnectorError, PlanConnector

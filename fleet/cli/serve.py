@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fleet.adapters.process_group import die_with_parent
-from fleet.cli.exits import DONE, FAILED, HUNG, REPLACED
+from fleet.cli.console.exits import DONE, FAILED, HUNG, REPLACED
 from fleet.config import parse_changes, read_file_changes
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.process_group import die_with_parent
 
 PARTS = ("router", "worker", "kvstore", "operator")
 MAX_PROCESSES = 64
@@ -98,14 +98,14 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
     """Several routers behind the same ports, until a signal asks to stop."""
     import asyncio  # noqa: PLC0415 - for this alone
 
-    from fleet.adapters.clock import SystemClock  # noqa: PLC0415
-    from fleet.adapters.control_relay import open_control_relay  # noqa: PLC0415
-    from fleet.adapters.local_processes import ClusterFailed, LocalProcesses  # noqa: PLC0415
-    from fleet.adapters.local_runs import runtime_folder  # noqa: PLC0415
-    from fleet.adapters.router_processes import plan_routers  # noqa: PLC0415
-    from fleet.cli.cluster import hold, say  # noqa: PLC0415
+    from fleet.cli.local.cluster import hold, say  # noqa: PLC0415
     from fleet.config import child_environment, load  # noqa: PLC0415
-    from fleet.router.settings import RouterSettings  # noqa: PLC0415
+    from fleet.core.system_clock import SystemClock  # noqa: PLC0415
+    from fleet.local.control_relay import open_control_relay  # noqa: PLC0415
+    from fleet.local.processes import ClusterFailed, LocalProcesses  # noqa: PLC0415
+    from fleet.local.router_processes import plan_routers  # noqa: PLC0415
+    from fleet.local.runs import runtime_folder  # noqa: PLC0415
+    from fleet.router.settings.router import RouterSettings  # noqa: PLC0415
 
     if arguments.part != "router":
         raise ConfigurationRefused(f"--processes: a {arguments.part} is one process; start it several times instead")
@@ -169,7 +169,7 @@ def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], N
         else:
             os.write(ready_fd, line.encode())
             if arguments.heartbeat:
-                from fleet.adapters.heartbeat import send_heartbeats  # noqa: PLC0415 - after the parent's death would be noticed
+                from fleet.local.heartbeat import send_heartbeats  # noqa: PLC0415 - after the parent's death would be noticed
 
                 send_heartbeats(ready_fd)
             else:

@@ -12,14 +12,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleet.cli import sim_agree, sim_many, sim_replay, sim_run
-from fleet.cli.exits import DONE
-from fleet.cli.sim_outputs import SimulationOutputs, say
-from fleet.cli.stopping import raise_interrupt_on
-from fleet.errors import ConfigurationRefused
+from fleet.cli.console.exits import DONE
+from fleet.cli.console.stopping import raise_interrupt_on
+from fleet.cli.simulator import agree as sim_agree
+from fleet.cli.simulator import many as sim_many
+from fleet.cli.simulator import replay as sim_replay
+from fleet.cli.simulator import run as sim_run
+from fleet.cli.simulator.outputs import SimulationOutputs, say
+from fleet.core.errors import ConfigurationRefused
 
 if TYPE_CHECKING:
-    from fleet.sim.capacity import CapacityPoint
+    from fleet.sim.experiments.capacity import CapacityPoint
     from fleet.sim.scenario import Scenario
 
 COMPARED_SEEDS = tuple(range(1, 6))
@@ -184,7 +187,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _capacity(arguments: argparse.Namespace, scenario: "Scenario") -> int:
-    from fleet.sim.capacity import capacity  # noqa: PLC0415
+    from fleet.sim.experiments.capacity import capacity  # noqa: PLC0415
 
     if not 0 <= arguments.points <= 1000:
         raise ConfigurationRefused(f"--points: {arguments.points} is not between 0 and 1000")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from fleet.adapters.connectors import connector_of
-from fleet.adapters.local_runs import run_at
-from fleet.cli.address import add_control, control_client, describe_control_error
-from fleet.cli.exits import DONE, FAILED
-from fleet.cli.pools import unfinished
+from fleet.cli.console.address import add_control, control_client, describe_control_error
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.local.pools import unfinished
 from fleet.client import ClusterStatus, FleetError
+from fleet.local.runs import run_at
+from fleet.planner.connectors.open import connector_of
 from fleet.planner.messages import PlanWriter
 from fleet.planner.ports import ConnectorError
 from fleet.planner.settings import FolderTarget

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from msgspec import structs
 
-from fleet.adapters.local_processes import ClusterFailed
-from fleet.adapters.local_topology import addresses
-from fleet.cli.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
-from fleet.cli.exits import DONE, FAILED
+from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.generate import summary
+from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.client import AsyncClient, FleetError
 from fleet.config import PoolSection, Topology, build_settings, load
-from fleet.errors import ConfigurationRefused
-from fleet.roles import KvPath, Placement, Role
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath, Placement, Role
+from fleet.local.processes import ClusterFailed
+from fleet.local.topology import addresses
 
 DEMO_TOKENS = 48
 DEMO_SECONDS = 120.0
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         if arguments.check:
-            from fleet.cli.check import check  # noqa: PLC0415 - most runs check nothing
+            from fleet.cli.local.check import check  # noqa: PLC0415 - most runs check nothing
 
             paths = arguments.kv_paths or tuple(KvPath)
             return DONE if asyncio.run(check(topology, surroundings, paths)) else FAILED

@@ -35,7 +35,7 @@ from fleet.client.results import (
     WorkerStatus,
 )
 from fleet.client.sync import Client, Stream
-from fleet.requests import (
+from fleet.core.requests import (
     AnyObject,
     Choice,
     Delta,
@@ -50,7 +50,7 @@ from fleet.requests import (
     Source,
     Usage,
 )
-from fleet.roles import KvPath, Placement
+from fleet.core.roles import KvPath, Placement
 
 __all__ = [
     "AnyObject",

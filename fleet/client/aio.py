@@ -7,10 +7,9 @@ from typing import Self, Unpack
 
 import grpc
 
-from fleet.adapters.grpc_options import CHANNEL_OPTIONS
-from fleet.client.asking import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.control import ControlPort, control_error
 from fleet.client.errors import Cancelled, error_of
+from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
     Collected,
@@ -22,11 +21,12 @@ from fleet.client.results import (
     remote_prefill_of,
     thresholds_of,
 )
-from fleet.errors import Reason
-from fleet.requests import Delta, ModelCard
+from fleet.core.errors import Reason
+from fleet.core.requests import Delta, ModelCard
+from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from fleet.wire.public import decode_model
-from kvstore.credentials import Credentials
+from fleet.wire.inference import decode_model
+from kvstore.security.credentials import Credentials
 
 CALL_SECONDS = 10.0  # for calls that are answered at once
 
@@ -148,7 +148,7 @@ class AsyncClient:
         """Set thresholds of the router, from the next request on; returns all that are in force.
 
         Args:
-            thresholds: By name; ``fleet.router.settings.Thresholds`` has them all. None: only ask.
+            thresholds: By name; ``fleet.router.settings.router.Thresholds`` has them all. None: only ask.
 
         Raises:
             InvalidRequest: There is no such threshold, or it cannot have this value; nothing was changed.

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import grpc
 
 from fleet.client.errors import FleetError, Unauthenticated, Unavailable, error_of
-from kvstore.call_proofs import UNPROVEN, UnprovenAnswer
-from kvstore.credentials import Credentials
+from kvstore.security.call_proofs import UNPROVEN, UnprovenAnswer
+from kvstore.security.credentials import Credentials
 
 if TYPE_CHECKING:
-    from fleet.adapters.control_access import ControlAccess
+    from fleet.net.control.access import ControlAccess
 
 NOT_KNOWN = (
     "; --control-address names the router's control_listen, and --control-secret-file the file with its secret where it"
@@ -34,7 +34,7 @@ class ControlPort:
         Raises:
             ConfigurationRefused: A file of the credentials cannot be used.
         """
-        from fleet.adapters.control_access import load_control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.net.control.access import load_control_access  # noqa: PLC0415 - most clients only generate
 
         self._address = address
         self._control = control
@@ -56,9 +56,9 @@ class ControlPort:
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.adapters.control_access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - most clients only generate
-        from fleet.adapters.control_address import control_folder  # noqa: PLC0415 - likewise
-        from fleet.adapters.known_control import known_control  # noqa: PLC0415 - likewise
+        from fleet.local.known_control import known_control  # noqa: PLC0415 - likewise
+        from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.net.control.address import control_folder  # noqa: PLC0415 - likewise
 
         if self._control:
             return self._access or OPEN_ACCESS, self._control

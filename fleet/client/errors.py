@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import grpc
 from google.rpc import status_pb2
 
-from fleet.errors import Reason
+from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
@@ -20,7 +20,7 @@ class FleetError(Exception):
     Attributes:
         message: One sentence for a person.
         reason: The server's machine-readable reason; None when the server did not say, or was not reached.
-        cause: Why no worker could be chosen, finer than the reason (`fleet.router.impossible.RejectionCause`); empty if that is not why.
+        cause: Why no worker could be chosen, finer than the reason (`fleet.router.placement.rejection.RejectionCause`); empty if that is not why.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):

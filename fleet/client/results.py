@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from fleet.client.errors import ServerError
-from fleet.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
+from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, Usage
 from fleet.v1 import control_pb2, inference_pb2
-from fleet.wire.public import decode_event
+from fleet.wire.inference import decode_event
 
 
 class Result(Struct, frozen=True, kw_only=True):

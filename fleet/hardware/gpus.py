@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
 
 Positive = Annotated[float, Meta(gt=0)]
 

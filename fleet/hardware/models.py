@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import SCALES, Number
 
 LINEAR = ("linear_attention", "mamba", "recurrent")

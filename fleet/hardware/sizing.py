@@ -19,10 +19,11 @@ from math import ceil
 
 from msgspec import Struct, structs
 
-from fleet.hardware.coefficients import StepModelEstimate, estimate
+from fleet.core.roles import Role
 from fleet.hardware.gpus import Gpu
-from fleet.hardware.known import SizedModel
-from fleet.hardware.open_loop import (
+from fleet.hardware.known_models import SizedModel
+from fleet.hardware.latency.coefficients import StepModelEstimate, estimate
+from fleet.hardware.latency.open_loop import (
     BatchOccupancy,
     EngineReplica,
     RequestShape,
@@ -35,9 +36,8 @@ from fleet.hardware.open_loop import (
     highest_prefill_rate,
     prefill_ttft,
 )
-from fleet.hardware.placement import ShardedModel, feasible
-from fleet.hardware.prediction import BUDGET_TOKENS, transfer_seconds
-from fleet.roles import Role
+from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
+from fleet.hardware.sharding import ShardedModel, feasible
 
 HEADROOM = 0.8
 """Of an engine's throughput that is planned with: what arrives is never quite what was said, and waits grow without bound near 1."""

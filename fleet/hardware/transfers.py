@@ -5,12 +5,12 @@ Rules:
 1. Every GPU sends what it holds through a link of its own, all at once; a transfer takes as long as the GPU that sends or
    receives most. Latent KV (MLA) is on every rank, so ranks share it out among them.
 2. A link reaches `REACHED` of its data sheet with large contiguous transfers.
-3. Transfers on one link share it evenly; those that come and go in between are `fleet.sim.network`'s.
+3. Transfers on one link share it evenly; those that come and go in between are `fleet.sim.cluster.network`'s.
 """
 
-from fleet.clock import SECOND, Nanos
+from fleet.core.clock import SECOND, Nanos
 from fleet.hardware.gpus import Gpu, GpuLink
-from fleet.hardware.placement import ShardedModel
+from fleet.hardware.sharding import ShardedModel
 
 REACHED = 0.8
 """Of a link's bandwidth; aiconfigurator 0.12 has large NCCL messages at 75 to 85 % of NVLink's, and 400 Gb/s NICs do better."""

@@ -16,7 +16,7 @@ from typing import Annotated, NewType
 
 from msgspec import Meta, Struct
 
-from fleet.clock import Nanos
+from fleet.core.clock import Nanos
 
 PoolName = NewType("PoolName", str)
 PlanId = NewType("PlanId", str)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from fleet.clock import SECOND, Clock, Nanos
+from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled
 from fleet.planner.messages import Observation, Plan
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from kvstore.addresses import host_port
-from kvstore.credentials import Credentials
+from kvstore.net.addresses import host_port
+from kvstore.security.credentials import Credentials
 
 Text = Annotated[str, Meta(min_length=1)]
 

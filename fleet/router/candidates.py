@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fleet.clock import Nanos
-from fleet.ids import WorkerId
-from fleet.roles import KvPath, Placement
-from fleet.work import LoraAdapter
+from fleet.core.clock import Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.roles import KvPath, Placement
+from fleet.core.work import LoraAdapter
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A request that arrives is placed at once, waits (`fleet.router.admission`, in the order of `fleet.router.waiting`), or is
+1. A request that arrives is placed at once, waits (`fleet.router.queueing.admission`, in the order of `fleet.router.queueing.admission_queue`), or is
    refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Reject`, or silently when its client
    cancelled.
-2. What a placement takes is booked with the `Dispatch` (`fleet.router.holdings`), on both workers of a pair; a prefill worker's
+2. What a placement takes is booked with the `Dispatch` (`fleet.router.queueing.ledger`), on both workers of a pair; a prefill worker's
    share is given back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
 3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
    that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
@@ -13,7 +13,7 @@ Rules:
    elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
    prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
    of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
-5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.works`).
+5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.attempts`).
 6. A deadline ends a request wherever it is; the server sends `RouterTicked` when `next_deadline()` has come.
 """
 
@@ -21,19 +21,15 @@ from typing import assert_never
 
 from msgspec import structs
 
-from fleet.clock import Nanos
-from fleet.errors import Reason
-from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import Finish, ModelCard
-from fleet.roles import Phase
-from fleet.router.account import RouterStatistics
-from fleet.router.admission import QueueAdmission
+from fleet.core.clock import Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import Finish, ModelCard
+from fleet.core.roles import Phase
+from fleet.core.work import Handoff, Progress, Rejected
+from fleet.router.attempts import Attempts
 from fleet.router.candidates import RandomSource
-from fleet.router.chooser import Placer
-from fleet.router.foretold import PromptAnnouncements
-from fleet.router.holdings import ReservationLedger
-from fleet.router.impossible import Rejection, WaitForRoom
-from fleet.router.live import Attempt, LiveRequest, PromptHasher, RequestStage, RequestTransition, advance, hash_prompt
+from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,
@@ -65,19 +61,31 @@ from fleet.router.messages import (
     WorkerResumed,
     WorkerStepped,
 )
-from fleet.router.placement import Decision
-from fleet.router.policies.built_in import parameters
-from fleet.router.policies.built_in import policy as built_in_policy
-from fleet.router.policies.ports import PlacementPolicy
-from fleet.router.pool import RegisteredWorker
-from fleet.router.ranked import OrderedRequests
-from fleet.router.roster import WorkerRegistry
+from fleet.router.placement.decision import Decision
+from fleet.router.placement.policies.built_in import parameters
+from fleet.router.placement.policies.built_in import policy as built_in_policy
+from fleet.router.placement.rejection import Rejection, WaitForRoom
+from fleet.router.placer import Placer
+from fleet.router.policy import PlacementPolicy
+from fleet.router.queueing.admission import QueueAdmission
+from fleet.router.queueing.ledger import ReservationLedger
+from fleet.router.queueing.ordered_requests import OrderedRequests
+from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
-from fleet.router.settings import RouterSettings, Thresholds
-from fleet.router.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
-from fleet.router.wishes import UNKNOWN_WORKERS, BusyWorkers
-from fleet.router.works import Attempts
-from fleet.work import Handoff, Progress, Rejected
+from fleet.router.settings.router import RouterSettings, Thresholds
+from fleet.router.state.live_requests import (
+    Attempt,
+    LiveRequest,
+    PromptHasher,
+    RequestStage,
+    RequestTransition,
+    advance,
+    hash_prompt,
+)
+from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
+from fleet.router.state.worker_registry import WorkerRegistry
+from fleet.router.state.worker_table import RegisteredWorker
+from fleet.router.statistics import RouterStatistics
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
     {

@@ -10,16 +10,16 @@ from typing import final
 
 from msgspec import Struct
 
-from fleet.clock import Nanos
-from fleet.errors import Reason
-from fleet.ids import ModelName, RequestId, StoreId, WorkerId
-from fleet.requests import Finish, KvPhase, Sampling, TokenBytes
-from fleet.roles import KvPath, Placement
-from fleet.router.foretold import PlacedPrompt
+from fleet.core.clock import Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
+from fleet.core.requests import Finish, KvPhase, Sampling, TokenBytes
+from fleet.core.roles import KvPath, Placement
+from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerDescription
+from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.peer_prompts import PlacedPrompt
 from fleet.router.sessions import SessionBinding
-from fleet.router.settings import Thresholds
-from fleet.router.truth import Knowledge
-from fleet.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerDescription
+from fleet.router.settings.router import Thresholds
 from kvstore.messages import POOL_TIER
 
 
@@ -124,7 +124,7 @@ class PeerReserved(Struct, frozen=True, kw_only=True):
 
 
 class PeerPlaced(Struct, frozen=True, kw_only=True):
-    """Another router has sent prompts to workers, or is done with some (`fleet.router.foretold`)."""
+    """Another router has sent prompts to workers, or is done with some (`fleet.router.kv_index.peer_prompts`)."""
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()
@@ -268,7 +268,7 @@ class Reject(Struct, frozen=True, kw_only=True):
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `fleet.router.impossible.RejectionCause`, where that is why
+    cause: str = ""  # a `fleet.router.placement.rejection.RejectionCause`, where that is why
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):
@@ -277,7 +277,7 @@ class CacheDriftChanged(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # of the latest comparisons, see `fleet.router.truth`
+    precision: float  # of the latest comparisons, see `fleet.router.kv_index.cache_accuracy`
     recall: float
 
 

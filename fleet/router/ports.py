@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from fleet.ids import RequestId, WorkerId
-from fleet.requests import ChatMessage, TokenBytes
-from fleet.work import Start
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.requests import ChatMessage, TokenBytes
+from fleet.core.work import Start
 
 
 class Workers(Protocol):
@@ -64,7 +64,7 @@ class TextCodec(Protocol):
 
         Args:
             messages: Of which there is at least one.
-            tools: That the model may call, as `fleet.requests.ChatPrompt` has them; empty: none.
+            tools: That the model may call, as `fleet.core.requests.ChatPrompt` has them; empty: none.
 
         Raises:
             Refused: The template does not accept these messages or knows no tools, or the model has none (INVALID_ARGUMENT,

@@ -14,11 +14,12 @@ from typing import Never, Protocol, Self, assert_never
 
 from msgspec import structs
 
-from fleet.clock import SECOND, Clock, Nanos
-from fleet.errors import Reason, RequestRejected
-from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import KvPhase, ModelCard
-from fleet.router.foretold import PromptAnnouncements
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import KvPhase, ModelCard
+from fleet.core.work import Progress
+from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -39,12 +40,11 @@ from fleet.router.messages import (
     Undelivered,
     WorkerEvent,
 )
-from fleet.router.placement import Decision
+from fleet.router.placement.decision import Decision
 from fleet.router.ports import Workers, WorkerUnreachable
 from fleet.router.sessions import SessionTable
-from fleet.router.settings import Thresholds
-from fleet.router.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
-from fleet.work import Progress
+from fleet.router.settings.router import Thresholds
+from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 
 log = logging.getLogger(__name__)
 

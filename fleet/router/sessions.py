@@ -20,8 +20,8 @@ from itertools import islice
 
 from msgspec import Struct
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import WorkerId
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import WorkerId
 
 SessionKey = tuple[str, str]
 """Tenant and session: what one tenant calls its sessions is nothing to another."""

@@ -1,7 +1,7 @@
 """Admission under limits that several routers share: the others hear first what was taken here, where that could matter."""
 
-from fleet.clock import Clock
-from fleet.requests import RateLimitStatus
+from fleet.core.clock import Clock
+from fleet.core.requests import RateLimitStatus
 from fleet.router.tenants import SettleWithPeers, Tenants
 
 ROUNDS = 100  # each admits an equal share of what is left, at least

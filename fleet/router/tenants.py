@@ -9,7 +9,7 @@ Rules:
    bucket may be overdrawn so, and lets nobody in until it is filled again. No limit: no bucket.
 3. Several routers share buckets by telling each other what they took (`taken`) and hearing what is left (`settle`), some
    times a second, with what each believes (`before`) for when the place where they meet has forgotten. In between each counts for itself, so together they let in at most what fits into that time too much.
-4. Routers that tell each other directly (`fleet.adapters.replicas`) each count what all of them take: what another one took comes off here
+4. Routers that tell each other directly (`fleet.peers.routers`) each count what all of them take: what another one took comes off here
    (`took_elsewhere`). Before the others have confirmed that they heard of it, a router lets in at most an equal share of what is left
    (`is_unsure`), and one request where less is left: N routers together let in at most N - 1 requests too many, which the bucket
    then owes.
@@ -22,9 +22,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import ConfigurationRefused, Reason, RequestRejected, invalid
-from fleet.requests import RateLimitStatus, RemainingLimit
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, invalid
+from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
 

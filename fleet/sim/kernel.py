@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from fleet.clock import Nanos
+from fleet.core.clock import Nanos
 
 ScheduledEvent = list[Any]
 """Something that will happen, unless it is cancelled: when, luck, number, action. A list, since lists are made and compared
@@ -27,7 +27,7 @@ def cancel(event: ScheduledEvent) -> None:
 
 
 class Kernel:
-    """The heap of events; a `fleet.clock.Clock` too."""
+    """The heap of events; a `fleet.core.clock.Clock` too."""
 
     def __init__(self, seed: int, begin: int = 0):
         self._heap: list[ScheduledEvent] = []

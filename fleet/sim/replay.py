@@ -4,9 +4,9 @@ Rules:
 
 1. The machine is made with the recording's seed and settings and hears its events at their instants; it is asked nothing else. So it says
    what it said, or its code has changed since, or the recording, or it is no pure function of its history: a bug.
-2. Commands are compared as they are recorded (`fleet.adapters.recording_format`), event by event. With the first difference the replay
+2. Commands are compared as they are recorded (`fleet.recording.format`), event by event. With the first difference the replay
    ends: from there on the recording tells of another history.
-3. Given what profiles say of its workers, it also tells how well that predicts what they did (`fleet.router.expectations`).
+3. Given what profiles say of its workers, it also tells how well that predicts what they did (`fleet.router.latency_predictions`).
 4. Policies that are not this package's are asked again, with all the time they need. Where one was too slow when it was recorded,
    the default policy decided, and that is a difference.
 """
@@ -19,20 +19,20 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.adapters.recording import RecordedEvent, Recording
-from fleet.adapters.recording_format import Keys, RecordedCommand, record_command, written_name
-from fleet.adapters.router_policies import open_policy
-from fleet.clock import SECOND
-from fleet.errors import ConfigurationRefused
-from fleet.ids import WorkerId
-from fleet.requests import TokenBytes
-from fleet.router.expectations import LatencyPredictions, PredictionAccuracy, PredictionKind, WorkerProfile
+from fleet.core.clock import SECOND
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import WorkerId
+from fleet.core.requests import TokenBytes
+from fleet.core.work import WorkerDescription
+from fleet.recording.format import Keys, RecordedCommand, record_command, written_name
+from fleet.recording.reader import RecordedEvent, Recording
+from fleet.router.latency_predictions import LatencyPredictions, PredictionAccuracy, PredictionKind, WorkerProfile
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Arrived, Command
-from fleet.router.policies.ports import PlacementPolicy
-from fleet.router.settings import RouterSettings
-from fleet.sim.decisions import DecisionLog
-from fleet.work import WorkerDescription
+from fleet.router.placement.plugins import open_policy
+from fleet.router.policy import PlacementPolicy
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.decision_log import DecisionLog
 
 UNHURRIED_MS = 1e6
 
@@ -120,7 +120,7 @@ class RecordingReplay:
         """Hear it to its end, or to the first difference.
 
         Args:
-            decided: Told of the decisions of each event, as `fleet.sim.decisions` has them.
+            decided: Told of the decisions of each event, as `fleet.sim.decision_log` has them.
 
         Raises:
             RecordingRefused: A line cannot be understood.

@@ -7,15 +7,15 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.router.policies.ports import PlacementPolicy
-from fleet.router.settings import RouterSettings
-from fleet.sim.clients import ClientSection, OpenClients, Traffic, begin
-from fleet.sim.engine import VirtualEngine
-from fleet.sim.faults import Fault
+from fleet.core.clock import SECOND, Nanos
+from fleet.router.policy import PlacementPolicy
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.faults import Fault
+from fleet.sim.cluster.node_store import StoreProfile
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel
-from fleet.sim.pools import PoolProfile
-from fleet.sim.results import (
+from fleet.sim.results.outcomes import (
     EndedRequest,
     PoolOutcome,
     Quantiles,
@@ -25,7 +25,7 @@ from fleet.sim.results import (
     TimelineSample,
     seconds,
 )
-from fleet.sim.store import StoreProfile
+from fleet.sim.workload.clients import ClientSection, OpenClients, Traffic, begin
 from fleet.sim.world import World
 
 HOUR = 3600.0

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, structs
 
 from fleet.config import load
-from fleet.hardware.placement import MEMORY_SHARE
-from fleet.roles import Role
-from fleet.router.settings import RouterSettings
-from fleet.sim.clients import ClientSection, ClosedClients, OpenClients, SessionClients
-from fleet.sim.results import Slo
-from fleet.sim.workloads import DrawnWorkload, RecordedWorkload, Workload
+from fleet.core.roles import Role
+from fleet.hardware.sharding import MEMORY_SHARE
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.results.outcomes import Slo
+from fleet.sim.workload.clients import ClientSection, ClosedClients, OpenClients, SessionClients
+from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload, Workload
 from kvstore.eviction.policies import PolicyName
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]

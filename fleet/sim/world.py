@@ -7,7 +7,7 @@ Rules:
    What is said on one way between the router and a worker arrives in the order in which it was said, as on the wire.
 2. What a sequence generates is told with its first token, when it begins another block, and with its end, not step by step: the
    instants of first tokens and ends are exact, and the router counts blocks. What was generated before a fault is told too.
-3. Workers, their network and their stores, and what happens to them, are `fleet.sim.cluster`'s.
+3. Workers, their network and their stores, and what happens to them, are `fleet.sim.cluster.simulated_cluster`'s.
 4. What lies around an engine (`front`: HTTP, tokenizer) is added to what the client sees of an answer; nothing else waits for it.
 5. The digest is over every request's end, in order: two runs are the same if, and as far as anybody can tell only if, it is.
 """
@@ -20,10 +20,10 @@ from typing import assert_never
 
 from msgspec import Struct, structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import RequestId
-from fleet.requests import Sampling
-from fleet.roles import Role
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import RequestId
+from fleet.core.requests import Sampling
+from fleet.core.roles import Role
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -38,26 +38,26 @@ from fleet.router.messages import (
     RouterTicked,
     StartedOver,
 )
-from fleet.router.observed import Observer
-from fleet.router.policies.ports import PlacementPolicy
-from fleet.router.settings import RouterSettings
-from fleet.sim.answers import AnswerBlockNames
-from fleet.sim.cluster import SimulatedCluster
-from fleet.sim.engine import VirtualEngine
-from fleet.sim.faults import Fault
+from fleet.router.observer import Observer
+from fleet.router.policy import PlacementPolicy
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.answer_blocks import AnswerBlockNames
+from fleet.sim.cluster.faults import Fault
+from fleet.sim.cluster.node_store import StoreProfile
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.cluster.prompts import BlankTokens, keys_of
+from fleet.sim.cluster.simulated_cluster import SimulatedCluster
+from fleet.sim.cluster.worker import MODEL
+from fleet.sim.engine.virtual_engine import VirtualEngine
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
-from fleet.sim.pools import PoolProfile
-from fleet.sim.prompts import BlankTokens, keys_of
-from fleet.sim.results import EndedRequest, TimelineSample
-from fleet.sim.store import StoreProfile
-from fleet.sim.worker import MODEL
-from kvstore.replay import TraceRequest
+from fleet.sim.results.outcomes import EndedRequest, TimelineSample
+from kvstore.eviction.trace_replay import TraceRequest
 
 ENDS = 256  # of requests, hashed together
 
 
 class _ClientView(Struct, kw_only=True, eq=False):
-    """What the client of one request has seen, and what its prompt is; a `fleet.sim.worker.SimulatedPrompt`."""
+    """What the client of one request has seen, and what its prompt is; a `fleet.sim.cluster.worker.SimulatedPrompt`."""
 
     request: TraceRequest
     chain: Sequence[int]
@@ -99,7 +99,7 @@ class World:
             policy: In place of one of those that settings can name.
             record: Told of each event that the router hears, and its commands.
             store: Of each node; None: there is none.
-            verbatim_answers: Whether a next turn repeats the answer before it (`fleet.sim.answers`).
+            verbatim_answers: Whether a next turn repeats the answer before it (`fleet.sim.cluster.answer_blocks`).
         """
         self._kernel = kernel
         # Nobody asks why a request that is over went where it went, and each answer would keep a table.
@@ -178,7 +178,7 @@ class World:
         """Requests that are not over."""
         return len(self._clients)
 
-    # What workers ask of requests (`fleet.sim.worker.SimulatedRequests`).
+    # What workers ask of requests (`fleet.sim.cluster.worker.SimulatedRequests`).
 
     def prompt(self, request_id: RequestId) -> _ClientView | None:
         return self._clients.get(request_id)
@@ -194,7 +194,7 @@ class World:
         self._cluster.fail(fault)
 
     def _hear(self, event: RouterEvent) -> None:
-        """What a router hears, and what comes of it. `fleet.sim.shell` puts production's servers between the two."""
+        """What a router hears, and what comes of it. `fleet.app.agreement.production_world` puts production's servers between the two."""
         now = self._kernel.instant
         commands = self._machine.handle(event, now)
         if self._record is not None:

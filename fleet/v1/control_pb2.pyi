@@ -351,7 +351,7 @@ class PlacementExplained(_message.Message):
     kv_path: _builtins.str
     """of the blocks between them"""
     why: _builtins.str
-    """one worker or two: a value of fleet.router.placement.PlacementReason"""
+    """one worker or two: a value of fleet.router.placement.decision.PlacementReason"""
     policy: _builtins.str
     """that chose the worker that answers"""
     prefill_policy: _builtins.str
@@ -446,7 +446,7 @@ Global___CostPart: _TypeAlias = CostPart  # noqa: Y015
 
 @_typing.final
 class TuneRequest(_message.Message):
-    """What may be changed while a router runs; see fleet.router.settings for what each means."""
+    """What may be changed while a router runs; see fleet.router.settings.router for what each means."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -810,13 +810,13 @@ class ErrorDetail(_message.Message):
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Machine-readable, stable: see fleet/errors.py."""
+    """Machine-readable, stable: see fleet/core/errors.py."""
     field: _builtins.str
     """Path of the offending field, as in "sampling.temperature"; empty when no field is at fault."""
     retry_after_ms: _builtins.int
     """Milliseconds after which a retry may succeed; 0: unknown."""
     cause: _builtins.str
-    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/impossible.py. Empty when that is not why."""
+    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/placement/rejection.py. Empty when that is not why."""
     def __init__(
         self,
         *,

@@ -296,7 +296,7 @@ Global___SessionBinding: _TypeAlias = SessionBinding  # noqa: Y015
 
 @_typing.final
 class ReplicaPrompts(_message.Message):
-    """Prompts that workers were sent since the last such message; `fleet/router/foretold.py` says which, and what of them."""
+    """Prompts that workers were sent since the last such message; `fleet/router/kv_index/peer_prompts.py` says which, and what of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -96,7 +96,7 @@ class SelectResponse(_message.Message):
     kv_path: _builtins.str
     """of the blocks between them: "store" or "direct" """
     why: _builtins.str
-    """one worker or two: a value of fleet.router.placement.PlacementReason"""
+    """one worker or two: a value of fleet.router.placement.decision.PlacementReason"""
     uncached_tokens: _builtins.int
     """of the prompt, that the worker that answers does not hold"""
     lease_ms: _builtins.int

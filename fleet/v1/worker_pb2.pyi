@@ -3,7 +3,7 @@
 isort:skip_file
 Router to worker: one multiplexed stream a pair, one message a decode step for all requests on it.
 
-The stream is no RPC but frames on a socket (kvstore/frames.py): the router dials the worker and sends `RouterMessage`,
+The stream is no RPC but frames on a socket (kvstore/net/frames.py): the router dials the worker and sends `RouterMessage`,
 `hello` first; the worker answers with `description`, all that its cache holds and its load, then sends steps, load and
 KV events, each in a `WorkerMessage`, until either side ends. When the stream breaks the worker cancels the router's requests.
 """
@@ -273,7 +273,7 @@ Global___Handoff: _TypeAlias = Handoff  # noqa: Y015
 
 @_typing.final
 class KvFingerprint(_message.Message):
-    """What an engine's KV blocks are, and how they lie in its memory; see kvstore.fingerprint."""
+    """What an engine's KV blocks are, and how they lie in its memory; see kvstore.layouts.fingerprint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -436,7 +436,7 @@ class Description(_message.Message):
     max_running: _builtins.int
     """requests in one batch"""
     fingerprint: _builtins.str
-    """digest of the KV namespace, see kvstore.layout: equal where blocks hold the same values"""
+    """digest of the KV namespace, see kvstore.namespace: equal where blocks hold the same values"""
     store_id: _builtins.str
     """of the KV store node; empty: none"""
     engine: _builtins.str
@@ -860,7 +860,7 @@ class Rejected(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     reason: _builtins.str
-    """see fleet/errors.py"""
+    """see fleet/core/errors.py"""
     message: _builtins.str
     field: _builtins.str
     def __init__(

@@ -3,7 +3,7 @@
 isort:skip_file
 Router to worker: one multiplexed stream a pair, one message a decode step for all requests on it.
 
-The stream is no RPC but frames on a socket (kvstore/frames.py): the router dials the worker and sends `RouterMessage`,
+The stream is no RPC but frames on a socket (kvstore/net/frames.py): the router dials the worker and sends `RouterMessage`,
 `hello` first; the worker answers with `description`, all that its cache holds and its load, then sends steps, load and
 KV events, each in a `WorkerMessage`, until either side ends. When the stream breaks the worker cancels the router's requests.
 """

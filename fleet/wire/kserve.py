@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fleet.clock import Nanos
-from fleet.errors import Reason, RequestRejected, invalid
-from fleet.ids import ModelName, RequestId
-from fleet.requests import Finished, GenerateRequest, Logprobs, ModelCard, Prompt, TextPrompt, TokenPrompt
+from fleet.core.clock import Nanos
+from fleet.core.errors import Reason, RequestRejected, invalid
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import Finished, GenerateRequest, Logprobs, ModelCard, Prompt, TextPrompt, TokenPrompt
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve_parameters import SAMPLING_INPUT, read_parameters
-from fleet.wire.tensors import AcceptedTensor, Elements, InputTensors, add_tensor, quoted
+from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, add_tensor, quoted
 
 VERSION = "1"  # of every model
 PLATFORM = "fleet"

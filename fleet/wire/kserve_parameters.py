@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from fleet.clock import MILLISECOND, Nanos
-from fleet.errors import invalid, split_validation_error
-from fleet.requests import Sampling
-from fleet.roles import KvPath, Placement
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import invalid, split_validation_error
+from fleet.core.requests import Sampling
+from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
 
 MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # as far as the other fronts go, 49 days

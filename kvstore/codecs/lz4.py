@@ -8,7 +8,7 @@ from kvstore.errors import UndecodableBlock
 
 
 class Lz4:
-    """See `kvstore.codecs.split.Compressor`."""
+    """See `kvstore.codecs.byte_planes.Compressor`."""
 
     codec_id = 2
 

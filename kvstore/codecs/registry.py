@@ -10,12 +10,12 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from kvstore.codecs.byte_planes import SplitCodec
 from kvstore.codecs.plain import PlainCodec
-from kvstore.codecs.scaled import Fp8Codec, Int8Codec
-from kvstore.codecs.split import SplitCodec
+from kvstore.codecs.quantised import Fp8Codec, Int8Codec
 from kvstore.errors import InvalidArgument, NamespaceUnknown, StoreNotStarted
-from kvstore.floats import HalfFormat
-from kvstore.layout import KvNamespace
+from kvstore.namespace import KvNamespace
+from kvstore.native.float_formats import HalfFormat
 from kvstore.ports import Codec
 
 SECRET_DIGITS = 64
@@ -132,7 +132,7 @@ def _sealing(secrets: tuple[str, ...]) -> Callable[[bytes, Codec], Codec]:
     if not secrets:
         return lambda _, codec: codec
     try:
-        from kvstore.codecs.sealed import SealedCodec, keys_for  # noqa: PLC0415 - optional
+        from kvstore.codecs.sealing import SealedCodec, keys_for  # noqa: PLC0415 - optional
     except ImportError as error:
         raise StoreNotStarted(f"sealing_secrets: encryption needs the package cryptography; {INSTALL}") from error
     keys = [bytes.fromhex(secret) for secret in secrets]

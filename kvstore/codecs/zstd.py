@@ -10,7 +10,7 @@ LEVEL = 1
 
 
 class Zstd:
-    """See `kvstore.codecs.split.Compressor`. A context a call: they are not thread-safe, and cost next to nothing."""
+    """See `kvstore.codecs.byte_planes.Compressor`. A context a call: they are not thread-safe, and cost next to nothing."""
 
     codec_id = 1
 

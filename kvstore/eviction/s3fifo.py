@@ -10,7 +10,7 @@ After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache 
 4. The ghost remembers the names of what left the small queue for good, as many as the main queue is long, the last ones.
 
 A block that is in use when its turn comes leaves its queue, and is admitted again when it is not (rule 8 of
-`kvstore.machine`). It comes to the end of the main queue: one of the small queue by rule 1, since the ghost remembers it, and
+`kvstore.pool.machine`). It comes to the end of the main queue: one of the small queue by rule 1, since the ghost remembers it, and
 one of the main queue because what leaves that is remembered for `IN_USE`.
 """
 

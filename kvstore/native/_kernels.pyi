@@ -1,4 +1,4 @@
-# Of `kernels.c`; see `kvstore.native.twin`.
+# Of `kernels.c`; see `kvstore.native.kernels_twin`.
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-/* The inner loops of repacking and of the codecs; kvstore/native/twin.py says what each one means, and writes the same
+/* The inner loops of repacking and of the codecs; kvstore/native/kernels_twin.py says what each one means, and writes the same
  * bytes. Sizes are checked before the interpreter's lock is let go, so a call either raises or does all of its work.
  *
  * Floating point: one rounding an operation, as in numpy, so build with -ffp-contract=off. -fno-trapping-math changes no

@@ -1,7 +1,7 @@
 """The inner loops of repacking and of the codecs: native where they were built, numpy elsewhere, the same bytes.
 
 Built with the package where a C compiler and Python's headers are at hand (`kernels.c`), and never needed. Meaning and
-arguments of each are those of `kvstore.native.twin`.
+arguments of each are those of `kvstore.native.kernels_twin`.
 """
 
 try:
@@ -10,7 +10,7 @@ try:
     BUILT = True
     """Whether the native kernels run."""
 except ImportError:  # not built
-    from kvstore.native.twin import copy, dequantise, join, narrow, quantise, split, widen
+    from kvstore.native.kernels_twin import copy, dequantise, join, narrow, quantise, split, widen
 
     BUILT = False
 

@@ -24,9 +24,9 @@ from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import TierFailed
 from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult, TierStatus
 from kvstore.tiers.fence import Fence
-from kvstore.tiers.gate import TierGate
 from kvstore.tiers.second_reading import ReadingVerdict
-from kvstore.tiers.tally import TierStatistics
+from kvstore.tiers.statistics import TierStatistics
+from kvstore.tiers.tier_gate import TierGate
 
 REMOVE_WITHIN = Nanos(1 * SECOND)
 

@@ -64,7 +64,7 @@ def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
 
     Args:
         open_reading: Opens a connection for each.
-        proof: See `kvstore.tiers.records.RecordFramer.proof`.
+        proof: See `kvstore.tiers.remote_records.RecordFramer.proof`.
 
     Raises:
         OSError: A reading could not be made; other errors of `open_reading` and the readings say the same.

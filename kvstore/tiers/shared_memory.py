@@ -4,7 +4,7 @@ Rules:
 
 1. The pool has no name: it is a memory file descriptor that the node hands out, so it is gone with the last process
    that maps it, however they die. Nothing ever appears in /dev/shm.
-2. All pages are taken at the start (`kvstore.tiers.pages`). Too little memory is an error then, not a SIGBUS later, and
+2. All pages are taken at the start (`kvstore.tiers.file_mapping`). Too little memory is an error then, not a SIGBUS later, and
    no request pays for first touches (which run thirty times slower than copies).
 3. Behind the blocks lies one 64-bit stamp a page: the generation of the block that begins there, 0 for none. Readers
    and writers in other processes compare it with their slot's, and so notice that a place is not theirs any more.
@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from kvstore.buffers import Block, ByteArray, MutableBlock, gather, pieces, scatter, size_of
 from kvstore.clock import Clock, seconds
-from kvstore.extents import PAGE_BYTES
 from kvstore.messages import Address, Slot
-from kvstore.monotonic import MonotonicClock
-from kvstore.tiers import pages
-from kvstore.tiers.pages import FileMapping, HugePages
+from kvstore.pool.extents import PAGE_BYTES
+from kvstore.system_clock import MonotonicClock
+from kvstore.tiers import file_mapping as pages
+from kvstore.tiers.file_mapping import FileMapping, HugePages
 
 STAMP_BYTES = 8
 

@@ -26,15 +26,15 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import Block, ByteArray, MutableBlock, pieces, size_of
+from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos, seconds
 from kvstore.errors import StoreError, StoreUnreachable
-from kvstore.extents import PAGE_BYTES
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.native import checksums
+from kvstore.pool.extents import PAGE_BYTES
+from kvstore.transports.checksums import summed_before
 from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDirection, joined, spans
-from kvstore.transports.summing import summed_before
 
 CHUNK_BYTES = 8 << 20
 """Of one transfer: checksums of one are taken while the next is on its way."""

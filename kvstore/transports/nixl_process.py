@@ -13,7 +13,7 @@ import uuid
 import msgspec
 
 from kvstore.clock import SECOND, Nanos
-from kvstore.monotonic import MonotonicClock
+from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import Mapping
 from kvstore.transports.nixl import NixlOffer
 from kvstore.transports.nixl_agent import NixlAgent, spans

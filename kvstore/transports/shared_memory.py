@@ -3,7 +3,7 @@
 The pool's descriptor is handed out over a Unix socket (SCM_RIGHTS), to whoever names a namespace that is open. One
 exchange a connection: ``magic ‖ digest (16)`` one way, ``magic ‖ status (1) ‖ 3 unused ‖ capacity in bytes (8)`` and
 the descriptor the other way; integers are big-endian. A connection that begins with the magic `CALLS` instead is for
-the calls of `kvstore.calls`.
+the calls of `kvstore.protocol.calls`.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from typing import TypeVar
 from kvstore.buffers import Block, ByteArray, MutableBlock, in_pieces, pieces
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable, reason
-from kvstore.extents import PAGE_BYTES
+from kvstore.layouts.rank_shards import RankShard
 from kvstore.messages import GONE, SLOT, AnySlots, BlockOutcome, FetchResult, Slot, Slots
 from kvstore.native import checksums
-from kvstore.shares import RankShard
-from kvstore.sockets import OUT_OF_FILES, connect
+from kvstore.net.unix_sockets import OUT_OF_FILES, connect
+from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
-from kvstore.transports.summing import told
+from kvstore.transports.checksums import told
 
 MAGIC = b"FKVM"
 CALLS = b"FKVC"

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.addresses import host_port
-from kvstore.breaker import CircuitBreaker
+from kvstore.buffer_runs import BufferRun
 from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
+from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
-from kvstore.runs import BufferRun
-from kvstore.transports.authentication import AuthenticationKey, ProofSide, nonce
-from kvstore.transports.frames import (
+from kvstore.net.addresses import host_port
+from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
+from kvstore.transports.checksums import summed_before
+from kvstore.transports.tcp_frames import (
     CHALLENGE,
     ENTRY,
     MAGIC,
@@ -31,7 +32,6 @@ from kvstore.transports.frames import (
     DataPlaneOperation,
     DataPlaneStatus,
 )
-from kvstore.transports.summing import summed_before
 
 CONNECTIONS = 4
 """Of one client: as many threads move bytes at a time, and further ones wait for their turn."""

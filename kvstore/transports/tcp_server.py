@@ -4,13 +4,13 @@ Rules:
 
 1. All on one event loop, and bytes go between sockets and the pool directly. Nothing changes between a look at the
    machine and the system call right after it; after every pause the look is repeated.
-2. A connection is a generator that reads like the conversation it leads (`kvstore.transports.frames`). It makes system
+2. A connection is a generator that reads like the conversation it leads (`kvstore.transports.tcp_frames`). It makes system
    calls that do not block, and yields what its socket has to be ready for before the next one.
 3. After `TURN_BYTES` a connection lets the others go on.
 4. Nothing is kept for a slow client but one request: what it does not take stays in the pool.
 5. A connection is a newcomer until it has proven the secret; without a secret, until it has named a namespace that is open
    here. Newcomers have a small share of their own (`NEWCOMERS`), in which the oldest gives way to the next
-   (`kvstore.newcomers`), and never a place of the `CONNECTIONS` of those who are proven.
+   (`kvstore.net.unproven_connections`), and never a place of the `CONNECTIONS` of those who are proven.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeVar
 
+from kvstore.buffer_runs import BufferRun
 from kvstore.buffers import crc32c
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
-from kvstore.machine import BlockMachine
 from kvstore.messages import Slot
-from kvstore.newcomers import UnprovenConnections
+from kvstore.net.unix_sockets import OUT_OF_FILES
+from kvstore.net.unproven_connections import UnprovenConnections
+from kvstore.pool.machine import BlockMachine
 from kvstore.ports import MemoryTier
-from kvstore.runs import BufferRun
-from kvstore.sockets import OUT_OF_FILES
-from kvstore.transports.authentication import PROOF_BYTES, AuthenticationKey, ProofSide, nonce
-from kvstore.transports.frames import (
+from kvstore.security.authentication import PROOF_BYTES, AuthenticationKey, ProofSide, nonce
+from kvstore.transports.tcp_frames import (
     CHALLENGE,
     ENTRY,
     MAGIC,

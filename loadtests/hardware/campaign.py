@@ -10,13 +10,25 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fleet.hardware.closed_loop import BenchmarkClient, ClientMeasurement, closed_loop, closed_loop_disaggregated
-from fleet.hardware.coefficients import CLIENTS, EFFICIENCIES, NAMES
-from fleet.hardware.measurements import MeasuredPhase, Measurement
+from fleet.hardware.latency.closed_loop import (
+    BenchmarkClient,
+    ClientMeasurement,
+    closed_loop,
+    closed_loop_disaggregated,
+)
+from fleet.hardware.latency.coefficients import CLIENTS, EFFICIENCIES, NAMES
+from fleet.hardware.latency.measurements import MeasuredPhase, Measurement
+from fleet.hardware.latency.prediction import (
+    BUDGET_TOKENS,
+    MEAN_LENGTHS,
+    MEMORY_SHARE,
+    can_be_placed,
+    cut,
+    transfer_seconds,
+)
+from fleet.hardware.latency.step_model import Efficiency, StepWork, step_model, work
 from fleet.hardware.models import ModelSizes
-from fleet.hardware.placement import ShardedModel
-from fleet.hardware.prediction import BUDGET_TOKENS, MEAN_LENGTHS, MEMORY_SHARE, can_be_placed, cut, transfer_seconds
-from fleet.hardware.steps import Efficiency, StepWork, step_model, work
+from fleet.hardware.sharding import ShardedModel
 from loadtests.hardware.regression import Floats
 
 

@@ -1,9 +1,9 @@
-"""Fits `fleet/hardware/coefficients.json` to public measurements, and says how far it is from those it did not see.
+"""Fits `fleet/hardware/latency/coefficients.json` to public measurements, and says how far it is from those it did not see.
 
     pip download aiconfigurator-core==0.12.0 --no-deps -d /tmp
     python -m loadtests.hardware.fit /tmp/aiconfigurator_core-0.12.0-*.whl [--operators] [--aiter FOLDER] [--output FILE]
 
-Four fifths of all curves are fitted to (`fleet.hardware.measurements`); what is committed comes from that fit alone, so that
+Four fifths of all curves are fitted to (`fleet.hardware.latency.measurements`); what is committed comes from that fit alone, so that
 `fleet hardware accuracy --data WHEEL` finds the errors that are written here. Two more series of fits leave out each
 model, and each GPU that has many measurements: they say how good estimates are for models and GPUs that nobody measured.
 Takes five minutes of one core; `--operators` another minute, and a virtual environment with pyarrow for the wheel's tables.
@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.adapters.aiconfigurator import Sample, read_sample
 from fleet.config import default_cache_dir
-from fleet.hardware.coefficients import (
+from fleet.hardware.aiconfigurator import Sample, read_sample
+from fleet.hardware.latency.coefficients import (
     CLIENTS,
     EFFICIENCIES,
     LEVELS,
@@ -39,8 +39,8 @@ from fleet.hardware.coefficients import (
     Provenance,
     coefficients,
 )
-from fleet.hardware.measurements import Accuracy, MeasuredPhase, Measurement, cells
-from fleet.hardware.prediction import can_be_placed, subject
+from fleet.hardware.latency.measurements import Accuracy, MeasuredPhase, Measurement, cells
+from fleet.hardware.latency.prediction import can_be_placed, subject
 from loadtests.hardware.campaign import Campaign, campaign
 from loadtests.hardware.operators import aiter_operators, wheel_operators
 from loadtests.hardware.regression import FittedCoefficients, Floats, Level, fit
@@ -182,7 +182,7 @@ class Fitting:
                 source=f"{wheel.name}: systems/silicon_sample.csv and systems/data/*/gemm, NVIDIA",
                 sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
                 licence="Apache-2.0; these are figures derived from it, none of it is copied",
-                split="whole curves over concurrency, by SHA-256 of what they are: see fleet/hardware/measurements.py",
+                split="whole curves over concurrency, by SHA-256 of what they are: see fleet/hardware/latency/measurements.py",
                 command="python -m loadtests.hardware.fit WHEEL --operators",
             ),
             start=tuple(START[name] for name in NAMES),

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fleet.hardware.coefficients import OperatorEfficiency
 from fleet.hardware.gpus import Number, gpu
+from fleet.hardware.latency.coefficients import OperatorEfficiency
 from loadtests.environments import SystemDistribution, python_of
 from loadtests.hardware.regression import Floats, Level, fit
 

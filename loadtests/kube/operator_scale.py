@@ -23,20 +23,20 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from fleet.adapters.clock import SystemClock, utc_now
-from operators import kinds
-from operators.cluster import open_api_client
-from operators.leader import LeaseLeader
-from operators.observe import conditions_of
-from operators.probing import Probe, ProbeCompletion
+from fleet.core.system_clock import SystemClock, utc_now
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.views import CustomObject
+from operators.observed.observe import conditions_of
+from operators.probes.evidence import Probe, ProbeCompletion
 from operators.server import Operator
 from operators.settings import LeaseSettings, OperatorSettings
 from operators.telemetry import OperatorMetrics
-from operators.views import CustomObject
-from tests.kube.clients import Api
-from tests.kube.operator_nodes import Nodes
-from tests.kube.operator_running import IMAGES, a_deployment, install
-from tests.kube.running import RunningApiServer, an_api_server
+from tests.support.kube.api.running import RunningApiServer, an_api_server
+from tests.support.kube.clients import Api
+from tests.support.kube.nodes import Nodes
+from tests.support.kube.operator import IMAGES, a_deployment, install
 
 ROLES = tuple({"name": f"{kind}-{pair}", "type": kind} for pair in ("a", "b") for kind in ("prefill", "decode"))
 SECONDS = 900

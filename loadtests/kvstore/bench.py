@@ -19,18 +19,16 @@ import msgspec
 
 from fleet.config import default_cache_dir
 from loadtests import host
-from loadtests.kvstore import (
-    codec_lines,
-    crossing_lines,
-    disk_lines,
-    key_lines,
-    memory_lines,
-    policy_lines,
-    restart_lines,
-)
-from loadtests.kvstore.contest import BenchmarkLine, LineResult, measure, table
-from loadtests.kvstore.peers.roster import ComparedSystems
-from loadtests.kvstore.plan import BenchmarkPlan, quick
+from loadtests.kvstore.benchmarks import codecs as codec_lines
+from loadtests.kvstore.benchmarks import disk as disk_lines
+from loadtests.kvstore.benchmarks import keys as key_lines
+from loadtests.kvstore.benchmarks import memory as memory_lines
+from loadtests.kvstore.benchmarks import policies as policy_lines
+from loadtests.kvstore.benchmarks import processes as crossing_lines
+from loadtests.kvstore.benchmarks import restart as restart_lines
+from loadtests.kvstore.benchmarks.plan import BenchmarkPlan, quick
+from loadtests.kvstore.compared.systems import ComparedSystems
+from loadtests.kvstore.comparison import BenchmarkLine, LineResult, measure, table
 
 PACKAGES = ("fleet-serving", "numpy", "google-crc32c", "grpcio", "xxhash", "nixl", "redis")
 

@@ -24,12 +24,12 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvstore.client import StoreClient
-from kvstore.embedded import open_embedded
-from kvstore.monotonic import MonotonicClock
-from kvstore.server import open_node
-from kvstore.settings import StoreSettings
-from loadtests.kvstore.memory_lines import chains, content, named
+from kvstore.client.store_client import StoreClient
+from kvstore.service.embedded import open_embedded
+from kvstore.service.server import open_node
+from kvstore.service.settings import StoreSettings
+from kvstore.system_clock import MonotonicClock
+from loadtests.kvstore.benchmarks.memory import chains, content, named
 from loadtests.kvstore.nodes import ROOT, StoreNode, environment, short_folder
 
 PLACES = ("process", "thread", "loop")

@@ -32,22 +32,22 @@ from tempfile import TemporaryDirectory
 import msgspec
 import numpy as np
 
-from fleet.adapters.tiny_model import CONFIG, build_tiny_model
 from fleet.config import default_cache_dir
-from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import KvReport, Sampling, Source
-from fleet.roles import KvPath, Phase, Role
-from fleet.work import Progress, Start
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import KvReport, Sampling, Source
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import Progress, Start
+from fleet.local.tiny_model import CONFIG, build_tiny_model
 from kvstore.block import chain
-from kvstore.client import StoreClient
-from kvstore.layout import KvNamespace
+from kvstore.client.store_client import StoreClient
 from kvstore.messages import Stats
+from kvstore.namespace import KvNamespace
 from loadtests import host
 from loadtests.kvstore.nodes import StoreNode, running, short_folder
 from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, break_evens, table
 from loadtests.kvstore.torture.redis_server import RedisServer
-from workers.engines.vllm import open_engine
-from workers.engines.vllm_namespace import weights_revision
+from workers.engines.vllm.engine import open_engine
+from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 

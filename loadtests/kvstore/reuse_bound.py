@@ -22,11 +22,11 @@ import lightgbm
 import numpy as np
 from numpy.typing import NDArray
 
-from fleet.adapters.traces import read_trace
+from fleet.recording.traces import read_trace
 from kvstore.clock import SECOND
 from kvstore.eviction.policies import policy
 from kvstore.eviction.reuse_times import EDGES, SUREST, prospects
-from kvstore.replay import TraceRequest, optimal, replay
+from kvstore.eviction.trace_replay import TraceRequest, optimal, replay
 
 FEATURES = (
     "uses",  # of the run's blocks

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import msgspec
 
-from fleet.adapters.tiny_model import build_tiny_model
 from fleet.config import default_cache_dir
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.tiny_model import build_tiny_model
 from loadtests import host
 from loadtests.router import grpc_stream
-from loadtests.router.contest import contest, write
+from loadtests.router.comparison import contest, write
 from loadtests.router.figures import BenchmarkRow, table
-from loadtests.router.processes import cores_of_this_process
-from loadtests.router.prompts import Vocabulary, model_with_long_context
+from loadtests.router.load.prompts import Vocabulary, model_with_long_context
 from loadtests.router.scenarios import SCENARIOS, quick
-from loadtests.router.targets import BEFORE, KNOWN, BenchmarkSetting, targets
+from loadtests.router.systems.processes import cores_of_this_process
+from loadtests.router.systems.targets import BEFORE, KNOWN, BenchmarkSetting, targets
 
 DEFAULT_TARGETS = (
     "relay,fleet,sglang-router:round_robin,sglang-router,smg:round_robin,smg,vllm-router:round_robin,vllm-router,dynamo"

@@ -24,8 +24,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from fleet.adapters.traces import read_trace
-from fleet.router.index import Holder, PrefixIndex
+from fleet.recording.traces import read_trace
+from fleet.router.kv_index.prefix_index import Holder, PrefixIndex
 
 BLOCK_TOKENS = 16
 PIECES = 512 // BLOCK_TOKENS  # of a block of the trace

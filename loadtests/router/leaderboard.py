@@ -6,7 +6,7 @@
 A load of 1 is what engines would just keep up with that had one cache together and no imbalance, so nobody reaches it. Seeds are
 paired: all policies get the same requests at the same times, and what is told of one beside another is the mean of the
 differences. Of a trace (formats of `fleet kv replay`) the first half is for tuning and the second for reporting.
-See `loadtests.router.cluster` for what is real here and what is not.
+See `loadtests.router.simulated.cluster` for what is real here and what is not.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from fleet.adapters.traces import TraceError, read_trace
-from fleet.errors import ConfigurationRefused
-from fleet.router.policies.built_in import BUILT_IN, DEFAULT, policy
-from loadtests.router.cluster import PolicyOutcome, SimulatedDevice, ideal_rate, run
-from loadtests.router.traffic import (
+from fleet.core.errors import ConfigurationRefused
+from fleet.recording.traces import TraceError, read_trace
+from fleet.router.placement.policies.built_in import BUILT_IN, DEFAULT, policy
+from loadtests.router.simulated.cluster import PolicyOutcome, SimulatedDevice, ideal_rate, run
+from loadtests.router.simulated.traffic import (
     RouterTraffic,
     conversations,
     hot_prefix,

@@ -21,10 +21,10 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.sim.planning import run_scenario
-from fleet.sim.results import RunOutcome
+from fleet.sim.results.outcomes import RunOutcome
+from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection, read_scenario
-from fleet.sim.workloads import DrawnWorkload, RecordedWorkload
+from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload
 from loadtests.host import facts
 
 STUDIES = Path(__file__).parent.parent / "studies"

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
 from loadtests.studies import distserve, lengths, mixes, policies, ratio, splitwise, tuning
 from loadtests.studies.findings import StudyReport
 from loadtests.studies.runs import Effort

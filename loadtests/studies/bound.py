@@ -16,10 +16,10 @@ from math import ceil
 
 from msgspec import Struct
 
-from fleet.clock import SECOND
+from fleet.core.clock import SECOND
+from fleet.sim.engine.attempts import StepTimes
 from fleet.sim.run import RunPlan
-from fleet.sim.work import StepTimes
-from kvstore.replay import TraceRequest
+from kvstore.eviction.trace_replay import TraceRequest
 
 
 class UpperBound(Struct, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ from functools import cache
 
 from msgspec import Struct, structs
 
-from fleet.clock import Nanos
-from fleet.sim.results import EndedRequest
+from fleet.core.clock import Nanos
+from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.run import RunPlan
-from kvstore.replay import TraceRequest
+from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies import recorded_lengths
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.runs import FOLDER, Effort, planned_of, read, simulated, spread

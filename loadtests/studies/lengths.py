@@ -4,7 +4,7 @@ Eight workers that do everything, against the best split of them into prompts an
 requests in time (2 s to the first token, 40 ms a token).
 """
 
-from fleet.roles import Role
+from fleet.core.roles import Role
 from fleet.sim.scenario import SimulatedPoolSection
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.rates import ClusterVariant, carried

@@ -4,7 +4,7 @@ All clusters carry the same requests; what counts is what a million requests in 
 of MI300X rest on its data sheet and the efficiencies of others, with ± 35 % (docs/hardware.md), so its place may be another one.
 """
 
-from fleet.roles import Role
+from fleet.core.roles import Role
 from fleet.sim.scenario import SimulatedPoolSection
 from loadtests.studies.findings import StudyFinding, StudyReport, StudyTable
 from loadtests.studies.rates import ClusterVariant, carried

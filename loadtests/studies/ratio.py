@@ -1,6 +1,6 @@
 """How many of sixteen workers should compute prompts: the highest rate with 90 % in time, by ratio, for three mixtures of lengths."""
 
-from fleet.roles import Role
+from fleet.core.roles import Role
 from fleet.sim.scenario import SimulatedPoolSection
 from loadtests.studies.findings import Cell, StudyFinding, StudyReport, StudyTable
 from loadtests.studies.rates import ClusterVariant, carried

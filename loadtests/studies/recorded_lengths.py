@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 from random import Random
 
-from fleet.clock import SECOND, Nanos
-from kvstore.replay import TraceRequest
+from fleet.core.clock import SECOND, Nanos
+from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies.runs import FOLDER
 
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.sim.planning import plan
-from fleet.sim.results import EndedRequest, RunOutcome
+from fleet.core.clock import SECOND, Nanos
+from fleet.sim.results.outcomes import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate
+from fleet.sim.run_plan import plan
 from fleet.sim.scenario import Scenario, read_scenario
-from fleet.sim.workloads import requests_of
-from kvstore.replay import TraceRequest
+from fleet.sim.workload.traffic import requests_of
+from kvstore.eviction.trace_replay import TraceRequest
 from loadtests.studies.bound import UpperBound, bound_of
 
 FOLDER = Path(__file__).parent

@@ -13,9 +13,9 @@ from functools import cache
 
 from msgspec import Struct, structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.roles import Role
-from fleet.sim.results import EndedRequest
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.run import RunPlan
 from fleet.sim.scenario import SimulatedPoolSection
 from loadtests.studies import recorded_lengths

@@ -14,12 +14,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from fleet.errors import ConfigurationRefused
-from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
-from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
-from operators.imports.pods import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
-from operators.imports.reading import DocumentReader, Note
-from operators.resources.deployment import (
+from fleet.core.errors import ConfigurationRefused
+from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     InferencePool,
@@ -31,7 +27,11 @@ from operators.resources.deployment import (
     Scaling,
     ScalingMode,
 )
-from operators.resources.parts import ModelSource
+from operators.api.fields import ModelSource
+from operators.imports.assembly import Imported, Names, document, drain, paired, spread, transferred
+from operators.imports.document_reader import DocumentReader, Note
+from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
+from operators.imports.pod_templates import MAIN, PodTemplate, gpus_of, variables_of, without_secrets
 
 KIND = "DynamoGraphDeployment"
 GROUP = "nvidia.com"

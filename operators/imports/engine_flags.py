@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from operators.imports.reading import Note
+from operators.api.disagg_deployment import Parallelism
+from operators.imports.document_reader import Note
 from operators.imports.secret_names import is_secret
-from operators.resources.deployment import Parallelism
 
 SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 SHELL_FLAGS = ("-c", "-lc", "-ec", "-e", "-x", "-ex", "-exc")

@@ -13,12 +13,8 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from fleet.errors import ConfigurationRefused
-from operators.imports.deployments import Imported, Names, document, drain, paired, spread, transferred
-from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
-from operators.imports.pods import PodTemplate, gpus_called, gpus_of
-from operators.imports.reading import DocumentReader, Note, says_something
-from operators.resources.deployment import (
+from fleet.core.errors import ConfigurationRefused
+from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
     EngineKind,
     KvPath,
@@ -29,7 +25,11 @@ from operators.resources.deployment import (
     Scaling,
     ScalingMode,
 )
-from operators.resources.parts import GpuVendor, ModelSource
+from operators.api.fields import GpuVendor, ModelSource
+from operators.imports.assembly import Imported, Names, document, drain, paired, spread, transferred
+from operators.imports.document_reader import DocumentReader, Note, says_something
+from operators.imports.engine_flags import Flags, flags_of, parallelism_of, passed_on, settings_of
+from operators.imports.pod_templates import PodTemplate, gpus_called, gpus_of
 
 SIGN = "servingEngineSpec"
 """The field that such a file has, and no other."""

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from fleet.client import Client, Finish, Pattern, Placement, Source
-from tests.fleet_processes import alive, fleet_up, run_fleet
-from tests.shared_memory import abandoned_segments, remaining_of
-from tests.waiting import eventually
+from tests.support.fleet_processes import alive, fleet_up, run_fleet
+from tests.support.shared_memory import abandoned_segments, remaining_of
+from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.vllm,

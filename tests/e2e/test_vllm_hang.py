@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from fleet.client import AsyncClient
-from tests.fleet_processes import alive, fleet_up
-from tests.waiting import until, until_answered
+from tests.support.fleet_processes import alive, fleet_up
+from tests.support.waiting import until, until_answered
 
 pytestmark = [
     pytest.mark.vllm,

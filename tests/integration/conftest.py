@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fronts import Frontends, open_frontends
+from tests.support.frontend.frontends import Frontends, open_frontends
 
 
 @pytest.fixture
@@ -19,5 +19,5 @@ async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterat
 @pytest.fixture(autouse=True)
 def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this process do not take a store node that the machine keeps waiting for one that is away."""
-    for module in ("workers.store_thread", "workers.engines.simulated_store"):
+    for module in ("workers.store.client_thread", "workers.engines.simulated.store"):
         monkeypatch.setattr(f"{module}.CONNECT_SECONDS", 60.0)

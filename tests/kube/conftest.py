@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from tests.kube.clients import Api
+from tests.support.kube.clients import Api
 
 NEEDED = ("aiohttp", "cel_expr_python", "kubernetes_validate")
 
@@ -22,7 +22,7 @@ def address():
     if given := os.environ.get("FLEET_TEST_KUBE_API"):
         yield given
         return
-    from tests.kube.running import an_api_server
+    from tests.support.kube.api.running import an_api_server
 
     with an_api_server() as server:
         yield server.url
@@ -46,9 +46,9 @@ def namespace(api):
 @pytest.fixture(scope="session")
 def operated():
     """Of the tests of the operator: a server with our kinds, a client of it, and nodes that keep pods."""
-    from tests.kube.operator_nodes import Nodes
-    from tests.kube.operator_running import install
-    from tests.kube.running import an_api_server
+    from tests.support.kube.api.running import an_api_server
+    from tests.support.kube.nodes import Nodes
+    from tests.support.kube.operator import install
 
     nodes = Nodes()
     with an_api_server(with_controllers=True, beside=nodes.run) as server, Api(server.url) as client:
@@ -67,8 +67,8 @@ def nodes(operated):
 def asked(operated, nodes, tmp_path, monkeypatch):
     """A namespace of the test's own, and what it asks there; faults that it orders are gone afterwards. Statuses are written faster
     than in earnest."""
-    from operators import pace
-    from tests.kube.operator_running import AskedRouters
+    from operators.status import rate_limiter as pace
+    from tests.support.kube.operator import AskedRouters
 
     for name in ("SHORT", "LONG"):
         monkeypatch.setattr(pace, name, getattr(pace, name) // 10)

@@ -4,10 +4,10 @@ import pytest
 from msgspec import Struct
 
 from fleet.config import ClusterSection, PoolSection, Topology, load, model_folder, read_file_changes, save, served_name
-from fleet.errors import ConfigurationRefused
-from fleet.roles import KvPath, Role
-from fleet.router.settings import RouterSettings
-from kvstore.settings import StoreSettings
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath, Role
+from fleet.router.settings.router import RouterSettings
+from kvstore.service.settings import StoreSettings
 from workers.settings import WorkerSettings
 
 

@@ -40,7 +40,7 @@ def fleet_costs(
     prefill: bool,
     /,
 ) -> None:
-    """The cost of `fleet.router.policies.fleet`, without the session, of each candidate.
+    """The cost of `fleet.router.placement.policies.fleet`, without the session, of each candidate.
 
     Args:
         columns: The candidates' table.
@@ -158,7 +158,7 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
     """Write how many leading blocks workers have.
 
     Args:
-        runs: Numbers of blocks, and the bits of those who have so many (`fleet.router.index.runs`).
+        runs: Numbers of blocks, and the bits of those who have so many (`fleet.router.kv_index.prefix_index.runs`).
         row_at: Rows of the workers by place of their bits; -1, and what is missing at the end: somebody else's bit.
         column: For the numbers.
     """

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvstore.addresses import host_port, unix_path
+from kvstore.net.addresses import host_port, unix_path
 from kvstore.tiers.settings import TierSettings
 
 

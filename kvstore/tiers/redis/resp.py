@@ -14,8 +14,8 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 
+from kvstore.buffer_runs import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
-from kvstore.runs import BufferRun
 
 BUFFER_BYTES = 4096  # for lines and the heads of values; what is received in place goes around it
 LINE_BYTES = 2048  # of a reply that is no value
@@ -145,7 +145,7 @@ class RedisPipeline:
 
 
 class RedisValue:
-    """See `kvstore.tiers.records.RecordSource`."""
+    """See `kvstore.tiers.remote_records.RecordSource`."""
 
     def __init__(self, pipe: RedisPipeline, length: int):
         self._pipe = pipe

@@ -63,7 +63,7 @@ class S3Clients:
         """Refuse what cannot work.
 
         Raises:
-            StoreNotStarted: See `kvstore.tiers.s3.shelf.open_s3`.
+            StoreNotStarted: See `kvstore.tiers.s3.backend.open_s3`.
         """
         bucket = self._settings.bucket
         try:
@@ -143,7 +143,7 @@ class S3Clients:
 
 
 class Body:
-    """See `kvstore.tiers.records.RecordSource`. Its connection is kept when it was taken as a whole."""
+    """See `kvstore.tiers.remote_records.RecordSource`. Its connection is kept when it was taken as a whole."""
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):
         self._stream = answer["Body"]

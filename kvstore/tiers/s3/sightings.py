@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.clock import Nanos
 from kvstore.messages import BlockKey
-from kvstore.recent import RecentMap
+from kvstore.recent_map import RecentMap
 
 SEEN_KEYS = 1 << 16
 

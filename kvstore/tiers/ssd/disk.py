@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct
 
+from kvstore.buffer_runs import BufferRun
 from kvstore.buffers import ByteArray
-from kvstore.extents import PAGE_BYTES
-from kvstore.runs import BufferRun
+from kvstore.pool.extents import PAGE_BYTES
 
 SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"

@@ -9,10 +9,10 @@ from collections.abc import Container, Iterable, Sequence
 
 from msgspec import Struct
 
-from kvstore.layout import DIGEST_BYTES
 from kvstore.messages import BlockKey
-from kvstore.tiers.ssd.records import Key
-from kvstore.tiers.ssd.segment import Segment, record_pages
+from kvstore.namespace import DIGEST_BYTES
+from kvstore.tiers.ssd.segments.record_format import Key
+from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
 ORDINAL_BITS = 20  # 2 GiB of the smallest records are fewer
 ORDINALS = (1 << ORDINAL_BITS) - 1

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from kvstore.clock import Clock, seconds
 from kvstore.errors import StoreNotStarted, reason
 from kvstore.tiers.ssd.disk import DirectoryInUse, Disk, DiskFile, DiskSpace
-from kvstore.tiers.ssd.eviction import Score
-from kvstore.tiers.ssd.held import SsdState
-from kvstore.tiers.ssd.recovery import RecoveredSegment, UnreadableSegment, recover
-from kvstore.tiers.ssd.segment import Segment
+from kvstore.tiers.ssd.segments.eviction import Score
+from kvstore.tiers.ssd.segments.recovery import RecoveredSegment, UnreadableSegment, recover
+from kvstore.tiers.ssd.segments.segment import Segment
 from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
+from kvstore.tiers.ssd.state import SsdState
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
 SPARE_FILES = 256  # descriptors for everything else in the process

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvstore.extents import PAGE_BYTES
+from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.settings import TierSettings
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ class Sync(StrEnum):
 
 
 class SegmentEviction(StrEnum):
-    """Which segment goes first when the space is used up; see `kvstore.tiers.ssd.eviction`."""
+    """Which segment goes first when the space is used up; see `kvstore.tiers.ssd.segments.eviction`."""
 
     REUSE = "reuse"
     LEAST_RECENT = "least_recent"

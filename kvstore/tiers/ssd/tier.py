@@ -6,7 +6,7 @@ Rules:
    when the tier is opened, or by the checksum when it is read: it is a miss.
 2. A block that fails its checksum is CORRUPT, and so is one that its codec refuses: it is dropped, and its record is
    overwritten, so that it does not come back.
-3. While a call reads from a segment, its file is not begun anew; see `kvstore.tiers.ssd.segment`.
+3. While a call reads from a segment, its file is not begun anew; see `kvstore.tiers.ssd.segments.segment`.
 4. Nothing is begun after a call's deadline. An operation that hangs in the system cannot be called back: the call that
    made it returns when it returns, and until then its buffers are in use. Whoever cannot wait, waits outside with a
    deadline of its own. Calls behind it give up at their deadline, and calls beyond `max_calls` at once.
@@ -22,19 +22,19 @@ from contextlib import contextmanager
 from kvstore.buffers import ByteArray
 from kvstore.clock import Clock, Nanos
 from kvstore.errors import TierFailed
-from kvstore.extents import PAGE_BYTES
 from kvstore.messages import GONE, BlockKey, FetchResult, TierStatus
+from kvstore.pool.extents import PAGE_BYTES
 from kvstore.ports import Codec
-from kvstore.tiers.ssd.crew import DiskThreads
 from kvstore.tiers.ssd.disk import open_disk
-from kvstore.tiers.ssd.eviction import SCORES, Score
-from kvstore.tiers.ssd.getting import SsdReader
-from kvstore.tiers.ssd.held import SsdState
+from kvstore.tiers.ssd.disk_threads import DiskThreads
 from kvstore.tiers.ssd.index import block_key
 from kvstore.tiers.ssd.opening import Disks, open_volumes
-from kvstore.tiers.ssd.putting import SsdWriter
+from kvstore.tiers.ssd.reader import SsdReader
+from kvstore.tiers.ssd.segments.eviction import SCORES, Score
 from kvstore.tiers.ssd.settings import SsdSettings
+from kvstore.tiers.ssd.state import SsdState
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
+from kvstore.tiers.ssd.writer import SsdWriter
 
 NAME = "ssd"
 CLOSE_SECONDS = 5.0  # for calls under way when the tier is closed

@@ -19,16 +19,17 @@ import google_crc32c
 import numpy as np
 from msgspec import Struct
 
-from kvstore.breaker import CircuitBreaker
 from kvstore.buffers import ByteArray, crc32c
+from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import Clock, Nanos, seconds
-from kvstore.extents import PAGE_BYTES
-from kvstore.tiers.ssd.crew import BATCH_RECORDS, Scratch
+from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import Disk, aligned
-from kvstore.tiers.ssd.eviction import Score
-from kvstore.tiers.ssd.held import SsdState
+from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, Scratch
+from kvstore.tiers.ssd.failure_log import FailureLog
 from kvstore.tiers.ssd.index import RecordLocation
-from kvstore.tiers.ssd.records import (
+from kvstore.tiers.ssd.record_writes import SsdWrite, compose
+from kvstore.tiers.ssd.segments.eviction import Score
+from kvstore.tiers.ssd.segments.record_format import (
     DISCARDED,
     NONCE_BYTES,
     TRAILER_PAGES,
@@ -39,11 +40,10 @@ from kvstore.tiers.ssd.records import (
     table,
     trailer,
 )
-from kvstore.tiers.ssd.recovery import RecoveredSegment, UnreadableSegment
-from kvstore.tiers.ssd.segment import Segment, SegmentState, record_pages
+from kvstore.tiers.ssd.segments.recovery import RecoveredSegment, UnreadableSegment
+from kvstore.tiers.ssd.segments.segment import Segment, SegmentState, record_pages
 from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprint
-from kvstore.tiers.ssd.trouble import FailureLog
-from kvstore.tiers.ssd.writing import SsdWrite, compose
+from kvstore.tiers.ssd.state import SsdState
 
 RESUME_SHARE = 8
 """A segment is appended to after a restart when at least one part in so many is free."""
@@ -162,7 +162,7 @@ class Volume:
         return written
 
     def overwrite_header(self, place: RecordLocation) -> None:
-        """See rule 7 of `kvstore.tiers.ssd.records`. The caller has pinned the segment.
+        """See rule 7 of `kvstore.tiers.ssd.segments.record_format`. The caller has pinned the segment.
 
         Raises:
             OSError: The record is as it was, or is not.

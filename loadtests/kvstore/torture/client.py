@@ -26,10 +26,10 @@ from msgspec import Struct
 
 from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
-from kvstore.client import SLOWEST_BYTES_PER_SECOND, StoreClient
+from kvstore.client.store_client import SLOWEST_BYTES_PER_SECOND, StoreClient
 from kvstore.errors import StoreUnreachable
-from kvstore.layout import KvNamespace
 from kvstore.messages import Match
+from kvstore.namespace import KvNamespace
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from loadtests.kvstore.torture.content import ExpectedContent, chain

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
-from kvstore.layout import KvNamespace
+from kvstore.namespace import KvNamespace
 
 STRIDE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two words of a block are alike
 

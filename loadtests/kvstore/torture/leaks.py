@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from kvstore.client import StoreClient
-from kvstore.extents import PAGE_BYTES
-from kvstore.layout import KvNamespace
+from kvstore.client.store_client import StoreClient
 from kvstore.messages import Stats
+from kvstore.namespace import KvNamespace
+from kvstore.pool.extents import PAGE_BYTES
 from loadtests.kvstore.nodes import StoreNode
 
 NODE_FILES = 8  # more than at its start: what gRPC keeps for itself once it had connections

@@ -19,21 +19,21 @@ from typing import Any
 import psutil
 import uvloop
 
-from fleet.adapters.text_codec import load_codec
-from fleet.adapters.tiny_model import build_tiny_model
 from fleet.client import AsyncClient
 from fleet.config import default_cache_dir
-from fleet.requests import TOKEN_BYTES
-from fleet.router.settings import RouterSettings
-from loadtests.absent import SystemUnavailable
+from fleet.core.requests import TOKEN_BYTES
+from fleet.frontend.text.codec import load_codec
+from fleet.local.tiny_model import build_tiny_model
+from fleet.router.settings.router import RouterSettings
 from loadtests.kvstore.nodes import StoreNode
 from loadtests.router.soak import trend
 from loadtests.router.soak.answers import AnswerOracle
+from loadtests.router.soak.churn import BLOCK_TOKENS, MODEL, SIMULATED, ChurningWorkers
 from loadtests.router.soak.clients import SoakClients, TextOf
-from loadtests.router.soak.crowd import BLOCK_TOKENS, MODEL, SIMULATED, ChurningWorkers
-from loadtests.router.soak.parts import SoakProcess
-from loadtests.router.soak.wishes import SoakRequest, wishes
-from workers.engines.simulated_model import SimulatedModel
+from loadtests.router.soak.processes import SoakProcess
+from loadtests.router.soak.requests import SoakRequest, wishes
+from loadtests.unavailable import SystemUnavailable
+from workers.engines.simulated.model import SimulatedModel
 
 LOAD = 0.7
 HARM_EVERY_SECONDS = 8.0

@@ -5,8 +5,8 @@ from difflib import SequenceMatcher
 
 from msgspec import Struct
 
-from fleet.requests import TOKEN_BYTES, Sampling, TokenBytes
-from workers.engines.simulated_model import SimulatedModel
+from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
+from workers.engines.simulated.model import SimulatedModel
 
 
 class AnswerDifference(Struct, frozen=True):

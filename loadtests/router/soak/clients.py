@@ -11,11 +11,11 @@ import msgspec
 from msgspec import Struct
 
 from fleet.client import AsyncClient, FleetError, Unavailable
-from fleet.client.asking import Options
-from fleet.errors import Reason
-from fleet.requests import Sampling
+from fleet.client.requests import Options
+from fleet.core.errors import Reason
+from fleet.core.requests import Sampling
 from loadtests.router.soak.answers import AnswerDifference, difference
-from loadtests.router.soak.wishes import SoakRequest
+from loadtests.router.soak.requests import SoakRequest
 
 LONGEST_SECONDS = 240.0
 """Of an answer, which takes a second: whoever is not answered by then never is. Where others leave the machine no time to run this

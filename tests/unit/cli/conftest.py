@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.model_shapes import LLAMA_8B
-from tests.scenarios import SCENARIO
+from tests.support.sim.model_configs import LLAMA_8B
+from tests.support.sim.scenarios import SCENARIO
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from fleet import config
 from fleet.cli import doctor, up
 from fleet.cli.main import run
-from fleet.errors import ConfigurationRefused
-from fleet.roles import KvPath, Role
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath, Role
 
 
 def options(*argv):

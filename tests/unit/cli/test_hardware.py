@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fleet.cli.exits import CONFIGURATION_REFUSED, DONE
+from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE
 from fleet.cli.main import run
-from tests.model_shapes import LLAMA_70B
+from tests.support.sim.model_configs import LLAMA_70B
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fleet.cli.main import run
-from tests.traces import AGENTIC, CONVERSATION
+from tests.support.sim.traces import AGENTIC, CONVERSATION
 
 
 def test_a_replay_answers_in_one_object(capsys):

@@ -5,7 +5,7 @@ import json
 from fleet.cli.main import run
 from fleet.cli.router import _break_even_lines
 from fleet.client.results import remote_prefill_of
-from fleet.router.policies.built_in import BUILT_IN
+from fleet.router.placement.policies.built_in import BUILT_IN
 from fleet.v1 import control_pb2 as pb
 
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from fleet.adapters import local_runs
 from fleet.cli import scale
 from fleet.cli.main import run
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
+from fleet.local import runs as local_runs
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget
 
 

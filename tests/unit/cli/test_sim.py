@@ -6,8 +6,8 @@ import re
 import pytest
 
 from fleet.cli.main import run
-from tests.model_shapes import LLAMA_8B
-from tests.traces import CONVERSATION
+from tests.support.sim.model_configs import LLAMA_8B
+from tests.support.sim.traces import CONVERSATION
 
 
 def outcome(capsys, *argv):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from fleet.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
 from fleet.hardware.models import Precision, read_model
-from tests.model_shapes import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_model
+from tests.support.sim.model_configs import DEEPSEEK_V3, GPT_OSS, LLAMA_70B, MIXTRAL, a_model
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleet.core.roles import Role
 from fleet.hardware import sizing
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known import SizedModel, model_by_repository, model_from_config
-from fleet.hardware.open_loop import (
+from fleet.hardware.known_models import SizedModel, model_by_repository, model_from_config
+from fleet.hardware.latency.open_loop import (
     BatchOccupancy,
     EngineReplica,
     RequestShape,
@@ -23,10 +24,9 @@ from fleet.hardware.open_loop import (
     highest_prefill_rate,
     prefill_ttft,
 )
-from fleet.hardware.prediction import BUDGET_TOKENS, transfer_seconds
+from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
 from fleet.hardware.sizing import HEADROOM, Demand, GpuSupply, LatencyGoals, Shortfall, Sizing, SizingGoal, size
-from fleet.roles import Role
-from tests.model_shapes import LLAMA_70B
+from tests.support.sim.model_configs import LLAMA_70B
 
 FP8 = "nvidia/Llama-3.3-70B-Instruct-FP8"
 

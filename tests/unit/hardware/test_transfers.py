@@ -2,10 +2,10 @@
 
 import pytest
 
-from fleet.clock import MILLISECOND
+from fleet.core.clock import MILLISECOND
 from fleet.hardware.gpus import GpuLink, gpu
 from fleet.hardware.transfers import REACHED, kv_bytes_per_link, link_between, transfer_time
-from tests.model_shapes import DEEPSEEK_V3, a_placement
+from tests.support.sim.model_configs import DEEPSEEK_V3, a_placement
 
 GIGABYTE = GpuLink(bandwidth=1e9 / REACHED, latency_us=0)
 

@@ -8,17 +8,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fleet.hardware.gpus import gpus
-from fleet.hardware.known import known
-from operators.children.names import DesiredDeployment
-from operators.children.pods import Images
-from operators.children.shared import shared
-from operators.children.workloads import workers
-from operators.consistency import contradictions
+from fleet.hardware.known_models import known
+from operators.api.consistency import contradictions
+from operators.api.disagg_deployment import DisaggDeploymentSpec
+from operators.api.serving_request import ServingRequestSpec
+from operators.controller.serving_request import proposed
+from operators.manifests.names import DesiredDeployment
+from operators.manifests.pods import Images
+from operators.manifests.shared import shared
+from operators.manifests.workloads import workers
 from operators.proposals import LARGEST, Infeasible, Proposal, propose
-from operators.requested import proposed
-from operators.resources.deployment import DisaggDeploymentSpec
-from operators.resources.request import ServingRequestSpec
-from tests.model_shapes import DEEPSEEK_V3, LLAMA_70B
+from tests.support.sim.model_configs import DEEPSEEK_V3, LLAMA_70B
 from workers.settings import WorkerSettings
 
 LLAMA = {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct", "tokenSecret": "hugging-face"}

@@ -5,15 +5,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from fleet.adapters import connector_virtual
-from fleet.adapters.connector_virtual import Intent, Kept, PoolReport, Report, VirtualConnector
-from fleet.clock import SECOND, Nanos
+from fleet.core.clock import SECOND, Nanos
 from fleet.planner import server
+from fleet.planner.connectors import virtual as connector_virtual
+from fleet.planner.connectors.virtual import Intent, Kept, PoolReport, Report, VirtualConnector
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.server import carry_out
-from tests.kv_builders import ManualClock
+from tests.support.kvstore.builders import ManualClock
 
 WITHIN = Nanos(10 * SECOND)
 

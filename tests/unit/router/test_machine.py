@@ -2,12 +2,12 @@
 
 import pytest
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason
-from fleet.ids import ModelName, RequestId, WorkerId
-from fleet.requests import Finish, Sampling, Source
-from fleet.roles import KvPath, Phase, Placement, Role
-from fleet.router.live import IllegalRequestTransition, RequestStage, RequestTransition, advance
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import Finish, Sampling, Source
+from fleet.core.roles import KvPath, Phase, Placement, Role
+from fleet.core.work import KvCleared, KvRemoved, KvStored
 from fleet.router.messages import (
     KvChanged,
     KvPathsChanged,
@@ -18,10 +18,10 @@ from fleet.router.messages import (
     WorkerDraining,
     WorkerResumed,
 )
-from fleet.router.placement import PlacementReason
-from fleet.work import KvCleared, KvRemoved, KvStored
+from fleet.router.placement.decision import PlacementReason
+from fleet.router.state.live_requests import IllegalRequestTransition, RequestStage, RequestTransition, advance
 from kvstore.block import chain
-from tests.builders import (
+from tests.support.builders import (
     BLOCK_TOKENS,
     FINGERPRINT,
     STORE,
@@ -33,7 +33,7 @@ from tests.builders import (
     an_arrival,
     token_ids,
 )
-from tests.unit.router.driver import (
+from tests.support.router.machine_driver import (
     START,
     CancelAttempt,
     Complete,

@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason
-from fleet.ids import StoreId, WorkerId
-from fleet.requests import Finish, Sampling
-from fleet.roles import KvPath, Phase, Placement, Role
-from fleet.router.foretold import PlacedPrompt, marks
-from fleet.router.live import hash_prompt
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import StoreId, WorkerId
+from fleet.core.requests import Finish, Sampling
+from fleet.core.roles import KvPath, Phase, Placement, Role
+from fleet.core.work import KvRemoved, KvStored
+from fleet.router.kv_index.peer_prompts import PlacedPrompt, marks
 from fleet.router.messages import (
     KvChanged,
     KvPathsChanged,
@@ -23,11 +23,11 @@ from fleet.router.messages import (
     ThresholdsChanged,
     WorkerDraining,
 )
-from fleet.router.placement import Decision
-from fleet.work import KvRemoved, KvStored
+from fleet.router.placement.decision import Decision
+from fleet.router.state.live_requests import hash_prompt
 from kvstore.block import chain
-from tests.builders import BLOCK_TOKENS, a_handoff, a_kv_report, a_prompt, an_arrival, token_ids
-from tests.unit.router.driver import CancelAttempt, Complete, Dispatch, Emit, Reject, RouterMachineDriver
+from tests.support.builders import BLOCK_TOKENS, a_handoff, a_kv_report, a_prompt, an_arrival, token_ids
+from tests.support.router.machine_driver import CancelAttempt, Complete, Dispatch, Emit, Reject, RouterMachineDriver
 
 ROLES = {"p1": Role.PREFILL, "p2": Role.PREFILL, "d1": Role.DECODE, "d2": Role.DECODE, "b1": Role.BOTH}
 PATHS = (KvPath.STORE, KvPath.DIRECT)

@@ -6,19 +6,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from fleet.adapters.clock import SystemClock
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason, RequestRejected
-from fleet.ids import RequestId, WorkerId
-from fleet.requests import Finish
-from fleet.roles import Phase, Role
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.requests import Finish
+from fleet.core.roles import Phase, Role
+from fleet.core.system_clock import SystemClock
+from fleet.core.work import Cancel, Progress, Start, Step
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import Complete, WorkerLeft
 from fleet.router.server import RouterServer
-from fleet.router.settings import RouterSettings
-from fleet.work import Cancel, Progress, Start, Step
-from tests.builders import BLOCK_TOKENS, a_description, a_handoff, a_kv_report, an_arrival, some_progress
-from tests.fake_workers import FakeWorker, FakeWorkers
+from fleet.router.settings.router import RouterSettings
+from tests.support.builders import BLOCK_TOKENS, a_description, a_handoff, a_kv_report, an_arrival, some_progress
+from tests.support.router.fake_workers import FakeWorker, FakeWorkers
 
 
 class FirstOfAll:

@@ -2,16 +2,16 @@
 
 import pytest
 
-from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason
-from fleet.ids import WorkerId
-from fleet.roles import Role
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import WorkerId
+from fleet.core.roles import Role
 from fleet.router import sessions as sessions_module
-from fleet.router.impossible import RejectionCause
 from fleet.router.messages import SessionsBound, WorkerDraining
+from fleet.router.placement.rejection import RejectionCause
 from fleet.router.sessions import MAX_SESSION_NEWS, SessionBinding, SessionTable
-from tests.builders import an_arrival
-from tests.unit.router.driver import Dispatch, Reject, RouterMachineDriver, the
+from tests.support.builders import an_arrival
+from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
 
 WORKERS = tuple((f"w{number}", Role.BOTH) for number in range(4))
 A = ("tenant", "a")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.clock import SECOND, Nanos
-from fleet.errors import ConfigurationRefused, Reason, RequestRejected
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.router.tenants import BucketLevels, Tenants, TenantSettings, TenantUsageDelta
 
 START = Nanos(5 * SECOND)

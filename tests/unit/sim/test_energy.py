@@ -7,17 +7,17 @@ import pytest
 from msgspec import structs
 
 from fleet.cli.main import run
-from fleet.errors import ConfigurationRefused
-from fleet.ids import WorkerId
-from fleet.roles import Phase
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import WorkerId
+from fleet.core.roles import Phase
 from fleet.router.candidates import BLOCK_TOKENS, ENGINE_BLOCKS, QUANTITIES, Candidates, PlacementRequest
-from fleet.router.policies.built_in import policy
-from fleet.router.policies.price import PriceScorer
-from fleet.sim.objectives import SweepObjective, ranked, spent
-from fleet.sim.sweep import SweepRow
-from tests.model_shapes import LLAMA_8B
-from tests.scenarios import SCENARIO
-from tests.simulated_worlds import a_plan, a_pool, a_run
+from fleet.router.placement.policies.built_in import policy
+from fleet.router.placement.policies.price import PriceScorer
+from fleet.sim.experiments.objectives import SweepObjective, ranked, spent
+from fleet.sim.experiments.sweep import SweepRow
+from tests.support.sim.model_configs import LLAMA_8B
+from tests.support.sim.scenarios import SCENARIO
+from tests.support.sim.worlds import a_plan, a_pool, a_run
 
 PRICED = {
     "scorers": [

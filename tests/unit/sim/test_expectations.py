@@ -5,20 +5,20 @@ from random import Random
 
 import pytest
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import WorkerId
-from fleet.roles import Role
-from fleet.router.expectations import LatencyPredictions, PredictionKind, WorkerProfile
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.roles import Role
+from fleet.core.work import Progress
+from fleet.router.latency_predictions import LatencyPredictions, PredictionKind, WorkerProfile
 from fleet.router.messages import Undelivered, WorkerLeft, WorkerStepped
-from fleet.router.observed import ObservedMachine
-from fleet.router.settings import RouterSettings
-from fleet.sim.faults import WorkerLost, WorkerSlow
+from fleet.router.observer import ObservedMachine
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.faults import WorkerLost, WorkerSlow
 from fleet.sim.kernel import Kernel
-from fleet.work import Progress
-from kvstore.replay import TraceRequest
-from tests.builders import a_joined_worker, a_prompt, an_arrival
-from tests.simulated_worlds import BLOCK, LinearStepTimes, a_plan, a_pool, a_world
-from tests.unit.router.driver import START, Dispatch, the
+from kvstore.eviction.trace_replay import TraceRequest
+from tests.support.builders import a_joined_worker, a_prompt, an_arrival
+from tests.support.router.machine_driver import START, Dispatch, the
+from tests.support.sim.worlds import BLOCK, LinearStepTimes, a_plan, a_pool, a_world
 
 WITHIN = 0.2
 

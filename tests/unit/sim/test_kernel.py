@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.clock import Nanos
+from fleet.core.clock import Nanos
 from fleet.sim.kernel import Kernel, cancel
 
 

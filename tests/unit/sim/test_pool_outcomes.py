@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.roles import Role
 from fleet.hardware.power import power_share
-from fleet.roles import Role
-from fleet.router.settings import RouterSettings
-from fleet.sim.pools import PoolProfile
-from fleet.sim.results import Slo
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.engine.attempts import EngineLimits
+from fleet.sim.results.outcomes import Slo
 from fleet.sim.run import RunPlan, simulate
-from fleet.sim.work import EngineLimits
-from fleet.sim.workloads import DrawnWorkload, requests_of
+from fleet.sim.workload.traffic import DrawnWorkload, requests_of
 
 BLOCK = 16
 

@@ -7,21 +7,21 @@ from random import Random
 
 import pytest
 
-from fleet.adapters.flight_recorder import FlightRecorder
-from fleet.adapters.recording import Recording, RecordingError
-from fleet.adapters.recording_format import FORMAT, RecordingHead
+from fleet.app.agreement.comparison import serve
+from fleet.app.agreement.production_world import keys_from_tokens
 from fleet.cli.main import run
-from fleet.clock import Nanos
-from fleet.errors import ConfigurationRefused
-from fleet.router.expectations import PredictionKind, WorkerProfile
-from fleet.router.observed import ObservedMachine
-from fleet.sim.agreement import serve
+from fleet.core.clock import Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.recording.flight_recorder import FlightRecorder
+from fleet.recording.format import FORMAT, RecordingHead
+from fleet.recording.reader import Recording, RecordingError
+from fleet.router.latency_predictions import PredictionKind, WorkerProfile
+from fleet.router.observer import ObservedMachine
 from fleet.sim.replay import RecordingReplay
-from fleet.sim.shell import keys_from_tokens
-from tests.model_shapes import LLAMA_8B
-from tests.scenarios import SCENARIO
-from tests.simulated_worlds import LinearStepTimes
-from tests.unit.sim.test_agreement import lost, pairs, requests
+from tests.support.sim.model_configs import LLAMA_8B
+from tests.support.sim.scenarios import SCENARIO
+from tests.support.sim.worlds import LinearStepTimes
+from tests.unit.app.agreement.test_comparison import lost, pairs, requests
 
 PLAN = pairs(lost("decode-1", 1.4))
 

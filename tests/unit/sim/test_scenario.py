@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from fleet.clock import SECOND, Nanos
-from fleet.errors import ConfigurationRefused
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import StoreId, WorkerId
+from fleet.core.roles import Role
 from fleet.hardware.gpus import GIB
-from fleet.ids import StoreId, WorkerId
-from fleet.roles import Role
-from fleet.sim.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
-from fleet.sim.planning import plan, run_scenario
+from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.run import RunPlan
+from fleet.sim.run_plan import plan, run_scenario
 from fleet.sim.scenario import read_scenario
 
 MODEL = Path(__file__).parents[3] / "loadtests" / "studies" / "models" / "llama-3.1-70b.json"

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known import known, model_by_repository
-from fleet.hardware.open_loop import RequestShape
+from fleet.hardware.known_models import known, model_by_repository
+from fleet.hardware.latency.open_loop import RequestShape
 from fleet.hardware.sizing import Demand, GpuSupply, LatencyGoals, Sizing, size
-from fleet.sim.planning import run_scenario
+from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario
 
 FP8 = ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.1-70b")

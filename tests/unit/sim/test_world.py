@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import WorkerId
-from fleet.roles import Phase, Role
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.roles import Phase, Role
 from fleet.router.messages import Dispatch
-from fleet.sim.faults import WorkerLost
+from fleet.sim.cluster.faults import WorkerLost
 from fleet.sim.kernel import Kernel
-from fleet.sim.results import EndedRequest
+from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.run import simulate
-from kvstore.replay import TraceRequest
-from tests.simulated_worlds import a_plan, a_pool, a_run, a_world
+from kvstore.eviction.trace_replay import TraceRequest
+from tests.support.sim.worlds import a_plan, a_pool, a_run, a_world
 
 
 def test_every_request_ends_with_all_its_tokens():

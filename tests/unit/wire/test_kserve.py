@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.clock import SECOND, Nanos
-from fleet.errors import Reason, RequestRejected
-from fleet.ids import ModelName, RequestId
-from fleet.requests import Finish, Finished, TextPrompt, TokenPrompt, Usage
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import Finish, Finished, TextPrompt, TokenPrompt, Usage
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import MAX_ID_CHARACTERS, KServePart, KServeRequest, decode_infer, encode_part, encode_refusal
-from tests.builders import token_ids
-from tests.fake_router import a_model_card
+from tests.support.builders import token_ids
+from tests.support.router.fake_router import a_model_card
 
 NOW = Nanos(10 * SECOND)
 FIELDS = {

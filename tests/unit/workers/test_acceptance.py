@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from fleet.errors import Reason
-from fleet.ids import ModelName
-from fleet.roles import KvPath, Phase, Role
-from fleet.work import LoraAdapter
-from kvstore.fingerprint import Fingerprint, describe
-from tests.builders import a_handoff, a_start
-from tests.kv_shapes import a_typed_namespace
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import LoraAdapter
+from kvstore.layouts.fingerprint import Fingerprint, describe
+from tests.support.builders import a_handoff, a_start
+from tests.support.kvstore.shapes import a_typed_namespace
 from workers.acceptance import refusal
 from workers.ports import EngineFacts
 

@@ -6,13 +6,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
-from fleet.errors import Reason
-from fleet.ids import ModelName, RequestId
-from fleet.requests import AnyObject, Finish, Sampling
-from fleet.roles import KvPath, Phase, Role
-from fleet.work import Draining, Progress, Rejected, Step
-from tests.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import AnyObject, Finish, Sampling
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import Draining, Progress, Rejected, Step
+from tests.support.builders import FINGERPRINT, a_handoff, a_prompt, a_start, some_progress
 from workers.acceptance import TAKES
 from workers.machine import (
     FETCHED_WITHIN,

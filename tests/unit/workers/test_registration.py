@@ -4,8 +4,8 @@ import asyncio
 
 from msgspec import structs
 
-from fleet.clock import SECOND, Nanos
-from fleet.ids import Incarnation, WorkerId
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import Incarnation, WorkerId
 from workers import registration
 from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
 from workers.registration import RegistryEntry, WorkerMembership

@@ -5,13 +5,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from fleet.adapters.clock import SystemClock
-from fleet.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.errors import Reason
-from fleet.ids import Incarnation, ModelName, RequestId, WorkerId
-from fleet.requests import Finish
-from fleet.roles import KvPath, Phase, Role
-from fleet.work import (
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import Incarnation, ModelName, RequestId, WorkerId
+from fleet.core.requests import Finish
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.system_clock import SystemClock
+from fleet.core.work import (
     Cancel,
     Draining,
     KvCleared,
@@ -24,15 +24,15 @@ from fleet.work import (
     WorkerDescription,
 )
 from kvstore.block import chain
-from tests.engine_driving import fresh_prompt, greedy, work
-from tests.stopwatch import at_most
-from tests.waiting import until
+from tests.support.stopwatch import at_most
+from tests.support.waiting import until
+from tests.support.workers.engine_driver import fresh_prompt, greedy, work
 from workers.cache_view import CHUNK, CacheView
-from workers.engines.simulated import open_engine
+from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
 from workers.ports import EngineDied, EngineHung
+from workers.router_session import RouterSession
 from workers.server import END_SECONDS, WorkerServer
-from workers.session import RouterSession
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from fleet.roles import Role
+from fleet.core.roles import Role
 from workers.settings import WorkerSettings
 
 MINIMAL = {"worker_id": "w1", "model": "tiny"}

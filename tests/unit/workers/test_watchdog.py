@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from fleet.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from workers.ports import Pulse
 from workers.watchdog import EngineHealth, Watchdog, WatchdogSettings
 

@@ -162,13 +162,13 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "tenants_redis" (printf "redis://%s-redis:6379/0" (include "fleet.fullname" .)) -}}
 {{- end -}}
 {{- if and (ne .Values.discovery.source "None") (not .Values.routers.settings.discovery) -}}
-{{- $_ := set $own "discovery" (include "fleet.discovery" . | fromJson) -}}
+{{- $_ := set $own "discovery" (include "fleet.core.discovery" . | fromJson) -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.routers.settings) $own | toPrettyJson -}}
 {{- end -}}
 
 {{/* Where workers are found, as routers are told it. */}}
-{{- define "fleet.discovery" -}}
+{{- define "fleet.core.discovery" -}}
 {{- $cluster := .Values.discovery.cluster | default .Release.Name -}}
 {{- if eq .Values.discovery.source "Kubernetes" -}}
 {{- dict "kind" "kubernetes" "cluster" $cluster "namespace" .Release.Namespace | toJson -}}

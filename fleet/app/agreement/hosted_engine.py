@@ -1,0 +1,126 @@
+"""The simulation's workers behind the port of engines, so that production's worker servers host them."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Generic, TypeVar
+
+from msgspec import structs
+
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.requests import Finish
+from fleet.core.work import KvEvent, KvRemoved, KvStored, LoadReport, Progress, Start, WorkerDescription
+from fleet.router.messages import CacheAssumed, CancelAttempt, Dispatch, WorkerStepped
+from fleet.sim.cluster.prompts import hashes_of
+from workers.ports import EngineFacts, EngineOutput, Pulse
+
+Item = TypeVar("Item")
+
+
+class HostedEngine:
+    """Implements `workers.ports.Engine` around a worker of `fleet.sim.world`."""
+
+    def __init__(
+        self,
+        description: WorkerDescription,
+        execute: Callable[[Dispatch | CancelAttempt], None],
+        load: Callable[[], LoadReport],
+    ):
+        """An engine that is ready.
+
+        Args:
+            description: Of the worker, as the world has it.
+            execute: Gives the world's worker what a router said.
+            load: The worker's.
+        """
+        self.facts = EngineFacts(
+            name=description.engine,
+            model=description.model,
+            block_tokens=description.block_tokens,
+            max_model_len=description.max_model_len,
+            kv_blocks=description.kv_blocks,
+            max_running=description.max_running,
+            fingerprint=description.fingerprint,
+            kv_paths=description.kv_paths,
+            store_id=description.store_id,
+            kv=description.kv,
+        )
+        self.load = load
+        self._id = description.worker_id
+        self._obey = execute
+        self._held: set[RequestId] = set()
+        self._outputs = _Feed[EngineOutput]()
+        self._changes = _Feed[Sequence[KvEvent]]()
+
+    # The port.
+
+    def submit(self, start: Start) -> None:
+        self._held.add(start.request_id)
+        self._obey(Dispatch(worker_id=self._id, start=start))
+
+    def cancel(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            self._held.remove(request_id)
+            self._obey(CancelAttempt(worker_id=self._id, request_id=request_id))
+            self._outputs.put([Progress(request_id=request_id, finish=Finish.CANCELLED)])
+
+    def outputs(self) -> AsyncIterator[EngineOutput]:
+        return self._outputs.items()
+
+    def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        return self._changes.items()
+
+    def pulses(self) -> Sequence[Pulse]:
+        """None: simulated faults of engines are not hangs, and virtual time needs no watchdog."""
+        return ()
+
+    def traced(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        raise AssertionError("an engine that shows no steps is never taken to hang")
+
+    @property
+    def lent(self) -> int:
+        """None that a drain would have to wait for."""
+        return 0
+
+    # What the world's worker does.
+
+    def stepped(self, event: WorkerStepped) -> None:
+        self._held.difference_update([each.request_id for each in event.progress if each.finish is not None])
+        self._outputs.put([_unsigned(each) for each in event.progress])
+
+    def cache_changed(self, event: CacheAssumed) -> None:
+        changes: list[KvEvent] = []
+        if event.removed:  # first: it makes the room
+            changes.append(KvRemoved(hashes_of(event.removed)))
+        if event.stored:
+            changes.append(KvStored(hashes_of(event.stored)))
+        self._changes.put(changes)
+
+
+class _Feed(Generic[Item]):
+    """What one consumer has not taken yet: no more than comes in an instant, since time stands still until it has."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._some = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        self._some.set()
+
+    async def items(self) -> AsyncIterator[Item]:
+        while True:
+            while self._items:
+                yield self._items.popleft()
+            self._some.clear()
+            await self._some.wait()
+
+
+def _unsigned(progress: Progress) -> Progress:
+    """Engines do not know what their worker is called."""
+    if progress.handoff is None:
+        return progress
+    return structs.replace(progress, handoff=structs.replace(progress.handoff, prefill_worker=WorkerId("")))

@@ -1,0 +1,280 @@
+"""Models that are named by a repository: the folder of each, fetched from the Hugging Face Hub if it is not there.
+
+Rules:
+
+1. What is a folder is used as it is, and the network is not touched.
+2. Nothing serves before its model is whole. Meanwhile the log says how far it is, and a process that is asked to end does.
+3. What only people can mend is refused at once: it names the field, and what to do. What may be otherwise in a moment is tried again,
+   until nothing has come for `HubSettings.patience_seconds`.
+4. The token goes to the process that fetches through a pipe. It is in no log, no list of processes and no environment.
+"""
+
+import asyncio
+import logging
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, structs
+
+from fleet.app.hub_download import (
+    DownloadComplete,
+    DownloadFailed,
+    DownloadFailure,
+    DownloadProgress,
+    DownloadRequest,
+    Event,
+)
+from fleet.config import SIMULATED, Topology, child_environment, default_cache_dir
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.hub import HubSettings, Repository, parse_repository
+from fleet.router.settings.router import RouterSettings
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+LOG_SECONDS = 10
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 15.0
+MOST_TOKEN_BYTES = 4096
+
+
+class ModelFolder(Struct, frozen=True):
+    """Where a model is."""
+
+    folder: str
+    named: str
+    """As it was named, with the commit where it is a repository: the same on every host, wherever the folder is."""
+
+
+async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
+    """That of a worker; the simulated engine needs no weights.
+
+    Raises:
+        ConfigurationRefused: It cannot be fetched.
+    """
+    weights = settings.engine != SIMULATED
+    return await fetch_model(settings.model_dir, settings.hub, clock, field="model_dir", weights=weights)
+
+
+async def fetch_router_models(settings: RouterSettings, clock: Clock) -> RouterSettings:
+    """A router's settings with a folder for every model and tokenizer that they name by a repository.
+
+    Raises:
+        ConfigurationRefused: One cannot be fetched.
+    """
+    hub = settings.hub
+    models = {
+        name: (await fetch_model(named, hub, clock, field=f"models.{name}", weights=False)).folder
+        for name, named in settings.models.items()
+    }
+    foreign = [
+        structs.replace(
+            worker, tokenizer=(await fetch_model(worker.tokenizer, hub, clock, field=where, weights=False)).folder
+        )
+        for number, worker in enumerate(settings.openai_workers)
+        for where in (f"openai_workers[{number}].tokenizer",)
+    ]
+    if models == settings.models and tuple(foreign) == settings.openai_workers:
+        return settings
+    return structs.replace(settings, models=models, openai_workers=tuple(foreign))
+
+
+async def fetch_topology_model(topology: Topology, relative_to: Path, clock: Clock) -> Topology:
+    """A cluster's settings with a folder in place of a repository, whose name it then serves.
+
+    Raises:
+        ConfigurationRefused: It cannot be fetched.
+    """
+    cluster = topology.cluster
+    if (repository := parse_repository(cluster.model)) is None or _is_folder(relative_to / cluster.model):
+        return topology
+    weights = cluster.engine != SIMULATED
+    model = await fetch_model(cluster.model, topology.hub, clock, field="cluster.model", weights=weights)
+    served = cluster.served_name or repository.name
+    return structs.replace(topology, cluster=structs.replace(cluster, model=model.folder, served_name=served))
+
+
+async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> ModelFolder:
+    """The folder of a model, which is fetched if it is named by a repository.
+
+    Args:
+        named: A folder or a repository.
+        hub: Where to fetch it from, and where to keep it.
+        clock: Of the deadline.
+        field: That has the name, for messages.
+        weights: Whether an engine is to run it; otherwise its tokenizer is enough.
+
+    Raises:
+        ConfigurationRefused: It cannot be fetched; says why, and what to do.
+    """
+    repository = parse_repository(named)
+    if repository is None or _is_folder(named):
+        return ModelFolder(named, named)
+    fetched = await _ModelDownload(repository, hub, clock, field=field, weights=weights).run()
+    return ModelFolder(fetched.folder, f"{repository.name}@{fetched.commit}")
+
+
+def _is_folder(named: str | Path) -> bool:
+    return Path(named).is_dir()
+
+
+class _ModelDownload:
+    """One model on its way."""
+
+    def __init__(self, repository: Repository, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> None:
+        self._repository = repository
+        self._hub = hub
+        self._clock = clock
+        self._field = field
+        self._weights = weights
+        self._cache = Path(hub.cache).expanduser() if hub.cache else default_cache_dir() / "hub"
+        self._there = 0  # bytes, at the last look
+        self._heard = self._logged = clock.now()
+
+    async def run(self) -> DownloadComplete:
+        told = {"repository": self._repository.name, "revision": self._repository.revision}
+        log.info("the model is fetched, unless it is there", extra=told | {"hub": self._hub.endpoint})
+        begun = self._clock.now()
+        pause, cause = FIRST_PAUSE_SECONDS, "it sends nothing"
+        while self._left() > 0:
+            try:
+                async with asyncio.timeout(self._left()) as limit:
+                    ended = await self._once(limit)
+            except TimeoutError:
+                break
+            match ended:
+                case DownloadComplete():
+                    if ended.asked:
+                        log.warning(
+                            "the hub cannot be reached; the model is the one fetched before",
+                            extra=told | {"cause": ended.asked},
+                        )
+                    seconds = (self._clock.now() - begun) / SECOND
+                    log.info("the model is there", extra=told | {"commit": ended.commit, "seconds": round(seconds, 1)})
+                    return ended
+                case DownloadFailed(failure=DownloadFailure.UNREACHABLE):
+                    cause = ended.cause
+                    log.warning("the hub cannot be reached; it is asked again", extra=told | {"cause": cause})
+                    await asyncio.sleep(max(0.0, min(pause, self._left())))
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                case DownloadFailed():
+                    raise ConfigurationRefused(self._refusal(ended))
+        raise ConfigurationRefused(
+            f"hub.endpoint: nothing of {self._repository.name} came from {self._hub.endpoint} for {self._hub.patience_seconds:g} s"
+            f" ({cause}); see that it can be reached from here, or name a mirror, or a folder in {self._field}"
+        )
+
+    async def _once(self, limit: asyncio.Timeout) -> DownloadComplete | DownloadFailed:
+        """One process that fetches, to its end; each byte that comes moves the limit."""
+        request = DownloadRequest(
+            repository=self._repository,
+            endpoint=self._hub.endpoint.rstrip("/"),
+            cache=str(self._cache.absolute()),
+            weights=self._weights,
+            token=self._token(),
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "fleet.app.hub_download"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=child_environment() | self._environment(),
+            start_new_session=True,  # a Ctrl-C is for whoever started this
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(ConnectionError):  # it has ended: its status says so
+                process.stdin.write(msgspec.json.encode(request) + b"\n")
+                await process.stdin.drain()
+            while line := await process.stdout.readline():
+                event: Event = msgspec.json.decode(line, type=Event)
+                if not isinstance(event, DownloadProgress):
+                    return event
+                self._hear(event)
+                limit.reschedule(asyncio.get_running_loop().time() + self._left())
+            return DownloadFailed(
+                DownloadFailure.UNREACHABLE, f"the process that fetches it ended with status {await process.wait()}"
+            )
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.stdin.close()
+            await process.wait()
+
+    def _hear(self, progress: DownloadProgress) -> None:
+        now = self._clock.now()
+        if progress.there > self._there:
+            self._heard = now
+        self._there = progress.there  # less than before, where what was unfinished begins anew
+        if now - self._logged >= LOG_SECONDS * SECOND:
+            self._logged = now
+            told = {"repository": self._repository.name, "bytes": progress.there, "of": progress.whole}
+            log.info("the model is being fetched", extra=told)
+
+    def _left(self) -> float:
+        """Seconds until it is given up, if nothing comes."""
+        until = Nanos(self._heard + int(self._hub.patience_seconds * SECOND))
+        return (until - self._clock.now()) / SECOND
+
+    def _environment(self) -> dict[str, str]:
+        """What the client would otherwise find for itself."""
+        return {
+            "HF_HUB_OFFLINE": "0",  # engines are told otherwise, once their models are folders
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log has it
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # the cache stands alone, and can be moved
+            "HF_XET_CACHE": str(self._cache.absolute() / ".xet"),
+        }
+
+    def _token(self) -> str:
+        """The token, which is a secret.
+
+        Raises:
+            ConfigurationRefused: Its file cannot be read, or has none.
+        """
+        if not self._hub.token_file:
+            return ""
+        path = Path(self._hub.token_file).expanduser()
+        try:
+            with path.open("rb") as file:
+                token = file.read(MOST_TOKEN_BYTES + 1).strip().decode("ascii")
+        except OSError as error:
+            raise ConfigurationRefused(
+                f"hub.token_file: {path}: {error.strerror}; put a token there, on Kubernetes as `token` of the Secret"
+            ) from error
+        except UnicodeDecodeError:
+            token = ""
+        if not token or len(token) > MOST_TOKEN_BYTES or not token.isprintable() or " " in token:
+            raise ConfigurationRefused(f"hub.token_file: {path} has no token; it is one line, as in hf_…")
+        return token
+
+    def _refusal(self, failed: DownloadFailed) -> str:
+        name, revision, hub = self._repository.name, self._repository.revision, self._hub.endpoint
+        if self._hub.token_file:
+            token = f"see that the token in {self._hub.token_file} may read it"
+        else:
+            token = "name a file with a token that may read it in hub.token_file"  # noqa: S105 - none
+        match failed.failure:
+            case DownloadFailure.REPOSITORY:
+                return (
+                    f"{self._field}: '{name}' is no folder here, and {hub} shows no model of that name; correct it, or,"
+                    f" if the model is private, {token}"
+                )
+            case DownloadFailure.REVISION:
+                return f"{self._field}: {name} at {hub} has no revision '{revision}'; name a branch, a tag or a commit"
+            case DownloadFailure.GATED:
+                return f"{self._field}: {name} is gated; accept its terms at {hub}/{name}, and {token}"
+            case DownloadFailure.TOKEN:
+                return f"hub.token_file: {hub} refuses to hand out {name} ({failed.cause}); {token}"
+            case DownloadFailure.INCOMPLETE:
+                return f"{self._field}: {name} at {hub} has no {failed.cause}, which a model needs here; name another"
+            case DownloadFailure.SPACE:
+                return f"hub.cache: no space for {name} in {self._cache}: {failed.cause}; make room, or name another folder"
+            case DownloadFailure.CACHE:
+                return f"hub.cache: {failed.cause}; name a folder that this process can write to"
+            case DownloadFailure.UNREACHABLE:
+                raise AssertionError("is tried again")

@@ -1,0 +1,313 @@
+"""The process that fetches one model from the Hugging Face Hub with its official client, and tells how far it is.
+
+It is one of its own so that it can be ended at any moment, be it by a deadline or because the server is asked to stop, and so that
+what the client reads from the environment is ours to say. What it is told comes in one line, the token as well, which is then in no list
+of processes; what it tells goes out line by line.
+
+Rules:
+
+1. Files of one commit are fetched, never of two: the revision is looked up once.
+2. A file appears in the snapshot when it is whole. Processes that share the cache wait for each other file by file (the client's locks).
+3. What a killed process left unfinished is removed by the next, if nobody holds that file's lock.
+4. If the hub cannot be reached, a snapshot that is whole does, and of a pinned revision it is not even asked.
+"""
+
+import errno
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from fleet.core.hub import Repository
+
+SPARE_BYTES = 16 << 20  # beside the files: links, locks, lists of files
+TELL_SECONDS = 1.0
+ASK_SECONDS = 20.0  # for the list of a repository's files
+DOWNLOAD_THREADS = 8  # files at a time, as the client has it
+
+TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
+OF_MODELS = ("config.json", "generation_config.json")
+WEIGHTS = ".safetensors"
+MISTRAL_WEIGHTS = "consolidated"
+"""Such weights stand beside the same ones in the common form."""
+
+
+class DownloadRequest(Struct, frozen=True, kw_only=True):
+    """What to fetch."""
+
+    repository: Repository
+    endpoint: str
+    cache: str
+    weights: bool
+    """Whether an engine is to run it; otherwise tokenizer, templates and configuration are enough."""
+
+    token: str = ""
+
+
+class DownloadFailure(StrEnum):
+    """Why it is not there, by what can be done about it."""
+
+    REPOSITORY = "repository"  # there is none of that name, or it is not for everybody
+    REVISION = "revision"
+    GATED = "gated"  # somebody has to be let in by its owners
+    TOKEN = "token"  # noqa: S105 - the token is refused
+    INCOMPLETE = "incomplete"  # it has not what a model needs
+    SPACE = "space"
+    CACHE = "cache"  # cannot be written
+    UNREACHABLE = "unreachable"  # may be otherwise in a moment
+
+
+class DownloadProgress(Struct, frozen=True, tag="progress"):
+    """Bytes that the cache has of the repository, and that the snapshot will have."""
+
+    there: int
+    whole: int
+
+
+class DownloadComplete(Struct, frozen=True, tag="fetched"):
+    """The snapshot is whole."""
+
+    folder: str
+    commit: str
+    asked: str = ""
+    """Why the hub was not asked whether there is a newer one; empty: it was, or need not be."""
+
+
+class DownloadFailed(Struct, frozen=True, tag="failed"):
+    failure: DownloadFailure
+    cause: str
+
+
+Event = DownloadProgress | DownloadComplete | DownloadFailed
+ReportEvent = Callable[[DownloadProgress], None]
+
+
+class _Incomplete(Exception):
+    """The repository lacks a file."""
+
+
+class _NoSpace(Exception):
+    """The files would not fit."""
+
+
+def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
+    """Which of a repository's files are fetched: at its top, and no weights in other forms than safetensors."""
+    top = sorted(name for name in files if "/" not in name)
+    texts = [name for name in top if name.endswith(TEXTS)]
+    if not weights:
+        return [name for name in texts if name in OF_MODELS or name.startswith(OF_TOKENIZERS)]
+    tensors = [name for name in top if name.endswith(WEIGHTS)]
+    common = [name for name in tensors if not name.startswith(MISTRAL_WEIGHTS)]
+    return [*texts, *(common or tensors)]
+
+
+def lacking(names: Sequence[str], *, weights: bool) -> str:
+    """What a model needs and these files have not; empty: nothing."""
+    if "config.json" not in names:
+        return "config.json"
+    if weights and not any(name.endswith(WEIGHTS) for name in names):
+        return "*.safetensors weights"
+    if not weights and "tokenizer.json" not in names:
+        return "tokenizer.json"
+    return ""
+
+
+def main() -> None:
+    """Read a `DownloadRequest`, fetch, write `Event`s."""
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=DownloadRequest)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    lock = threading.Lock()
+
+    def tell(event: Event) -> None:
+        with lock:
+            sys.stdout.buffer.write(msgspec.json.encode(event) + b"\n")
+            sys.stdout.buffer.flush()
+
+    try:
+        ended: Event = fetch(request, tell)
+    except Exception as error:  # noqa: BLE001 - the client raises nearly everything; whoever asked says what became of it
+        ended = failed(error)
+    tell(ended)
+    sys.stdout.buffer.flush()
+    os._exit(0)  # threads of the client may still wait for the hub
+
+
+def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
+    """Bring a snapshot into the cache.
+
+    Raises:
+        Exception: Whatever the client does; `failed` tells what it means.
+    """
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - only this process needs it
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # links to what it fetches may open it
+    repository, token = request.repository, request.token or False
+    if repository.is_pinned and (there := _whole(request)) is not None:
+        return there
+    api = HfApi(endpoint=request.endpoint, token=token, library_name="fleet")
+    try:
+        revision = api.resolve_revision(repository.name, revision=repository.revision, cache_dir=request.cache)
+        commit = revision.resolved
+        info = api.model_info(repository.name, revision=commit, files_metadata=True, timeout=ASK_SECONDS)
+    except Exception as error:
+        if failed(error).failure is DownloadFailure.UNREACHABLE and (there := _whole(request)) is not None:
+            return msgspec.structs.replace(there, asked=failed(error).cause)
+        raise
+    siblings = {each.rfilename: each for each in info.siblings or ()}
+    names = wanted(siblings, weights=request.weights)
+    if lack := lacking(names, weights=request.weights):
+        raise _Incomplete(lack)
+    folder = _storage(request)
+    _remove_unfinished(request)
+    _check_space(folder, [siblings[name] for name in names])
+    whole = sum(siblings[name].size or 0 for name in names)
+    ended = threading.Event()
+    telling = threading.Thread(target=_tell_progress, args=(folder, whole, tell, ended), daemon=True)
+    telling.start()
+    try:
+        snapshot = snapshot_download(
+            repository.name,
+            revision=revision,
+            cache_dir=request.cache,
+            endpoint=request.endpoint,
+            token=token,
+            allow_patterns=[_literal(name) for name in names],
+            max_workers=DOWNLOAD_THREADS,
+            library_name="fleet",
+        )
+    finally:
+        ended.set()
+        telling.join()
+    return DownloadComplete(snapshot, commit)
+
+
+def failed(error: Exception) -> DownloadFailed:
+    """What an exception of the client's means."""
+    from huggingface_hub import errors  # noqa: PLC0415 - only this process needs it
+
+    cause = _one_line(error)
+    match error:
+        case _Incomplete():
+            return DownloadFailed(DownloadFailure.INCOMPLETE, cause)
+        case _NoSpace():
+            return DownloadFailed(DownloadFailure.SPACE, cause)
+        case errors.RevisionNotFoundError():
+            return DownloadFailed(DownloadFailure.REVISION, cause)
+        case errors.GatedRepoError():
+            return DownloadFailed(DownloadFailure.GATED, cause)
+        case errors.RepositoryNotFoundError() | errors.HFValidationError() | errors.DisabledRepoError():
+            return DownloadFailed(DownloadFailure.REPOSITORY, cause)
+        case errors.HfHubHTTPError():
+            status = error.response.status_code
+            by_status = {401: DownloadFailure.TOKEN, 403: DownloadFailure.TOKEN, 404: DownloadFailure.REPOSITORY}
+            return DownloadFailed(by_status.get(status, DownloadFailure.UNREACHABLE), f"it answers with HTTP {status}")
+        case errors.LocalEntryNotFoundError() | errors.RevisionResolutionError():
+            return DownloadFailed(DownloadFailure.UNREACHABLE, _one_line(error.__cause__ or error))
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EFBIG):
+            return DownloadFailed(DownloadFailure.SPACE, error.strerror or cause)
+        case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.ENAMETOOLONG):
+            return DownloadFailed(DownloadFailure.CACHE, f"{error.filename}: {error.strerror}")
+        case _:  # nobody listens there, nothing comes, what came is cut short
+            return DownloadFailed(DownloadFailure.UNREACHABLE, f"{type(error).__name__}: {cause}")
+
+
+def _whole(request: DownloadRequest) -> DownloadComplete | None:
+    """What the cache has of that revision, if it is whole; the network is not asked."""
+    from huggingface_hub import get_cached_repo_tree  # noqa: PLC0415 - only this process needs it
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError  # noqa: PLC0415
+
+    repository, commit = request.repository, request.repository.revision
+    if not repository.is_pinned:
+        try:
+            commit = (_storage(request) / "refs" / commit).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return None
+    try:
+        tree = get_cached_repo_tree(repository.name, revision=commit, cache_dir=request.cache)
+    except CachedRepoTreeNotFoundError:
+        return None
+    names = wanted((file.path for file in tree), weights=request.weights)
+    snapshot = _storage(request) / "snapshots" / commit
+    if lacking(names, weights=request.weights) or not all((snapshot / name).is_file() for name in names):
+        return None
+    return DownloadComplete(str(snapshot), commit)
+
+
+def _storage(request: DownloadRequest) -> Path:
+    """Folder of the repository in the cache."""
+    return Path(request.cache) / f"models--{request.repository.name.replace('/', '--')}"
+
+
+def _remove_unfinished(request: DownloadRequest) -> None:
+    """The client gives each process's unfinished files names of their own, and none ever looks at those of another."""
+    from filelock import FileLock, Timeout  # noqa: PLC0415 - comes with the client
+
+    storage = _storage(request)
+    for file in (storage / "blobs").glob("*.incomplete"):
+        lock = Path(request.cache) / ".locks" / storage.name / f"{file.name.partition('.')[0]}.lock"
+        with suppress(Timeout, OSError), FileLock(lock, timeout=0):
+            file.unlink(missing_ok=True)
+
+
+def _check_space(storage: Path, files: Iterable[Any]) -> None:
+    """Refuse at once what would fail after an hour; what others are just fetching has its space already.
+
+    Raises:
+        _NoSpace: Says how much is missing.
+    """
+    blobs = storage / "blobs"
+    missing = 0
+    for file in files:
+        blob = file.lfs.sha256 if file.lfs is not None else file.blob_id
+        if not (blobs / str(blob)).exists():
+            missing += file.size or 0
+    fetching = sum(_size(file) for file in blobs.glob("*.incomplete"))
+    blobs.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(blobs).free
+    if missing and missing + SPARE_BYTES > free + fetching:
+        raise _NoSpace(f"{missing / 2**30:.1f} GiB are to be fetched, and {free / 2**30:.1f} GiB are free")
+
+
+def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threading.Event) -> None:
+    """Until the snapshot is there; what another process fetches counts as well."""
+    while not ended.wait(TELL_SECONDS):
+        there = 0
+        with suppress(OSError):  # the first file has not come
+            there = sum(_size(file) for file in (storage / "blobs").iterdir())
+        tell(DownloadProgress(there, whole))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # it has just got its name
+        return 0
+
+
+def _literal(name: str) -> str:
+    """A file's name as a pattern that nothing else fits."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _end_with_parent() -> None:
+    """Nobody would hear any more what this tells, and its standard input is at an end then."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""First-byte history: how long a server took until its first bytes, and how long for each KiB of prompt.
+
+Times are counted in buckets of half an octave, so that to add one takes no longer than a counter. When `REMEMBERED` are there all counts
+are halved: recent ones count more. A time far above the others is taken for `MOST_ABOVE` times what was expected: a server that woke up
+again after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within some ten requests.
+"""
+
+from math import isqrt
+
+from fleet.core.clock import Nanos
+
+REMEMBERED = 512
+BEYOND = 0.05  # share of the times that lies above what is expected
+CAUTION = 8.0  # times that are missing: with one time known nine times as much is expected, with eight twice
+MOST_ABOVE = 4
+
+_BUCKETS = 130  # twice the bits of an instant
+
+
+class FirstByteHistory:
+    """The first bytes of one server, of one kind of answer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._times = [0] * _BUCKETS
+        self._rates = [0] * _BUCKETS
+        self._most_time = self._most_rate = 1 << 62  # that are believed
+        self._time = self._rate = 0  # expected
+        self._stale = False
+
+    def add(self, waited: int, kib: int) -> None:
+        """Take one in.
+
+        Args:
+            waited: Nanoseconds from sending the request to the first byte of its answer.
+            kib: Size of its body.
+        """
+        if waited > self._most_time and waited > (most := self._most_rate * kib):
+            waited = max(most, self._most_time)
+        rate = waited // kib
+        self._times[(waited * waited).bit_length()] += 1
+        self._rates[(rate * rate).bit_length()] += 1
+        self.count += 1
+        self._stale = True
+
+    def expected(self, kib: int, total: int) -> float:
+        """Return how many nanoseconds until a first byte would be no surprise.
+
+        Args:
+            kib: Size of the request's body.
+            total: Sizes of all requests that may be computed together with it. A batch of them takes longer than each alone.
+        """
+        assert self.count
+        if self._stale:
+            self._look()
+        return (1 + CAUTION / self.count) * max(self._time, self._rate * max(kib, total / 4))
+
+    def _look(self) -> None:
+        self._stale = False
+        if self.count >= REMEMBERED:
+            self._times = [each // 2 for each in self._times]
+            self._rates = [each // 2 for each in self._rates]
+            self.count = sum(self._times)
+        self._time, self._rate = _upper(self._times), _upper(self._rates)
+        self._most_time, self._most_rate = MOST_ABOVE * self._time, MOST_ABOVE * self._rate
+
+
+def _upper(counts: list[int]) -> Nanos:
+    """Return the upper end of the bucket below which all but a few of the times lie."""
+    above, few = 0, BEYOND * sum(counts)
+    for bucket in range(_BUCKETS - 1, -1, -1):
+        above += counts[bucket]
+        if above > few:
+            return Nanos(isqrt(1 << bucket) + 1)
+    return Nanos(1)

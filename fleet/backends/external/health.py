@@ -1,0 +1,77 @@
+"""What a foreign server is asked before it gets requests, and while nothing else is heard from it."""
+
+import logging
+
+from fleet.backends.external.http_client import (
+    FIRST_SERVER_ERROR,
+    BackendUnreachable,
+    OutOfSockets,
+    ServerAddress,
+    http_request,
+)
+from fleet.core.ids import ModelName
+from fleet.frontend.text.tokenizer_check import SAMPLE_TEXTS, TokenizerMatch, compare_tokens, tokenize_request_body
+from fleet.router.ports import TextCodec
+from fleet.router.settings.router import OpenAiWorkerSettings
+
+log = logging.getLogger(__name__)
+
+NO_SUCH_PATH = frozenset({404, 405, 501})
+OK = 200
+
+
+class ServerHealth:
+    """Of one server."""
+
+    def __init__(
+        self,
+        settings: OpenAiWorkerSettings,
+        address: ServerAddress,
+        connect_timeout_seconds: float,
+        codec: TextCodec | None,
+    ) -> None:
+        self._settings = settings
+        self._address = address
+        self._within_seconds = max(settings.probe_seconds, connect_timeout_seconds)
+        self._codec = codec
+        self.tokenises = TokenizerMatch.UNKNOWN
+        self.cause = ""
+        """Why it is not healthy, or what it answered."""
+
+    async def healthy(self) -> bool | None:
+        """Whether it answers; None: nobody could ask."""
+        try:
+            status, _ = await self._ask(b"GET", self._settings.health_path)
+            if status in NO_SUCH_PATH:
+                status, _ = await self._ask(b"GET", "/v1/models")
+        except OutOfSockets:
+            return None
+        except BackendUnreachable as error:
+            self.cause = str(error)
+            return False
+        self.cause = f"it answered with status {status}"
+        return status < FIRST_SERVER_ERROR
+
+    async def compare_tokenizers(self) -> None:
+        """Have it tokenise the golden texts, if it can, and note what it makes of them."""
+        if (codec := self._codec) is None:
+            return
+        settings, tokenises = self._settings, TokenizerMatch.UNKNOWN
+        for text in SAMPLE_TEXTS:
+            try:
+                status, answer = await self._ask(
+                    b"POST", "/tokenize", tokenize_request_body(ModelName(settings.model), text)
+                )
+            except BackendUnreachable:
+                break
+            if status != OK or (tokenises := compare_tokens(codec, text, answer)) is not TokenizerMatch.ALIKE:
+                break
+        self.tokenises = tokenises
+        if tokenises is TokenizerMatch.OTHERWISE:
+            told = {"worker": settings.worker_id, "url": settings.url, "tokenizer": settings.tokenizer}
+            log.error(
+                "a server makes other tokens of the golden prompts than `tokenizer` does; set it to its own", extra=told
+            )
+
+    async def _ask(self, method: bytes, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        return await http_request(self._address, method, path, body, within_seconds=self._within_seconds)

@@ -1,0 +1,263 @@
+"""Books of an engine's prefix cache: what it publishes under its own hashes, under the names of `kvstore.block`.
+
+Rules:
+
+1. Engines name blocks by hashes that mean nothing outside the process. A stored block is named here from its parent, its
+   tokens and the salt of its chain, which its first block tells.
+2. Equal blocks may be in the cache twice, under one hash or several: a name is gone when its last copy is.
+3. Followed are whole blocks in the engine's own memory that our chain can name: tokens, an adapter by name, a salt. What
+   depends on more (images, embeddings), and everything behind it, is not; why is counted in `passed_over`, by block.
+4. Of an engine whose layers are grouped by their kind of attention, the first group of full attention is followed, removals
+   by their group alone. Groups that keep a part of a chain (sliding window, chunks) or a state (Mamba) are refused by that
+   name: a prefix that only they lost is believed to be there, and the engine computes it again.
+5. The books are bounded by what the engine can hold; more means that removals were lost, and nothing is known any more.
+"""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, assert_never
+
+import msgspec
+import numpy as np
+
+from fleet.backends.kv_events.formats import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineHash,
+    UnreadableEngineEvent,
+    decode,
+)
+from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
+from kvstore import block
+from kvstore.block import SALT_BYTES, BlockHash, HashAlgorithm
+
+log = logging.getLogger(__name__)
+
+FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""vLLM's kinds whose blocks are the whole chain."""
+
+OWN_MEMORY = frozenset({None, "GPU"})
+
+
+class SkipReason(StrEnum):
+    """Why a block that the engine published is not followed."""
+
+    OTHER_BLOCK_SIZE = "other_block_size"  # than the one that requests are cut by
+    PART_OF_A_BLOCK = "part_of_a_block"
+    OTHER_TIER = "other_tier"
+    OTHER_GROUP = "other_group"  # of full attention too
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_ATTENTION = "chunked_attention"
+    MAMBA = "mamba"
+    OTHER_ATTENTION = "other_attention"  # of an encoder, or of no kind that is known here
+    NAMELESS_ADAPTER = "nameless_adapter"  # it has a number only
+    NOT_ONLY_TOKENS = "not_only_tokens"
+    UNKNOWN_PARENT = "unknown_parent"  # passed over itself, or stored before anybody listened
+
+
+ATTENTION = {
+    "sliding_window": SkipReason.SLIDING_WINDOW,
+    "sliding_window_mla": SkipReason.SLIDING_WINDOW,
+    "chunked_local_attention": SkipReason.CHUNKED_ATTENTION,
+    "mamba": SkipReason.MAMBA,
+}
+
+SaltOf = Callable[[str, str], bytes]
+"""The salt of a chain, from the adapter's name and the salt as the engine was told it, either of which may be empty.
+
+Raises:
+    ValueError: There can be no such chain.
+"""
+
+
+def salt_of_router(adapter: str, told: str) -> bytes:
+    """Of an engine that Fleet's routers give work to: their salt, as hex, has the adapter in it."""
+    salt = bytes.fromhex(told)
+    if len(salt) != (SALT_BYTES if told or adapter else 0):
+        raise ValueError("no salt of a router")
+    return salt
+
+
+def salt_of_client(adapter: str, told: str) -> bytes:
+    """Of a server whose clients choose salts, which may be any text."""
+    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
+    return block.adapter_salt(adapter, salt) if adapter else salt
+
+
+class _CachedBlock(msgspec.Struct):
+    name: BlockHash
+    copies: int
+
+
+class KvEventTranslator:
+    """Books of one engine, from an empty cache on."""
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        algorithm: HashAlgorithm,
+        capacity: int,
+        salt_of: SaltOf = salt_of_router,
+    ):
+        """Start with an empty cache.
+
+        Args:
+            block_tokens: Tokens a block.
+            algorithm: Of the chain hashes.
+            capacity: Blocks that the engine can hold.
+            salt_of: What the salt of a chain follows from.
+        """
+        self._block_tokens = block_tokens
+        self._algorithm = algorithm
+        self._capacity = capacity
+        self._salt_of = salt_of
+        self._held: dict[EngineHash, _CachedBlock] = {}
+        # How many of the engine's own hashes a name has: several where it knows apart what we do not.
+        self._hashes: dict[BlockHash, int] = {}
+        self._main: int | None = None  # group that is followed
+        self._knows_main = False
+        self.followed = 0  # blocks, ever
+        self.passed_over: Counter[SkipReason] = Counter()  # blocks, ever
+        self.published_block_tokens = 0  # of the latest block of another size
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, payload: bytes) -> list[KvEvent]:
+        """Our events for one published batch, in its order.
+
+        Raises:
+            Unreadable: It follows no format that is known; the books are as far as they came, so of no use.
+        """
+        events: list[KvEvent] = []
+        for published in decode(payload):
+            match published:
+                case BlocksStored():
+                    if names := self._stored(published):
+                        events.append(KvStored(tuple(names)))
+                case BlocksRemoved():
+                    if names := self._removed(published):
+                        events.append(KvRemoved(tuple(names)))
+                case BlocksCleared():
+                    events.append(self.clear())
+                case _:
+                    assert_never(published)
+        if len(self._held) > self._capacity:
+            log.warning("more blocks reported than the engine holds; starting over", extra={"blocks": len(self._held)})
+            return [self.clear()]
+        return events
+
+    def clear(self) -> KvCleared:
+        self._held.clear()
+        self._hashes.clear()
+        return KvCleared()
+
+    def _stored(self, event: BlocksStored) -> list[BlockHash]:
+        if (why := self._unfit(event)) is not None:
+            self.passed_over[why] += len(event.hashes)
+            return []
+        names = self._names(event)
+        if isinstance(names, SkipReason):
+            self.passed_over[names] += len(event.hashes)
+            return []
+        self.followed += len(names)
+        new = []
+        for engine_hash, name in zip(event.hashes, names, strict=True):
+            held = self._held.get(engine_hash)
+            if held is None:
+                self._held[engine_hash] = _CachedBlock(name, 1)
+                others = self._hashes.get(name, 0)
+                self._hashes[name] = others + 1
+                if not others:
+                    new.append(name)
+            else:
+                held.copies += 1
+        return new
+
+    def _unfit(self, event: BlocksStored) -> SkipReason | None:
+        """Why blocks like these are not followed, wherever they are in a chain."""
+        if event.medium not in OWN_MEMORY:
+            return SkipReason.OTHER_TIER
+        if event.attention not in FULL_ATTENTION and event.attention is not None:
+            return ATTENTION.get(event.attention, SkipReason.OTHER_ATTENTION)
+        if event.block_tokens != self._block_tokens:
+            if self.followed and event.block_tokens < self._block_tokens:
+                return SkipReason.PART_OF_A_BLOCK
+            self.published_block_tokens = event.block_tokens
+            return SkipReason.OTHER_BLOCK_SIZE
+        if not self._knows_main:
+            self._main, self._knows_main = event.group, True
+        if event.group != self._main:
+            return SkipReason.OTHER_GROUP
+        if event.adapter_number is not None and not event.adapter:
+            return SkipReason.NAMELESS_ADAPTER
+        return None
+
+    def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
+        """Of the blocks of an event, in order."""
+        extra_keys = event.extra_keys or [None] * len(event.hashes)
+        if len(extra_keys) != len(event.hashes):
+            raise UnreadableEngineEvent(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
+        first, *others = [_without_adapter(keys, event.adapter) for keys in extra_keys] or [[]]
+        if any(others) or (first and event.parent is not None):
+            return SkipReason.NOT_ONLY_TOKENS
+        parent = self._parent(event, first)
+        if isinstance(parent, SkipReason):
+            return parent
+        try:
+            tokens = np.array(event.tokens, dtype="<u4")
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UnreadableEngineEvent(f"BlockStored: token_ids: {error}") from error
+        if tokens.ndim != 1:
+            return SkipReason.NOT_ONLY_TOKENS  # pairs
+        if tokens.size != len(event.hashes) * self._block_tokens:
+            raise UnreadableEngineEvent(
+                f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens"
+            )
+        return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
+
+    def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
+        """Name of the block before, or the root of the chain."""
+        if event.parent is not None:
+            held = self._held.get(event.parent)
+            return SkipReason.UNKNOWN_PARENT if held is None else held.name
+        match first_keys:
+            case []:
+                told = event.salt or ""
+            case [str(told)]:
+                pass
+            case _:
+                return SkipReason.NOT_ONLY_TOKENS
+        try:
+            return block.root(self._salt_of(event.adapter or "", told), self._algorithm)
+        except ValueError:
+            return SkipReason.NOT_ONLY_TOKENS
+
+    def _removed(self, event: BlocksRemoved) -> list[BlockHash]:
+        if event.medium not in OWN_MEMORY or event.group not in (None, self._main):
+            return []
+        gone = []
+        for engine_hash in event.hashes:
+            held = self._held.get(engine_hash)
+            if held is None:
+                continue
+            held.copies -= 1
+            if held.copies == 0:
+                del self._held[engine_hash]
+                if others := self._hashes.pop(held.name) - 1:
+                    self._hashes[held.name] = others
+                else:
+                    gone.append(held.name)
+        return gone
+
+
+def _without_adapter(keys: list[Any] | None, adapter: str | None) -> list[Any]:
+    """Extra keys of a block, less the name of its adapter, which vLLM puts first."""
+    if not keys:
+        return []
+    return keys[1:] if adapter and keys[0] == adapter else keys

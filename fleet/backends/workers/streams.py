@@ -1,0 +1,442 @@
+"""All workers of a cluster: one stream of frames to each member, kept up while it is one.
+
+Rules:
+
+1. A member is dialled, greeted, and has joined when it has described itself; when it has joined its store it does so again. From then on its stream is the truth: it
+   has left when the stream breaks, when nothing came for the heartbeat timeout (workers report their load each second),
+   or when what came cannot be understood or has a gap in its KV events. `WorkerLeft` follows everything that it said.
+   While this process stands still it hears nothing, and that is no worker's silence.
+2. Then it is dialled again, with growing pauses, as long as it is a member. The dump with which a stream begins repairs
+   what was missed.
+3. A member that leaves the registry keeps its stream: work may still run there, and a stream that is alive says more
+   than a registry that cannot be reached. It is not dialled again once the stream has ended.
+4. Sending never waits: what a worker has not taken is kept up to a bound, and a stream that meets it counts as broken.
+5. The membership hears whether workers can be reached (`ReachabilityEvent`): a name is not given to another process while its holder is there.
+6. What is read is heard at once, before anything else is read. So a router that does not keep up reads less, which
+   slows the workers down, and nothing lies about unheard.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Never, assert_never
+
+from google.protobuf.message import DecodeError
+from msgspec import structs
+
+from fleet.backends.workers.store_watch import GrpcStoreWatch
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.work import (
+    Cancel,
+    Draining,
+    Goodbye,
+    KvEvents,
+    LoadReport,
+    Rejected,
+    RouterHello,
+    RouterMessage,
+    Start,
+    Step,
+    WorkerDescription,
+    WorkerMessage,
+)
+from fleet.membership.messages import (
+    MemberJoined,
+    MemberLeft,
+    MembershipChange,
+    MemberUnreachable,
+    ReachabilityEvent,
+    WorkerStreamClosed,
+    WorkerStreamOpened,
+)
+from fleet.net.grpc.options import MAX_MESSAGE_BYTES
+from fleet.net.streams.handshake import dial
+from fleet.net.streams.identity import router_identity, tls_failure_cause
+from fleet.net.streams.proof import TO_WORKERS
+from fleet.router.messages import (
+    AttemptRejected,
+    KvChanged,
+    KvPathsChanged,
+    LoadReported,
+    StoreChanged,
+    WorkerDraining,
+    WorkerEvent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerStepped,
+)
+from fleet.router.ports import WorkerUnreachable
+from fleet.router.settings.router import RouterSettings
+from fleet.v1 import worker_pb2 as pb
+from fleet.wire.worker import MalformedMessage, decode_worker_message, encode_router_message
+from kvstore.net.frames import FrameConnection, SendBufferFull
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.05
+SLICES = 4  # that the heartbeat timeout is counted in
+UNREAD_BYTES = MAX_MESSAGE_BYTES  # by one worker; one that is that far behind is lost anyway
+
+Hear = Callable[[WorkerEvent], None]
+"""Takes in what a worker did, at once."""
+
+
+class StreamBroken(Exception):
+    """A stream to a worker is of no use any more; the message says why.
+
+    Attributes:
+        absent: Whether the worker is taken to be gone: it could not be reached, or was silent for too long.
+    """
+
+    def __init__(self, why: str, *, absent: bool = False) -> None:
+        super().__init__(why)
+        self.absent = absent
+
+
+class _StreamTarget:
+    """A worker that is to be reached."""
+
+    def __init__(self, address: str, joined: MemberJoined | None):
+        self.address = address
+        self.joined = joined  # None: configured by address, called what it calls itself
+        self.wanted = True
+        self.tried = False
+        self.link: _WorkerConnection | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def description(self) -> WorkerDescription | None:
+        """What it says that it is, while there is a stream."""
+        return None if self.link is None else self.link.description
+
+
+class WorkerStreams:
+    """Implements `fleet.router.ports.Workers`."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        membership: AsyncIterator[MembershipChange] | None = None,
+        addresses: Sequence[str] = (),
+        *,
+        reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
+    ):
+        """Nothing is dialled before `run`.
+
+        Args:
+            settings: Deadlines, and the store node to watch.
+            membership: Members as the registry knows them.
+            addresses: Workers that are members for ever.
+            reachability: Told at once which workers can be reached.
+
+        Raises:
+            ConfigurationRefused: A file of `worker_credentials` cannot be used.
+        """
+        self._identity = router_identity("worker_credentials", settings.worker_credentials)
+        self._settings = settings
+        self._membership = membership
+        self._addresses = addresses
+        self._reachability = reachability
+        self._members: dict[WorkerId, _StreamTarget] = {}
+        self._links: dict[WorkerId, _WorkerConnection] = {}
+
+    def start(self, worker_id: WorkerId, start: Start) -> None:
+        if not self._send(worker_id, start):
+            raise WorkerUnreachable(worker_id)
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
+        self._send(worker_id, Cancel(request_id=request_id))
+
+    def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
+        """Whether each of these workers has joined, or could not be reached."""
+        members = self._members
+        return all(worker_id in members and members[worker_id].tried for worker_id in worker_ids)
+
+    async def run(self, hear: Hear) -> None:
+        """Keep streams up until cancelled.
+
+        Args:
+            hear: Told what workers do, each worker's doings in their order. Never called from within `start` or `cancel`.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            if self._settings.store:
+
+                async def tell(change: StoreChanged) -> None:
+                    hear(change)
+
+                watch = GrpcStoreWatch(self._settings.store, self._settings)
+                tasks.create_task(watch.run(tell), name="store watch")
+            for address in self._addresses:
+                self._follow(_StreamTarget(address, None), hear, tasks)
+            if self._membership is not None:
+                async for change in self._membership:
+                    self._membership_changed(change, hear, tasks)
+
+    def _membership_changed(self, change: MembershipChange, hear: Hear, tasks: asyncio.TaskGroup) -> None:
+        match change:
+            case MemberJoined():
+                before = self._members.get(change.worker_id)
+                if before is not None and _is(before, change):
+                    before.wanted, before.joined = True, change  # the registry knows what the stream never doubted
+                    return
+                member = _StreamTarget(change.address, change)
+                self._members[change.worker_id] = member
+                self._follow(member, hear, tasks, before)
+            case MemberLeft():
+                if (member_left := self._members.get(change.worker_id)) is not None:
+                    member_left.wanted = False
+                    if member_left.description is None:
+                        self._give_up(member_left)
+            case _:
+                assert_never(change)
+
+    def _follow(
+        self, member: _StreamTarget, hear: Hear, tasks: asyncio.TaskGroup, before: _StreamTarget | None = None
+    ) -> None:
+        if before is not None:
+            self._give_up(before)
+        previous = None if before is None else before.task
+        name = f"worker {member.address}"
+        member.task = tasks.create_task(self._keep_up(member, previous, hear), name=name)
+
+    def _give_up(self, member: _StreamTarget) -> None:
+        member.wanted = False
+        if member.task is not None:
+            member.task.cancel()
+        self._forget(member)
+
+    def _forget(self, member: _StreamTarget) -> None:
+        if member.joined is not None and self._members.get(member.joined.worker_id) is member:
+            del self._members[member.joined.worker_id]
+
+    async def _keep_up(self, member: _StreamTarget, previous: asyncio.Task[None] | None, hear: Hear) -> None:
+        """Reach a member again and again, until it is wanted no more."""
+        if previous is not None:
+            await asyncio.wait([previous])  # its last word is `WorkerLeft`; ours must not come before it
+        loop = asyncio.get_running_loop()
+        pause = FIRST_PAUSE_SECONDS
+        cause = ""
+        while member.wanted:
+            began = loop.time()
+            try:
+                await self._converse(member, hear)
+            except StreamBroken as broken:
+                member.tried = True
+                if broken.absent and member.joined is not None:
+                    joined = member.joined
+                    self._reachability(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
+                was_up = loop.time() - began > self._settings.max_reconnect_seconds
+                if was_up or str(broken) != cause:  # not at every attempt
+                    cause = str(broken)
+                    log.warning("worker stream ended", extra={"address": member.address, "cause": cause})
+                if was_up:
+                    pause = FIRST_PAUSE_SECONDS  # no reason to be wary
+            if member.wanted:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self._settings.max_reconnect_seconds)
+        self._forget(member)
+
+    async def _converse(self, member: _StreamTarget, hear: Hear) -> Never:
+        """One stream, from dialling to its end, which raises `StreamBroken`."""
+
+        def accept(connection: FrameConnection) -> _WorkerConnection:
+            member.link = _WorkerConnection(connection, member, self._links, self._settings, hear, self._reachability)
+            return member.link
+
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_seconds):
+                await dial(
+                    member.address,
+                    accept,
+                    self._identity,
+                    TO_WORKERS,
+                    limit=MAX_MESSAGE_BYTES,
+                    send_limit=UNREAD_BYTES,
+                )
+                assert member.link is not None
+                await member.link.begun.wait()
+                member.tried = True
+            await member.link.ended.wait()
+            raise StreamBroken(member.link.why, absent=member.link.silent)
+        except TimeoutError:
+            raise StreamBroken("it did not answer in time", absent=True) from None
+        except (OSError, ValueError) as error:
+            raise StreamBroken(str(error), absent=True) from error
+        finally:
+            if member.link is not None:
+                member.link.end("it is not wanted any more")
+                member.link = None
+
+    def _send(self, worker_id: WorkerId, message: RouterMessage) -> bool:
+        link = self._links.get(worker_id)
+        return link is not None and link.say(message)
+
+
+class _WorkerConnection:
+    """A stream to a worker: says hello, and lets the router hear what the worker says."""
+
+    def __init__(
+        self,
+        connection: FrameConnection,
+        member: _StreamTarget,
+        links: "dict[WorkerId, _WorkerConnection]",
+        settings: RouterSettings,
+        hear: Hear,
+        reachability: Callable[[ReachabilityEvent], None],
+    ):
+        self.description: WorkerDescription | None = None  # once it has joined
+        self.begun = asyncio.Event()  # it has joined, or has ended
+        self.ended = asyncio.Event()
+        self.why = ""  # it has ended
+        self.silent = False  # it has ended because nothing was heard
+        self._connection = connection
+        self._member = member
+        self._links = links
+        self._hear = hear
+        self._reachability = reachability
+        self._sequence = 0  # of the next KV events
+        self._patience_seconds = settings.heartbeat_timeout_seconds
+        self._silence: _SilenceTimer | None = None  # once it has joined
+        self.say(RouterHello(router_id=settings.router_id))
+
+    def say(self, message: RouterMessage) -> bool:
+        """Send; False when the stream is broken, or is from now on."""
+        try:
+            self._connection.send(encode_router_message(message).SerializeToString())
+        except SendBufferFull as error:  # a lost cancellation would leave work running that nobody waits for
+            asyncio.get_running_loop().call_soon(self.end, str(error))  # not from within: the router is deciding
+            return False
+        return True
+
+    def end(self, why: str) -> None:
+        """Break it, if it is not over."""
+        if self.ended.is_set():
+            return
+        self.why = why
+        self.ended.set()
+        self.begun.set()
+        if self._silence is not None:
+            self._silence.close()
+        self._connection.abort()
+        if self.description is not None:
+            del self._links[self.description.worker_id]
+            self._reachability(WorkerStreamClosed(worker_id=self.description.worker_id))
+            self._hear(WorkerLeft(worker_id=self.description.worker_id))
+
+    def _fell_silent(self, why: str) -> None:
+        self.silent = True
+        self.end(why)
+
+    # For the connection.
+
+    def received(self, payload: bytes) -> None:
+        if self._silence is not None:
+            self._silence.heard()
+        try:
+            message = decode_worker_message(pb.WorkerMessage.FromString(payload))
+            if self.description is None:
+                self._begin(message)
+            elif message is not None:
+                self._hear(self._event(message, self.description.worker_id))
+        except (StreamBroken, MalformedMessage) as error:
+            self.end(str(error))
+        except DecodeError:
+            self.end("it says what is no message of fleet.v1")
+
+    def resumed(self) -> None:
+        """Nothing waits for it: see rule 4."""
+
+    def lost(self, cause: Exception | None) -> None:
+        self.end("it ended the stream" if cause is None else tls_failure_cause(cause, "worker_credentials"))
+
+    def _begin(self, first: WorkerMessage | None) -> None:
+        if isinstance(first, Goodbye):
+            raise StreamBroken(first.reason)
+        if not isinstance(first, WorkerDescription):
+            raise StreamBroken("its first message was not its description")
+        joined = self._member.joined
+        if joined is not None and first.worker_id != joined.worker_id:
+            raise StreamBroken(f"it says that it is {first.worker_id}, not {joined.worker_id}")
+        if first.worker_id in self._links:
+            raise StreamBroken(f"another worker is called {first.worker_id}; every worker needs an id of its own")
+        self.description = first
+        self._links[first.worker_id] = self
+        self._silence = _SilenceTimer(self._patience_seconds, self._fell_silent)
+        self._reachability(WorkerStreamOpened(worker_id=first.worker_id, incarnation=first.incarnation))
+        self.begun.set()
+        log.info("worker connected", extra={"worker": first.worker_id, "address": self._member.address})
+        self._hear(WorkerJoined(description=first, address=self._member.address))
+
+    def _event(self, message: WorkerMessage, worker_id: WorkerId) -> WorkerEvent:
+        match message:
+            case Step():
+                return WorkerStepped(worker_id=worker_id, progress=message.progress)
+            case LoadReport():
+                return LoadReported(worker_id=worker_id, load=message)
+            case KvEvents():
+                if message.sequence != self._sequence:
+                    raise StreamBroken(f"KV events {self._sequence} to {message.sequence - 1} are missing")
+                self._sequence += 1
+                return KvChanged(worker_id=worker_id, events=message.events)
+            case Rejected():
+                return AttemptRejected(worker_id=worker_id, rejected=message)
+            case Draining():
+                return WorkerDraining(worker_id=worker_id)
+            case Goodbye():
+                raise StreamBroken(message.reason)
+            case WorkerDescription():
+                return self._described_anew(message)
+            case _:
+                assert_never(message)
+
+    def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
+        """Take in a second description: only what follows from the worker's store may differ."""
+        before = self.description
+        assert before is not None
+        if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:
+            raise StreamBroken("it described itself as another worker than before")
+        self.description = description
+        log.info(
+            "worker described anew",
+            extra={"worker": description.worker_id, "store": description.store_id, "kv_paths": description.kv_paths},
+        )
+        return KvPathsChanged(
+            worker_id=description.worker_id, kv_paths=description.kv_paths, store_id=description.store_id
+        )
+
+
+class _SilenceTimer:
+    """Says when nothing was heard for so long.
+
+    The time is counted in slices, since a process that stood still (was stopped or starved) finds its timer due before it
+    reads what came meanwhile. However long it stood still, that is one slice.
+    """
+
+    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+        self._seconds = seconds
+        self._tell = tell
+        self._quiet = 0  # slices
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds / SLICES, self._tick)
+
+    def heard(self) -> None:
+        self._quiet = 0
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._quiet += 1
+        if self._quiet > SLICES:  # the first one had begun before the latest message
+            self._tell(f"it said nothing for {self._seconds:g} s")
+        else:
+            self._timer = self._loop.call_later(self._seconds / SLICES, self._tick)
+
+
+def _is(member: _StreamTarget, joined: MemberJoined) -> bool:
+    """Whether a member that we have a stream to, or are dialling, is the very one that the registry announces."""
+    if member.address != joined.address:
+        return False
+    if member.description is not None:
+        return member.description.incarnation == joined.incarnation
+    return member.joined == joined and member.wanted

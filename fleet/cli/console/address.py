@@ -1,0 +1,136 @@
+"""Which cluster a command is for, and what a person is told when it does not answer."""
+
+import argparse
+
+from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
+from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
+from fleet.client.errors import NO_CLIENTS_PORT
+from fleet.config import Topology
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.runs import run_at
+from fleet.net.control.access import load_control_access
+from kvstore.security.credentials import Credentials
+
+MOST_PORT = 65535
+
+CAUSES = {
+    "Connection refused": "nobody listens there",
+    "No such file or directory": "nobody listens there",
+    "lookup failed": "there is no host of that name",
+    "before receiving SETTINGS frame": "whoever listens there does not answer",
+    "http1.x server": "that is an HTTP address, and no router's gRPC address",
+}
+"""What gRPC's words mean, by what they contain."""
+
+CREDENTIALS = "control_credentials"
+"""The options `--control-…` together, as a diagnosis of TLS names them."""
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """The option that says which cluster."""
+    default = Topology().router.grpc_listen
+    parser.add_argument(
+        "--address",
+        type=router_address,
+        default=default,
+        metavar="HOST:PORT",
+        help=f"a router's gRPC address (default: {default})",
+    )
+
+
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which cluster, for commands that ask at a router's control port."""
+    add_address(parser)
+    parser.add_argument(
+        "--control-address",
+        type=router_address,
+        metavar="HOST:PORT",
+        help="the router's control address, or unix:/path (default: as a router of this user on this machine has it)",
+    )
+    files = {
+        "secret-file": "file with the secret that the control port asks for",
+        "authority": "certificates (PEM) that the control port's must be signed by",
+        "certificate": "certificate (PEM) to show to the control port",
+        "key": "private key (PEM) of that certificate",
+    }
+    for name, text in files.items():
+        parser.add_argument(f"--control-{name}", default="", metavar="FILE", help=text)
+
+
+def control_client(arguments: argparse.Namespace) -> Client:
+    """Return a client for the options of `add_control`.
+
+    Raises:
+        ConfigurationRefused: A file that they name cannot be used.
+    """
+    return Client(
+        arguments.address, control=arguments.control_address or "", control_credentials=_credentials(arguments)
+    )
+
+
+def _credentials(arguments: argparse.Namespace) -> Credentials:
+    names = ("secret_file", "authority", "certificate", "key")
+    try:
+        return Credentials(**{name: getattr(arguments, f"control_{name}") for name in names})
+    except ValueError as error:
+        raise ConfigurationRefused("--control-key: --control-certificate and --control-key go together") from error
+
+
+def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> str:
+    """Say why a call to a control port failed, and what to do."""
+    if error.reason is None and isinstance(error, Unauthenticated):
+        return (
+            f"{arguments.control_address or arguments.address}: {error.message}; --control-secret-file names the file that the"
+            " router has in control_credentials.secret_file"
+        )
+    if error.reason is None and isinstance(error, Unavailable) and error.message == CLIENTS_PORT:
+        return f"{arguments.control_address or arguments.address}: {error.message}; --control-address names it"
+    if error.reason is None and isinstance(error, Unavailable) and error.message.endswith(NOT_KNOWN):
+        run = run_at(arguments.address)
+        if run is not None and run.killed:
+            return describe_error(error, arguments.address)
+        return f"{error.message}, or start a cluster on this machine with fleet up"
+    if arguments.control_address and error.reason is None and isinstance(error, Unavailable | DeadlineExceeded):
+        return _unreachable_control(error, arguments)
+    return describe_error(error, arguments.control_address or arguments.address)
+
+
+def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
+    """Say why nobody answers at the address that `--control-address` names; a diagnosis of TLS takes some seconds at most."""
+    address = arguments.control_address
+    access = load_control_access(CREDENTIALS, _credentials(arguments))
+    if cause := access.diagnose(address, CREDENTIALS):
+        return cause.replace(f"{CREDENTIALS}.", "--control-")
+    cause = "no answer in time" if isinstance(error, DeadlineExceeded) else _cause(error)
+    return f"{address}: {cause}; --control-address names a router's control_listen"
+
+
+def describe_error(error: FleetError, address: str) -> str:
+    """Why a call to an address failed, and what to do where nobody answers there."""
+    if error.reason is None and isinstance(error, DeadlineExceeded):
+        return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
+    if isinstance(error, ServerError) and error.message == NO_CLIENTS_PORT:
+        return f"{address}: {error.message}; --address takes the clients' gRPC address of a router (grpc_listen)"
+    if error.reason is not None or not isinstance(error, Unavailable):
+        return error.message
+    run = run_at(address)
+    if run is not None and run.killed:
+        return f"{address}: the cluster in {run.folder} was killed; fleet up clears up after it and starts another"
+    return f"{address}: {_cause(error)}; fleet up starts a cluster on this machine, --address names another's router"
+
+
+def _cause(error: FleetError) -> str:
+    return next((meaning for sign, meaning in CAUSES.items() if sign in error.message), error.message)
+
+
+def router_address(text: str) -> str:
+    """Return an address of the command line as it is.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    host, _, port = text.rpartition(":")
+    is_port = port.isdecimal() and 1 <= int(port) <= MOST_PORT
+    if not text.startswith("unix:") and (not host or "/" in host or not is_port):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, as in 127.0.0.1:50051")
+    return text

@@ -1,0 +1,285 @@
+"""`fleet up --check`: the same tokens, whichever way the blocks took, and proof that they moved.
+
+Rules:
+
+1. The reference is one engine that does everything, without a store and without a connector.
+2. Then, for each way, a cluster of its own: one prefill worker, one decode worker, and every prompt disaggregated. The prompts
+   are the same, eight at a time, greedy, so every token has to be the same.
+3. Equal tokens alone prove nothing: an engine that could not fetch a block computes it. So each prompt must have had blocks
+   moved in its decode phase, unless the decode engine held all of them already.
+"""
+
+import asyncio
+import statistics
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+from msgspec import Struct, structs
+
+from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
+from fleet.cli.local.reference_prompts import LONGEST, reference_prompts
+from fleet.client import AsyncClient, FleetError
+from fleet.config import PoolSection, StorePlace, Topology
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
+from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
+from fleet.core.roles import KvPath, Phase, Placement, Role
+from fleet.core.system_clock import SystemClock
+from fleet.local.processes import ClusterFailed
+
+ANSWER_TOKENS = 56
+AT_A_TIME = 8
+WITHIN = {  # a prompt, with seven others beside it
+    KvPath.STORE: Nanos(180 * SECOND),
+    KvPath.DIRECT: Nanos(600 * SECOND),  # on CPUs a NIXL transfer can stall for half a minute
+}
+SILENCE_SECONDS = 60.0  # two engines with NIXL's spinning threads can starve every other process of a small machine
+QUEUE_SECONDS = 600.0  # one stalled transfer makes a router predict a long wait and refuse; the check waits
+MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
+
+
+class Interrupted(ClusterFailed):
+    """Somebody asked to stop: no verdict."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupted")
+
+
+class CheckedCompletion(Struct, frozen=True, kw_only=True):
+    """What came back for one prompt."""
+
+    tokens: tuple[int, ...]
+    kv: tuple[KvPhase, ...]
+    ttft: Nanos
+    rest: Nanos  # from the first token to the last
+
+
+class CheckVerdict(Struct, frozen=True, kw_only=True):
+    """The line that is printed for one way."""
+
+    ok: bool
+    prompts: int
+    identical: int
+    blocks_moved: int
+    bytes_moved: int
+    path: KvPath
+    ttft_ms: float  # median
+    tpot_ms: float  # median
+
+
+async def check(topology: Topology, surroundings: LocalClusterOptions, paths: Sequence[KvPath]) -> bool:
+    """Run the check for each way and print a line of JSON for each; whether all of them are good.
+
+    Args:
+        topology: The model, the engine and its settings; pools and ways are the check's own.
+        surroundings: Where the clusters run; each keeps its logs in a folder of its own.
+        paths: The ways to check, in this order.
+
+    Raises:
+        ConfigurationRefused: The topology cannot be obeyed.
+        ClusterFailed: The reference could not be computed.
+        Interrupted: Somebody asked to stop.
+    """
+    length = min(topology.cluster.max_model_len, LONGEST + ANSWER_TOKENS)
+    expected: list[CheckedCompletion] = []
+    prompts: list[TokenBytes] = []
+    block_tokens = 0
+
+    async def compute_reference(cluster: LocalCluster) -> None:
+        nonlocal block_tokens
+        prompts.extend(reference_prompts(cluster.plan.model_dir, max_tokens=length - ANSWER_TOKENS))
+        say(f"asking one aggregated engine {len(prompts)} prompts")
+        answers, block_tokens = await _ask_all(cluster, prompts, Placement.AGGREGATED, WITHIN[KvPath.STORE])
+        if missing := answers.count(None):
+            raise ClusterFailed(f"the reference engine did not answer {missing} of {len(prompts)} prompts")
+        expected.extend(answer for answer in answers if answer is not None)
+
+    if not await with_cluster(_reference(topology), _subfolder(surroundings, "reference"), compute_reference):
+        raise Interrupted
+    good = True
+    for path in paths:
+        verdict = await _check_path(topology, surroundings, path, prompts, block_tokens, expected)
+        print(msgspec.json.encode(verdict).decode(), flush=True)
+        good = good and verdict.ok
+    return good
+
+
+async def _check_path(
+    topology: Topology,
+    surroundings: LocalClusterOptions,
+    path: KvPath,
+    prompts: Sequence[TokenBytes],
+    block_tokens: int,
+    expected: Sequence[CheckedCompletion],
+) -> CheckVerdict:
+    """One way, in a cluster of its own. A cluster that fails is a bad verdict, not the end of the check."""
+    got: list[CheckedCompletion | None] = []
+
+    async def compare(cluster: LocalCluster) -> None:
+        say(f"asking a prefill and a decode worker the same, blocks by {path}")
+        answers, _ = await _ask_all(cluster, prompts, Placement.DISAGGREGATED, WITHIN[path])
+        got.extend(answers)
+
+    try:
+        if not await with_cluster(disaggregated(topology, path), _subfolder(surroundings, path), compare):
+            raise Interrupted
+    except Interrupted:
+        raise
+    except ClusterFailed as error:
+        say(f"{path}: {error}")
+    got = got or [None] * len(prompts)
+    complaints = []
+    for index, (prompt, reference, answer) in enumerate(zip(prompts, expected, got, strict=True)):
+        tokens = len(prompt) // TOKEN_BYTES
+        if (wrong := complaint(path, tokens, block_tokens, reference, answer)) is not None:
+            complaints.append(wrong)
+            say(f"prompt {index} of {tokens} tokens: {wrong}")
+    return judge(path, expected, got, complaints)
+
+
+async def _ask_all(
+    cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos
+) -> tuple[list[CheckedCompletion | None], int]:
+    """Answers in the order of the prompts, None where a request failed; and the tokens of a block."""
+    answers: list[CheckedCompletion | None] = [None] * len(prompts)
+    turn = asyncio.Semaphore(AT_A_TIME)
+    async with AsyncClient(cluster.plan.grpc) as client:
+
+        async def ask(index: int) -> None:
+            async with turn:
+                try:
+                    answers[index] = await _ask(client, prompts[index], placement, within, SystemClock())
+                except FleetError as error:
+                    say(f"prompt {index} of {len(prompts[index]) // TOKEN_BYTES} tokens: {error.message}")
+
+        (card,) = await client.models()
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(len(prompts)):
+                tasks.create_task(ask(index))
+    return answers, card.block_tokens
+
+
+async def _ask(
+    client: AsyncClient, prompt: TokenBytes, placement: Placement, within: Nanos, clock: Clock
+) -> CheckedCompletion:
+    begun = clock.now()
+    first = last = begun
+    async with client.generate(
+        np.frombuffer(prompt, "<u4").tolist(),
+        max_tokens=ANSWER_TOKENS,
+        temperature=0,
+        ignore_eos=True,
+        placement=placement,
+        timeout_seconds=within / SECOND,
+    ) as stream:
+        async for delta in stream:
+            if delta.token_ids:
+                last = clock.now()
+                first = last if first == begun else first
+    result = stream.result
+    return CheckedCompletion(tokens=result.token_ids, kv=result.kv, ttft=Nanos(first - begun), rest=Nanos(last - first))
+
+
+def judge(
+    path: KvPath,
+    expected: Sequence[CheckedCompletion],
+    got: Sequence[CheckedCompletion | None],
+    complaints: Sequence[str],
+) -> CheckVerdict:
+    """Sum up the answers of one way; None stands for a request that failed, and is among the complaints."""
+    answers = [answer for answer in got if answer is not None]
+    origins = [origin for answer in answers for origin in _decode_origins(answer) if origin.source is MOVED_BY[path]]
+    return CheckVerdict(
+        ok=not complaints,
+        prompts=len(expected),
+        identical=sum(
+            answer is not None and answer.tokens == reference.tokens
+            for answer, reference in zip(got, expected, strict=True)
+        ),
+        blocks_moved=sum(origin.blocks for origin in origins),
+        bytes_moved=sum(origin.bytes for origin in origins),
+        path=path,
+        ttft_ms=_median(answer.ttft / MILLISECOND for answer in answers),
+        tpot_ms=_median(
+            answer.rest / MILLISECOND / (len(answer.tokens) - 1) for answer in answers if len(answer.tokens) > 1
+        ),
+    )
+
+
+def complaint(
+    path: KvPath, prompt_tokens: int, block_tokens: int, expected: CheckedCompletion, answer: CheckedCompletion | None
+) -> str | None:
+    """What is wrong with one answer; None if nothing is."""
+    if answer is None:
+        return "no answer"
+    if answer.tokens != expected.tokens:
+        pairs = enumerate(zip(answer.tokens, expected.tokens, strict=False))
+        differing = next((index for index, (ours, theirs) in pairs if ours != theirs), None)
+        return "another number of tokens" if differing is None else f"token {differing} differs"
+    if not blocks_received(answer, path, prompt_tokens, block_tokens):
+        origins = ", ".join(f"{origin.blocks} {origin.source}" for origin in _decode_origins(answer) if origin.blocks)
+        return f"no block moved by {path}; of the decode phase's blocks were {origins or 'none'}"
+    return None
+
+
+def blocks_received(answer: CheckedCompletion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
+    """Whether the decode phase had blocks moved to it, as far as there were any that it did not hold itself.
+
+    The last token of a prompt is always computed, because its output is the first token of the answer; so its block does not
+    count.
+    """
+    full_blocks = (prompt_tokens - 1) // block_tokens
+    origins = _decode_origins(answer)
+    held = sum(origin.blocks for origin in origins if origin.source is Source.ENGINE)
+    return held >= full_blocks or any(
+        origin.blocks and origin.bytes for origin in origins if origin.source is MOVED_BY[path]
+    )
+
+
+def _decode_origins(answer: CheckedCompletion) -> list[KvOrigin]:
+    return [origin for phase in answer.kv if phase.phase is Phase.DECODE for origin in phase.report.origins]
+
+
+def _median(values: Iterable[float]) -> float:
+    known = list(values)
+    return round(statistics.median(known), 3) if known else 0.0
+
+
+def _reference(topology: Topology) -> Topology:
+    """One engine for everything, as the topology sets up its decode workers."""
+    worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
+    return structs.replace(
+        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,)
+    )
+
+
+def disaggregated(topology: Topology, path: KvPath) -> Topology:
+    """Return the topology of one prefill and one decode worker that hand over blocks by one path."""
+    pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
+    return structs.replace(
+        _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=(path,)), pools=pools
+    )
+
+
+def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOptions:
+    return structs.replace(surroundings, logs=surroundings.logs / name if surroundings.logs else None)
+
+
+def _with_own_ports(topology: Topology) -> Topology:
+    """On free ports, so that a running cluster is not in the way; nobody is given up for being slow.
+
+    The store runs in a process of its own, since the check has two workers.
+    """
+    router = structs.replace(
+        topology.router,
+        http_listen="127.0.0.1:0",
+        grpc_listen="127.0.0.1:0",
+        heartbeat_timeout_seconds=SILENCE_SECONDS,
+        max_queue_seconds=QUEUE_SECONDS,
+    )
+    return structs.replace(topology, router=router, store=structs.replace(topology.store, place=StorePlace.PROCESS))
+
+
+def _pool(topology: Topology, role: Role) -> PoolSection:
+    of_role = [pool for pool in topology.pools if pool.role is role]
+    return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)

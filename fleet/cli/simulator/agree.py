@@ -1,0 +1,71 @@
+"""`fleet sim agree`: one scenario through the servers of production and through the simulation.
+
+Rules: exit status 0: both decided the same, line by line; 1: they did not, and the first lines that differ are shown; 3: the scenario
+cannot be run.
+"""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from fleet.cli.console.exits import DONE, FAILED
+from fleet.cli.simulator.outputs import SimulationOutputs, say
+
+SHOWN = 3  # lines of each log, from the first that differs on
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from fleet.app.agreement.comparison import first_difference, served, simulated  # noqa: PLC0415
+    from fleet.config import parse_changes  # noqa: PLC0415 - help needs none of it
+    from fleet.sim.run_plan import plan, traffic  # noqa: PLC0415
+    from fleet.sim.scenario import read_scenario  # noqa: PLC0415
+
+    changes = parse_changes(arguments.set)
+    if arguments.seed is not None:
+        changes["seed"] = arguments.seed
+    scenario, folder = read_scenario(arguments.scenario, changes), arguments.scenario.parent
+    planned = plan(scenario, folder)
+    there_traffic, here_traffic = traffic(scenario, folder), traffic(scenario, folder)
+    with ExitStack() as files:
+        outputs = SimulationOutputs(arguments, files)
+        with _quiet():
+            there, here = served(planned, there_traffic), simulated(planned, here_traffic)
+        number = first_difference(there.lines, here.lines)
+        answer: dict[str, Any] = {"agree": number is None, "lines": len(here.lines), "requests": len(here.ended)}
+        if number is not None:
+            answer["difference"] = {
+                "line": number + 1,
+                "served": there.lines[number : number + SHOWN],
+                "simulated": here.lines[number : number + SHOWN],
+            }
+        outputs.write_json(answer)
+    say(arguments, answer, [_summary(answer)])
+    return DONE if number is None else FAILED
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Production's servers say in a log what happens to them, which here is the scenario."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _summary(answer: dict[str, Any]) -> str:
+    told = f"{answer['requests']:,} requests, {answer['lines']:,} lines of decisions"
+    if (difference := answer.get("difference")) is None:
+        return f"{told}: production and simulation agree"
+    return "\n".join(
+        (
+            f"{told}: production and simulation differ from line {difference['line']:,} on",
+            "production:",
+            *(f"  {line}" for line in difference["served"]),
+            "simulation:",
+            *(f"  {line}" for line in difference["simulated"]),
+        )
+    )

@@ -1,0 +1,178 @@
+"""What callers may ask for, and how it becomes a message."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+import numpy as np
+
+from fleet.client.errors import InvalidRequest
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    StructuredOutput,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleet.core.roles import KvPath, Placement
+from fleet.core.validation import prompt_field
+from fleet.v1 import control_pb2
+from fleet.v1 import inference_pb2 as pb
+from fleet.wire.inference import encode_request
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Sequence[ChatMessage]
+"""Text, token ids, or a conversation: messages with ``role`` and ``content``, and what the OpenAI API has for calls of tools."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`; ranges and defaults are in proto/fleet/v1/inference.proto."""
+
+    model: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    logprobs: int
+    form: StructuredOutput
+    tools: Sequence[Mapping[str, Any]]  # as the OpenAI API has them; for conversations
+    stop: str | Sequence[str]
+    priority: int
+    session: str
+    tenant: str
+    placement: Placement
+    kv_path: KvPath | None
+    expected_tokens: int
+    pin: str
+    labels: Sequence[str]
+    request_id: str
+    timeout_seconds: float | None  # for the whole answer; None: no limit
+
+
+def api_key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that shows a key; none without one."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
+def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
+    """The message that sets thresholds.
+
+    Raises:
+        InvalidRequest: There is no such threshold, or it is no such number.
+    """
+    message = control_pb2.TuneRequest()
+    for name, value in thresholds.items():
+        try:
+            setattr(message, name, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            cause = "there is no such threshold" if isinstance(error, AttributeError) else error
+            raise InvalidRequest(f"{name}: {cause}", Reason.INVALID_ARGUMENT, field=name) from error
+    return message
+
+
+def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
+    """The message that asks for it.
+
+    Raises:
+        InvalidRequest: A value does not fit its field; nothing was sent.
+    """
+    stop = options.get("stop", ())
+    request = GenerateRequest(
+        id=RequestId(options.get("request_id", "")),
+        model=ModelName(options.get("model", "")),
+        prompt=_prompt(prompt, options.get("tools", ())),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        priority=options.get("priority", 0),
+        session=options.get("session", ""),
+        tenant=options.get("tenant", ""),
+        placement=options.get("placement", Placement.AUTO),
+        kv_path=options.get("kv_path"),
+        expected_tokens=options.get("expected_tokens", 0),
+        pin=options.get("pin", ""),
+        labels=tuple(options.get("labels", ())),
+    )
+    sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
+    if not isinstance(options.get("form"), StructuredOutput | None):
+        message = "sampling.form: must be AnyObject, JsonSchema, Pattern, Grammar or Choice"
+        raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="sampling.form")
+    try:
+        return encode_request(request, sampling, timeout_ms=0)
+    except (TypeError, ValueError) as error:
+        field = _type_error(request, sampling)
+        raise InvalidRequest(f"{field}: {error}", Reason.INVALID_ARGUMENT, field=field) from error
+
+
+def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
+    """Path of the value that its message does not take, which the library does not name."""
+    own = ("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels")
+    given: dict[str, object] = {"request_id": request.id} | {name: getattr(request, name) for name in own}
+    for name, value in given.items():
+        if not _set_field(pb.GenerateRequest, name, value):
+            return name
+    for name, value in sampling.items():
+        if name != "form" and not _set_field(pb.Sampling, name, value):
+            return f"sampling.{name}"
+    return prompt_field(request)  # what is left
+
+
+def _set_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
+    try:
+        message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+    if tools and (isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | np.integer)):
+        raise InvalidRequest("tools: are for conversations", Reason.INVALID_ARGUMENT, field="chat.tools")
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if all(isinstance(item, int | np.integer) for item in prompt):
+        try:
+            return TokenPrompt(np.asarray(prompt, "<u4").tobytes())
+        except OverflowError as error:
+            message = f"token_ids: {error}"
+            raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="token_ids") from error
+    messages = []
+    for index, item in enumerate(prompt):
+        match item:
+            case ChatMessage():
+                messages.append(item)
+            case {"role": str(role), "content": str(content), **more}:
+                messages.append(
+                    ChatMessage(
+                        role=role,
+                        content=content,
+                        tool_calls=_json(more.get("tool_calls"), f"chat.messages[{index}].tool_calls"),
+                        tool_call_id=str(more.get("tool_call_id", "")),
+                        name=str(more.get("name", "")),
+                    )
+                )
+            case _:
+                field = f"chat.messages[{index}]"
+                message = f"{field}: must have the texts role and content"
+                raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field=field)
+    return ChatPrompt(tuple(messages), tools=_json(tools, "chat.tools"))
+
+
+def _json(value: object, field: str) -> str:
+    """As text; empty for nothing."""
+    if not value:
+        return ""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field}: {error}", Reason.INVALID_ARGUMENT, field=field) from error

@@ -1,0 +1,336 @@
+"""What is wrong with a request, found before anything is started.
+
+Field paths are those of proto/fleet/v1/inference.proto; a front whose clients write other names translates the path of
+the refusal (`fleet.net.status_codes.rename_field`).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol, assert_never
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from fleet.core.errors import RequestRejected, invalid, split_validation_error
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    ModelCard,
+    Pattern,
+    Sampling,
+    StructuredOutput,
+    TextPrompt,
+    TokenPrompt,
+)
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 1024  # they are kept as long as the request runs; a body has room for millions
+MAX_HINT_CHARACTERS = 256  # of a session or a tenant: they are keys in tables of the router
+MAX_PRIORITY = 100
+MAX_EXPECTED_TOKENS = 2**31 - 1
+MAX_LABELS = 16
+MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI takes schemas of 120,000
+MAX_REGEX_CHARACTERS = 16_384
+MAX_CHOICES = 256
+MAX_CHOICE_CHARACTERS = 1024
+MAX_INT32 = 2**31 - 1
+MAX_UINT32 = 2**32 - 1
+MAX_UINT64 = 2**64 - 1
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class _Range(Struct, frozen=True):
+    """Numbers from `low` (itself only if `closed`) to `high`. NaN is in no range."""
+
+    low: float
+    high: float
+    closed: bool = True
+
+    def __contains__(self, number: float) -> bool:
+        return (self.low <= number if self.closed else self.low < number) and number <= self.high
+
+    def __str__(self) -> str:
+        if self.closed:
+            return f"from {self.low} to {self.high}"
+        return f"more than {self.low} and at most {self.high}"
+
+
+_RANGES: dict[str, _Range] = {  # of the fields of Sampling; a field that is None is not checked
+    "max_tokens": _Range(1, MAX_UINT32),
+    "temperature": _Range(0, 2),
+    "top_p": _Range(0, 1, closed=False),
+    "top_k": _Range(0, MAX_INT32),
+    "min_p": _Range(0, 1),
+    "seed": _Range(0, MAX_UINT64),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 2, closed=False),
+    "min_tokens": _Range(0, MAX_UINT32),
+    "logprobs": _Range(0, 20),
+}
+
+
+def validate(
+    request: GenerateRequest, card: ModelCard, prompt_tokens: int | None, *, vocab_size: int | None = None
+) -> None:
+    """Check a request against its model.
+
+    Args:
+        request: As a front hands it on.
+        card: The model that will serve it.
+        prompt_tokens: Length of the prompt, or None while it is not known; then lengths are not checked.
+        vocab_size: Token ids must be below; None when not known.
+
+    Raises:
+        Refused: INVALID_ARGUMENT with the first field that is wrong.
+    """
+    _check_names(request)
+    _check_prompt(request, vocab_size)
+    _check_sampling(request.sampling, vocab_size)
+    _check_stop(request.stop)
+    if not request.fill_context and request.sampling.min_tokens > request.sampling.max_tokens:
+        raise invalid(
+            "sampling.min_tokens",
+            f"{request.sampling.min_tokens} is more than max_tokens, {request.sampling.max_tokens}",
+        )
+    if prompt_tokens is not None:
+        validate_length(request, card, prompt_tokens)
+
+
+def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
+    """Check that prompt and answer fit the model.
+
+    Raises:
+        Refused: INVALID_ARGUMENT; the prompt is empty or too long, or leaves no room for what is asked for.
+    """
+    field = prompt_field(request)
+    if prompt_tokens == 0:
+        raise invalid(field, "must not be empty")
+    if prompt_tokens > card.max_model_len:
+        raise invalid(field, f"has {prompt_tokens} tokens, and the model takes {card.max_model_len}")
+    room = card.max_model_len - prompt_tokens
+    if room == 0:
+        raise invalid(
+            field, f"has {prompt_tokens} tokens, which leaves none of the model's {card.max_model_len} to the answer"
+        )
+    if request.fill_context:
+        if request.sampling.min_tokens > room:
+            raise invalid(
+                "sampling.min_tokens", f"{request.sampling.min_tokens} is more than the {room} that the prompt leaves"
+            )
+    elif request.sampling.max_tokens > room:
+        raise invalid(
+            "sampling.max_tokens",
+            f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are more tokens than the model takes, "
+            f"{card.max_model_len}; ask for at most {room}",
+        )
+
+
+def prompt_field(request: GenerateRequest) -> str:
+    """Path of the prompt, as the public protocol names it."""
+    match request.prompt:
+        case TextPrompt():
+            return "text"
+        case ChatPrompt():
+            return "chat.messages"
+        case TokenPrompt():
+            return "token_ids"
+        case _:
+            assert_never(request.prompt)
+
+
+def _check_names(request: GenerateRequest) -> None:
+    if not _REQUEST_ID.fullmatch(request.id):
+        raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
+    check_hints(request)
+
+
+class RequestHints(Protocol):
+    """What a client may say besides its prompt; see `fleet.core.requests.GenerateRequest`."""
+
+    @property
+    def session(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def pin(self) -> str: ...
+    @property
+    def labels(self) -> Sequence[str]: ...
+    @property
+    def expected_tokens(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+
+
+def check_hints(hints: RequestHints) -> None:
+    """Assert that hints are of a size that a router may remember.
+
+    Raises:
+        Refused: INVALID_ARGUMENT with the field that is not.
+    """
+    if len(hints.labels) > MAX_LABELS:
+        raise invalid("labels", f"has {len(hints.labels)} labels, and {MAX_LABELS} are allowed")
+    named = (("session", hints.session), ("tenant", hints.tenant), ("pin", hints.pin))
+    for field, hint in (*named, *((f"labels[{index}]", label) for index, label in enumerate(hints.labels))):
+        if len(hint) > MAX_HINT_CHARACTERS:
+            raise invalid(field, f"has {len(hint)} characters, and {MAX_HINT_CHARACTERS} are allowed")
+    if not 0 <= hints.expected_tokens <= MAX_EXPECTED_TOKENS:
+        raise invalid(
+            "expected_tokens", f"must be from 0 to {MAX_EXPECTED_TOKENS}, not {_short(hints.expected_tokens)}"
+        )
+    if not -MAX_PRIORITY <= hints.priority <= MAX_PRIORITY:
+        raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(hints.priority)}")
+
+
+def _check_prompt(request: GenerateRequest, vocab_size: int | None) -> None:
+    match request.prompt:
+        case TextPrompt(text=text):
+            if not text:
+                raise invalid("text", "must not be empty")
+        case ChatPrompt(messages=messages, tools=tools):
+            if not messages:
+                raise invalid("chat.messages", "must not be empty")
+            for index, message in enumerate(messages):
+                _check_message(f"chat.messages[{index}]", message)
+            if tools:
+                _decoded(tools, _TOOLS, "chat.tools")
+        case TokenPrompt(tokens=tokens):
+            if not tokens:
+                raise invalid("token_ids", "must not be empty")
+            assert len(tokens) % TOKEN_BYTES == 0, len(tokens)
+            ids = np.frombuffer(tokens, "<u4")
+            if vocab_size is not None and int(ids.max()) >= vocab_size:
+                index = int((ids >= vocab_size).argmax())
+                raise invalid(
+                    f"token_ids[{index}]", f"{ids[index]} is outside the model's vocabulary of {vocab_size} tokens"
+                )
+        case _:
+            assert_never(request.prompt)
+
+
+class ToolFunction(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OfferedTool(Struct, frozen=True):
+    """As the OpenAI API has it; what templates make of the rest is theirs."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class CalledFunction(Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Struct, frozen=True):
+    """Likewise."""
+
+    function: CalledFunction
+
+
+_TOOLS: "msgspec.json.Decoder[list[OfferedTool]]" = msgspec.json.Decoder(list[OfferedTool])
+_TOOL_CALLS: "msgspec.json.Decoder[list[ToolCall]]" = msgspec.json.Decoder(list[ToolCall])
+_OBJECT: "msgspec.json.Decoder[dict[str, Any]]" = msgspec.json.Decoder(dict[str, Any])
+
+_MISSING = re.compile(r"^Object missing required field `(.*)`$")
+
+
+def _check_message(field: str, message: ChatMessage) -> None:
+    if not message.role:
+        raise invalid(f"{field}.role", "must not be empty")
+    if message.tool_calls:
+        _decoded(message.tool_calls, _TOOL_CALLS, f"{field}.tool_calls")
+
+
+def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> None:
+    """Check that a text is such JSON.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the path of what is wrong.
+    """
+    try:
+        decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error, field) from error
+    except RecursionError as error:
+        raise invalid(field, "is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise invalid(field, f"is not valid JSON: {error}") from error
+
+
+def invalid_value(error: msgspec.ValidationError, field: str) -> RequestRejected:
+    """The refusal of a value with the wrong type or range, in `field`; the library ends its message with the path."""
+    message, path = split_validation_error(error)
+    field += path
+    if (missing := _MISSING.search(message)) is not None:
+        field += f".{missing[1]}"
+    return invalid(field, message[0].lower() + message[1:])
+
+
+def _check_structured_output(form: StructuredOutput) -> None:
+    match form:
+        case AnyObject():
+            pass
+        case JsonSchema(schema=schema):
+            _check_size("sampling.form", schema, MAX_STRUCTURED_OUTPUT_CHARACTERS)
+            _decoded(schema, _OBJECT, "sampling.form")
+        case Pattern(regex=regex):
+            _check_size("sampling.form", regex, MAX_REGEX_CHARACTERS)
+        case Grammar(text=text):
+            _check_size("sampling.form", text, MAX_STRUCTURED_OUTPUT_CHARACTERS)
+        case Choice(strings=strings):
+            if not 1 <= len(strings) <= MAX_CHOICES:
+                raise invalid("sampling.form", f"has {len(strings)} choices; 1 to {MAX_CHOICES} are allowed")
+            for string in strings:
+                _check_size("sampling.form", string, MAX_CHOICE_CHARACTERS)
+        case _:
+            assert_never(form)
+
+
+def _check_size(field: str, text: str, most: int) -> None:
+    if not 1 <= len(text) <= most:
+        raise invalid(field, f"has {len(text)} characters; 1 to {most} are allowed")
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int | None) -> None:
+    for name, allowed in _RANGES.items():
+        number = getattr(sampling, name)
+        if number is not None and number not in allowed:
+            raise invalid(f"sampling.{name}", f"must be {allowed}, not {_short(number)}")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid(
+            "sampling.stop_token_ids", f"has {len(sampling.stop_token_ids)} ids, and {MAX_STOP_TOKENS} are allowed"
+        )
+    for index, token_id in enumerate(sampling.stop_token_ids):
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            raise invalid(f"sampling.stop_token_ids[{index}]", f"{_short(token_id)} is outside the model's vocabulary")
+    if sampling.form is not None:
+        _check_structured_output(sampling.form)
+
+
+def _check_stop(stop: tuple[str, ...]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise invalid("stop", f"has {len(stop)} strings, and {MAX_STOP_STRINGS} are allowed")
+    for index, string in enumerate(stop):
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+            raise invalid(f"stop[{index}]", f"has {len(string)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed")
+
+
+def _short(number: float) -> str:
+    """As text; a client may send an integer of a million digits."""
+    if isinstance(number, int) and abs(number) > MAX_UINT64:
+        return "an integer beyond 64 bits"
+    return f"{number}"

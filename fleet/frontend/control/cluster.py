@@ -1,0 +1,220 @@
+"""`fleet.v1.Cluster`: what operators ask of a running router."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+from msgspec import structs
+
+from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error
+from fleet.core.ids import RequestId
+from fleet.core.requests import ModelCard
+from fleet.net.grpc.calls import parse_message, unary_handler
+from fleet.router.placement.break_even import MIN_SAMPLES
+from fleet.router.placement.decision import CostTerms, DecisionExplanation
+from fleet.router.settings.router import Thresholds
+from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterSnapshot
+from fleet.v1 import control_pb2 as pb
+from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+STORE_SECONDS = 1.0  # for the store node to say how full it is
+
+FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
+
+
+class RouterApi(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def status(self) -> RouterSnapshot: ...
+
+    def models(self) -> tuple[ModelCard, ...]: ...
+
+    def explain(self, request_id: RequestId) -> Explanation | None: ...
+
+    def tune(self, thresholds: Thresholds) -> None: ...
+
+    def thresholds(self) -> Thresholds: ...
+
+    def remote_prefill(self) -> RemotePrefillSnapshot: ...
+
+
+class PeerRoutersApi(Protocol):
+    """What is needed of `fleet.peers.routers.PeerRouters`."""
+
+    async def explained(self, request_id: RequestId) -> pb.ExplainResponse | None: ...
+
+    def tuned(self, thresholds: Thresholds) -> None: ...
+
+
+class ClusterService:
+    """The service over one router, which asks the others of its cluster where it has to."""
+
+    def __init__(
+        self, router: RouterApi, ask_store: FetchStoreStatus | None, others: PeerRoutersApi | None = None
+    ) -> None:
+        self._router = router
+        self._ask_store = ask_store
+        self._others = others
+
+    def methods(self) -> dict[str, Any]:
+        return {
+            "Status": unary_handler(self._status),
+            "Explain": unary_handler(self._explain),
+            "Tune": unary_handler(self._tune),
+        }
+
+    async def _status(self, content: bytes) -> Message:
+        parse_message(pb.StatusRequest, content)
+        snapshot = self._router.status()
+        counters = snapshot.counters
+        response = pb.StatusResponse(
+            pools=[_encode_pool(pool) for pool in snapshot.pools],
+            router=pb.RouterStatus(
+                requests=counters.ended,
+                aggregated=counters.aggregated,
+                disaggregated=counters.disaggregated,
+                refused=sum(counters.refused.values()),
+                active=snapshot.active,
+                queued=snapshot.queued,
+                index_blocks=snapshot.index_blocks,
+                models=[card.name for card in self._router.models()],
+            ),
+        )
+        if self._ask_store is not None and (stats := await self._ask_store()) is not None:
+            response.store.CopyFrom(
+                pb.StoreStatus(
+                    store_id=stats.store_id,
+                    blocks=stats.blocks,
+                    bytes=stats.bytes,
+                    capacity_bytes=stats.capacity_bytes,
+                    hits=stats.hits,
+                    misses=stats.misses,
+                    corrupt=stats.corrupt,
+                )
+            )
+        return response
+
+    async def _explain(self, content: bytes) -> Message:
+        request_id = RequestId(parse_message(pb.ExplainRequest, content).request_id)
+        if (explanation := self._router.explain(request_id)) is not None:
+            return encode_explanation(explanation)
+        if self._others is not None and (explained := await self._others.explained(request_id)) is not None:
+            return explained
+        message = f"request_id: {request_id[:100]!r} was not placed here, or others have been since"
+        raise RequestRejected(Reason.REQUEST_NOT_FOUND, message, field="request_id")
+
+    async def _tune(self, content: bytes) -> Message:
+        asked = parse_message(pb.TuneRequest, content)
+        changes = {field.name: value for field, value in asked.ListFields()}
+        if changes:
+            thresholds = parse_thresholds(structs.asdict(self._router.thresholds()) | changes)
+            self._router.tune(thresholds)
+            if self._others is not None:
+                self._others.tuned(thresholds)
+        return pb.Thresholds(
+            **structs.asdict(self._router.thresholds()),
+            remote_prefill=_encode_remote_prefill(self._router.remote_prefill()),
+        )
+
+
+def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
+    """Asks a store node how full it is."""
+
+    async def ask() -> blocks_pb2.StatsResponse | None:
+        try:
+            return await stub.Stats(blocks_pb2.StatsRequest(), timeout=STORE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.warning("the store node does not answer", extra={"code": error.code().name})
+            return None
+
+    return ask
+
+
+def parse_thresholds(values: dict[str, Any]) -> Thresholds:
+    """Thresholds by name.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the one that is out of its range.
+    """
+    try:
+        return msgspec.convert(values, Thresholds)
+    except msgspec.ValidationError as error:
+        cause, path = split_validation_error(error)
+        raise invalid(path.removeprefix("."), cause[0].lower() + cause[1:]) from error
+
+
+def _encode_pool(pool: PoolSnapshot) -> pb.PoolStatus:
+    return pb.PoolStatus(
+        model=pool.model,
+        role=pool.role,
+        workers=[
+            pb.WorkerStatus(
+                worker_id=worker.worker_id,
+                state=worker.state,
+                engine=worker.engine,
+                address=worker.address,
+                running=worker.running,
+                waiting=worker.waiting,
+                kv_blocks_used=worker.kv_blocks_used,
+                kv_blocks=worker.kv_blocks,
+                cached_blocks=worker.cached_blocks,
+                booked_requests=worker.booked_requests,
+                booked_elsewhere=worker.booked_elsewhere,
+            )
+            for worker in pool.workers
+        ],
+    )
+
+
+def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
+    return pb.RemotePrefill(
+        learned=measured.learned,
+        handoffs=measured.handoffs,
+        handoffs_needed=MIN_SAMPLES,
+        handoff_ms=1000 * measured.handoff_seconds,
+        workers=[
+            pb.BreakEven(
+                worker_id=worker.worker_id,
+                requests=worker.requests,
+                token_ms=1000 * worker.token_seconds,
+                min_tokens=worker.min_tokens or 0,
+            )
+            for worker in measured.workers
+        ],
+    )
+
+
+def encode_explanation(explanation: Explanation) -> pb.ExplainResponse:
+    return pb.ExplainResponse(placements=[_encode_placed(placed) for placed in explanation.placements])
+
+
+def _encode_placed(placed: DecisionExplanation) -> pb.PlacementExplained:
+    return pb.PlacementExplained(
+        decode=placed.decode,
+        prefill=placed.prefill or "",
+        kv_path=placed.kv_path or "",
+        why=placed.why,
+        policy=placed.policy,
+        prefill_policy=placed.prefill_policy,
+        uncached_tokens=placed.uncached_tokens,
+        prefill_tokens=placed.prefill_tokens,
+        candidates=_encode_terms(placed.candidates),
+        prefill_candidates=_encode_terms(placed.prefill_candidates),
+        unfit=dict(placed.unfit),
+    )
+
+
+def _encode_terms(terms: Iterable[CostTerms]) -> list[pb.CandidateCost]:
+    return [
+        pb.CandidateCost(
+            worker_id=term.worker_id,
+            cost=term.cost,
+            parts=[pb.CostPart(name=name, value=value) for name, value in term.parts.items()],
+        )
+        for term in terms
+    ]

@@ -1,0 +1,390 @@
+"""From a client's request to its answer as text: what every front shares.
+
+Flow: whose request it is, resolve the model, validate, render and tokenise, let it in or not, salt, submit to the
+router's server, turn tokens into text, look for stop strings, count. Rules:
+
+1. Nothing is submitted before everything that the client wrote has been checked.
+2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. On every way out the
+   router hears at once that nobody waits any more.
+3. Tokens that end generation are the engine's business (`stop_token_ids`), strings that end it are ours: only here is
+   there text. The engine is told to stop and not waited for; where the blocks came from it has said with its first tokens.
+4. An answer that its client gets in one piece (`GenerateRequest.whole`) is collected here. So it may be started over on another
+   worker as long as it is not complete, whatever its sampling.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
+from itertools import chain
+from typing import Protocol, assert_never
+
+from msgspec import structs
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected, invalid
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    Admitted,
+    ChatPrompt,
+    Delta,
+    Finish,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    KvPhase,
+    ModelCard,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenBytes,
+    TokenPrompt,
+    Usage,
+)
+from fleet.core.telemetry import RouterProcessMetrics
+from fleet.core.validation import validate, validate_length
+from fleet.core.work import Progress
+from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.router.messages import Arrived, Complete, StartedOver
+from fleet.router.ports import TextCodec
+from fleet.router.shared_limits import admit_with_peers
+from fleet.router.state.lora import resolve_model
+from fleet.router.tenants import Tenants
+from kvstore.block import tenant_salt
+
+INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenising; longer prompts go to a thread
+RETRY_AFTER_MS = 1000
+
+
+class SubmittedRequest(AsyncIterable[Progress | StartedOver | Complete], Protocol):
+    """What is needed of `fleet.router.server.RequestStream`."""
+
+    kv: tuple[KvPhase, ...]
+    cached_tokens: int
+
+
+class RouterApi(Protocol):
+    """What is needed of `fleet.router.server.RouterServer`."""
+
+    def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[SubmittedRequest]:
+        """The request's progress up to `Complete`; leaving the context before that cancels it everywhere.
+
+        Raises:
+            Refused: By `submit`, on entering, or while iterating.
+        """
+        ...
+
+    def models(self) -> tuple[ModelCard, ...]: ...
+
+
+class Generation:
+    """Serves requests of all fronts of one router process."""
+
+    def __init__(
+        self,
+        router: RouterApi,
+        codecs: Mapping[ModelName, TextCodec],
+        *,
+        clock: Clock,
+        tenants: Tenants,
+        tenant_secret: bytes,
+        metrics: RouterProcessMetrics,
+        threads: TokenizerThreads,
+    ) -> None:
+        self._router = router
+        self._codecs = codecs
+        self._clock = clock
+        self._tenants = tenants
+        self._tenant_secret = tenant_secret
+        self._metrics = metrics
+        self._running: set[RequestId] = set()
+        self._parents: dict[ModelName, ModelName] = {}  # of adapters that were asked for
+        self._threads = threads
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._running)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """Models that at least one live worker serves."""
+        return self._router.models()
+
+    @property
+    def by_key(self) -> bool:
+        """Whether clients have to prove who they are."""
+        return self._tenants.by_key
+
+    def identify(self, authorization: str) -> str:
+        """The tenant of a client that asks for something else than an answer.
+
+        Args:
+            authorization: As of `generate`.
+
+        Raises:
+            Refused: UNAUTHENTICATED; there are keys, and this is none of them.
+        """
+        return self._tenants.tenant(authorization, "")
+
+    def token_text(self, model: ModelName, token_id: int) -> str:
+        """One token alone, for log probabilities."""
+        return self._codecs[self._parents.get(model, model)].token_text(token_id)
+
+    async def generate(self, request: GenerateRequest, authorization: str = "") -> AsyncGenerator[GenerateEvent]:
+        """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
+
+        Args:
+            request: As the front understood it.
+            authorization: What the client sent to prove its tenant, ``Bearer KEY``; empty: nothing.
+
+        Raises:
+            Refused: Before `Admitted` if it was not taken; after it if it could not be completed.
+        """
+        measured = _RequestTimes(self._clock, self._metrics)
+        if request.id in self._running:
+            measured.refused(Reason.INVALID_ARGUMENT)
+            raise invalid("request_id", "a running request has the same")
+        self._running.add(request.id)
+        try:
+            tenant = self._tenants.tenant(authorization, request.tenant)
+            if tenant != request.tenant:
+                request = structs.replace(request, tenant=tenant)
+            async with aclosing(self._generate(request, measured)) as events:
+                async for event in events:
+                    yield event
+        except RequestRejected as refused:
+            measured.refused(refused.reason)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            measured.refused(Reason.CANCELLED)
+            raise
+        except Exception:
+            measured.refused(Reason.INTERNAL)
+            raise
+        finally:
+            self._running.discard(request.id)
+
+    async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
+        """What the router has to know of a request that somebody else sends to its worker: checked, tokenised and let in.
+
+        Args:
+            request: As the front understood it.
+            authorization: As for `generate`.
+
+        Raises:
+            Refused: It is not to be placed.
+        """
+        tenant = self._tenants.tenant(authorization, request.tenant)
+        request = structs.replace(request, tenant=tenant)
+        card, _, tokens, sampling = await self._checked(request)
+        await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
+        # With a seed, since nobody else could go on with an answer whose tokens are not known.
+        told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
+        return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
+
+    async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
+        card, codec, tokens, sampling = await self._checked(request)
+        prompt_tokens = len(tokens) // TOKEN_BYTES
+
+        def begun() -> AnswerText:
+            return AnswerText(
+                codec.decoder(tokens),
+                stop=request.stop,
+                end_token_ids=frozenset(sampling.stop_token_ids),
+                min_tokens=sampling.min_tokens,
+            )
+
+        answer = begun()
+        collected: list[Delta] = []  # of an answer that is given in one piece
+        allowance = await admit_with_peers(self._tenants, request.tenant, prompt_tokens, self._clock)
+        complete: Complete | None = None
+        last: Delta | None = None
+        arrived = self._arrived(request, card, tokens, sampling)
+        async with self._charged(request.tenant, lambda: answer), self._router.submit(arrived) as submitted:
+            yield Admitted(request_id=request.id, model=card.name, prompt_tokens=prompt_tokens, allowance=allowance)
+            async for event in submitted:
+                if isinstance(event, Complete):
+                    complete = event
+                    break
+                if isinstance(event, StartedOver):
+                    answer = begun()
+                    collected.clear()
+                elif event.token_ids:
+                    measured.tokens()
+                    delta = answer.add(event.token_ids, event.logprobs)
+                    if answer.stopped:  # leave first: the engine stops however slowly the client reads
+                        last = delta
+                        break
+                    if request.whole:
+                        collected.append(delta)
+                    else:
+                        yield delta
+        if last is not None:
+            collected.append(last)
+        if collected:
+            yield _joined(collected)
+        text = answer.finish()
+        finished = Finished(
+            finish=Finish.STOP if answer.stopped or complete is None else complete.finish,
+            usage=Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=answer.num_tokens,
+                cached_tokens=submitted.cached_tokens,
+            ),
+            kv=submitted.kv,
+            text=text,
+        )
+        measured.finished(finished)
+        yield finished
+
+    @asynccontextmanager
+    async def _charged(self, tenant: str, answer: Callable[[], AnswerText]) -> AsyncGenerator[None]:
+        """Charge a tenant for an answer, as long as it got. What was void when it was started over is not charged."""
+        try:
+            yield
+        finally:
+            self._tenants.used(tenant, answer().num_tokens, self._clock.now())
+
+    async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
+        """The model of a request with its codec, and what its engine gets: the prompt, and how to sample.
+
+        Raises:
+            Refused: It is late, or asks for what there is not.
+        """
+        self._check_deadline(request.deadline)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        tokens = await self._tokenise(request.prompt, codec)
+        prompt_tokens = len(tokens) // TOKEN_BYTES
+        validate_length(request, card, prompt_tokens)
+        return card, codec, tokens, _engine_sampling(request, codec, room=card.max_model_len - prompt_tokens)
+
+    def _check_deadline(self, deadline: Nanos | None) -> None:
+        if deadline is not None and deadline <= self._clock.now():
+            raise RequestRejected(Reason.DEADLINE_PASSED, "the deadline had passed on arrival", field="timeout_ms")
+
+    def _resolve(self, model: ModelName) -> tuple[ModelCard, TextCodec]:
+        cards = {card.name: card for card in self._router.models()}
+        if not model:
+            models = [card.name for card in cards.values() if not card.parent]
+            if len(models) > 1:
+                raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
+            if not models:
+                raise RequestRejected(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
+            (model,) = models
+        if model in cards and (parent := cards[model].parent):
+            self._parents[model] = parent
+        if (codec := self._codecs.get(self._parents.get(model, model))) is None:
+            known = [card.name for card in cards.values() if (card.parent or card.name) in self._codecs]
+            served = ", ".join(sorted(known)) or "none"
+            raise RequestRejected(
+                Reason.MODEL_NOT_FOUND, f"model: {_quoted(model)} is not served here; served: {served}", field="model"
+            )
+        if (card := cards.get(model)) is None:
+            raise RequestRejected(
+                Reason.NO_WORKER, f"no worker serves {_quoted(model)} now", field="model", retry_after_ms=RETRY_AFTER_MS
+            )
+        return card, codec
+
+    async def _tokenise(self, prompt: Prompt, codec: TextCodec) -> TokenBytes:
+        work: Callable[[], TokenBytes]
+        match prompt:
+            case TokenPrompt(tokens=tokens):
+                return tokens
+            case TextPrompt(text=text):
+                work, characters = partial(codec.encode, text), len(text)
+            case ChatPrompt(messages=messages, tools=tools):
+                work = partial(codec.render, messages, tools)
+                characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
+            case _:
+                assert_never(prompt)
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        return await self._threads.run(work, characters)
+
+    def _arrived(self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, sampling: Sampling) -> Arrived:
+        meant = resolve_model(card, tenant_salt(self._tenant_secret, request.tenant))
+        return Arrived(
+            request_id=request.id,
+            model=meant.model,
+            adapter=meant.adapter,
+            tokens=tokens,
+            salt=meant.salt,
+            tenant=request.tenant,
+            sampling=sampling,
+            priority=request.priority,
+            deadline=request.deadline,
+            session=request.session,
+            placement=request.placement,
+            kv_path=request.kv_path,
+            expected_tokens=request.expected_tokens,
+            pin=WorkerId(request.pin) if request.pin else None,
+            labels=request.labels,
+            whole=request.whole,
+        )
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    """Put the pieces of an answer together."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join([each.text for each in deltas]),
+        token_ids=tuple(chain.from_iterable(each.token_ids for each in deltas)),
+        logprobs=tuple(chain.from_iterable(each.logprobs for each in deltas)),
+    )
+
+
+def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:
+    """What engines are told: how many tokens at most, and which ones end the answer."""
+    sampling = request.sampling
+    ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
+    return structs.replace(
+        sampling,
+        max_tokens=room if request.fill_context else sampling.max_tokens,
+        stop_token_ids=tuple(dict.fromkeys(ends)),
+    )
+
+
+def _quoted(name: str) -> str:
+    return repr(name if len(name) <= 100 else f"{name[:100]}…")
+
+
+class _RequestTimes:
+    """Times of one request, told to the metrics once it is over."""
+
+    def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._began = clock.now()
+        self._first: Nanos | None = None
+        self._latest = self._began
+        self._longest = 0
+        self._steps = 0
+        self._over = False
+
+    def tokens(self) -> None:
+        now = self._clock.now()
+        if self._first is None:
+            self._first = now
+            self._metrics.first_token((now - self._began) / SECOND)
+        else:
+            self._longest = max(self._longest, now - self._latest)
+        self._latest = now
+        self._steps += 1
+
+    def finished(self, finished: Finished) -> None:
+        self._end(finished.finish, finished.kv, finished.usage)
+        if self._first is not None and self._steps > 1:
+            gaps = finished.usage.completion_tokens - 1
+            self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
+
+    def refused(self, reason: Reason) -> None:
+        self._end(reason, (), None)
+
+    def _end(self, outcome: Finish | Reason, kv: tuple[KvPhase, ...], usage: Usage | None) -> None:
+        if not self._over:  # closing the iterator after `Finished` is no cancellation
+            self._over = True
+            self._metrics.ended(outcome, kv, usage, (self._clock.now() - self._began) / SECOND)

@@ -1,0 +1,278 @@
+"""The port of a router that speaks the Open Inference Protocol, as KServe's and Triton's clients do.
+
+Rules:
+
+1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends the
+   stream, nor does a message that is none.
+2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one waits until one has ended, and none after it
+   is read, so that a client that sends more is slowed down by its connection.
+3. When a call is cancelled, so is all that it asked for.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import Any, Protocol
+from uuid import uuid4
+
+import grpc
+from google.protobuf.message import Message
+
+from fleet.core.clock import Clock
+from fleet.core.errors import Reason, RequestRejected, internal_error, invalid
+from fleet.core.ids import RequestId
+from fleet.core.requests import Admitted, Delta, Finished, Logprobs, ModelCard
+from fleet.frontend.generation import Generation
+from fleet.frontend.grpc.intake import MessageMemory, RequestIntake
+from fleet.net.grpc.calls import (
+    CallerDisconnected,
+    Context,
+    MessageWriter,
+    answer_call,
+    authorization_of,
+    open_writer,
+    parse_message,
+    serialize,
+    unary_context_handler,
+    unary_handler,
+)
+from fleet.net.grpc.http2 import Http2Server
+from fleet.net.grpc.port import open_port
+from fleet.net.settings import DEFAULT_GRPC_LIMITS, GrpcSettings
+from fleet.net.status_codes import rename_field
+from fleet.v1 import kserve_pb2 as pb
+from fleet.wire.kserve import (
+    VERSION,
+    KServePart,
+    KServeRequest,
+    check_version,
+    decode_infer,
+    encode_model,
+    encode_part,
+    encode_refusal,
+    encode_streamed,
+)
+
+log = logging.getLogger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+
+MAX_IN_STREAM = 256
+
+Messages = AsyncIterator[bytes]
+
+
+@asynccontextmanager
+async def open_kserve_frontend(
+    listen: str,
+    generation: Generation,
+    clock: Clock,
+    *,
+    max_held_bytes: int,
+    limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
+    shared: bool = False,
+    connection_seconds: float = 0,
+) -> AsyncIterator["KserveFrontend"]:
+    """Listen and serve until the context ends; then running calls are cancelled.
+
+    Args:
+        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
+        generation: Serves the requests.
+        clock: For deadlines.
+        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
+        limits: Limits of connections.
+        shared: Whether other processes may listen on the same port.
+        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+
+    Raises:
+        ConfigurationRefused: Nobody can listen there; the message says why.
+    """
+    server = Http2Server(
+        shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+    )
+    frontend = KserveFrontend(generation, clock, server)
+    server.add_generic_rpc_handlers(frontend.handlers())
+    async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
+        yield frontend
+
+
+class KserveFrontend:
+    """Made by `open_kserve_frontend`."""
+
+    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
+        self.address = ""  # as clients write it, with the port that was taken
+        self.door = RequestIntake(generation, clock, server)
+        self._generation = generation
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """The service's methods, all of which take bytes, and what answers its other ones."""
+        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+        methods = {
+            "ServerLive": unary_handler(self._server_live),
+            "ServerReady": unary_handler(self._server_ready),
+            "ModelReady": unary_handler(self._model_ready),
+            "ServerMetadata": unary_handler(self._server_metadata),
+            "ModelMetadata": unary_context_handler(self._model_metadata),
+            "ModelInfer": unary_context_handler(self._infer),
+            "ModelStreamInfer": stream(self._model_stream_infer, response_serializer=serialize),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods), _UnimplementedMethods(tuple(methods))
+
+    async def _server_live(self, content: bytes) -> Message:
+        parse_message(pb.ServerLiveRequest, content)
+        return pb.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, content: bytes) -> Message:
+        parse_message(pb.ServerReadyRequest, content)
+        return pb.ServerReadyResponse(ready=self.door.ready())
+
+    async def _model_ready(self, content: bytes) -> Message:
+        asked = parse_message(pb.ModelReadyRequest, content)
+        known = self._card(asked.name) is not None and asked.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=known and self.door.ready())
+
+    async def _server_metadata(self, content: bytes) -> Message:
+        parse_message(pb.ServerMetadataRequest, content)
+        return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
+
+    async def _model_metadata(self, content: bytes, context: Context) -> Message:
+        asked = parse_message(pb.ModelMetadataRequest, content)
+        self._generation.identify(authorization_of(context))
+        check_version("version", asked.version)
+        if (card := self._card(asked.name)) is None:
+            served = ", ".join(sorted(card.name for card in self._generation.models())) or "none"
+            raise RequestRejected(Reason.MODEL_NOT_FOUND, f"name: is not served here; served: {served}", field="name")
+        return encode_model(card)
+
+    async def _infer(self, content: bytes, context: Context) -> Message:
+        inference = self._read(parse_message(pb.ModelInferRequest, content), context)
+        if inference.stream:
+            raise invalid("stream", "must be false in ModelInfer, which gives whole answers; ModelStreamInfer streams")
+        last: pb.ModelInferResponse | None = None
+
+        async def keep(response: pb.ModelInferResponse, *, final: bool) -> None:
+            nonlocal last
+            assert final
+            last = response
+
+        with self.door.holding(len(content)):
+            await self._serve(inference, authorization_of(context), keep)
+        assert last is not None
+        return last
+
+    async def _model_stream_infer(self, messages: Messages, context: Context) -> None:
+        await answer_call(self._stream(messages, context), context)
+
+    async def _stream(self, messages: Messages, context: Context) -> None:
+        room = asyncio.Semaphore(MAX_IN_STREAM)
+        turns = asyncio.Lock()  # one message at a time
+
+        async def answer(content: bytes, writer: MessageWriter) -> None:
+            async def write(message: pb.ModelStreamInferResponse) -> None:
+                async with turns:
+                    await writer.send(message)
+
+            try:
+                await self._answer(content, context, write)
+            finally:
+                room.release()
+
+        refused: grpc.aio.AbortError | None = None
+        async with open_writer(context) as writer, asyncio.TaskGroup() as tasks:
+            try:
+                async for content in messages:
+                    await room.acquire()
+                    tasks.create_task(answer(content, writer))
+            except grpc.aio.AbortError as error:  # the messages before are answered first
+                refused = error
+        if refused is not None:
+            raise refused
+
+    async def _answer(
+        self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
+    ) -> None:
+        """One request of a stream (rule 1)."""
+        message = pb.ModelInferRequest()
+
+        async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
+            await write(encode_streamed(response, final=final))
+
+        with suppress(CallerDisconnected):  # the library cancels the call as soon as it knows
+            try:
+                message = parse_message(pb.ModelInferRequest, content)
+                with self.door.holding(len(content)):
+                    await self._serve(self._read(message, context), authorization_of(context), send_one)
+            except RequestRejected as refused:
+                await write(encode_refusal(refused, message.id, message.model_name))
+            except CallerDisconnected:
+                raise
+            except Exception:  # supervisor: a bug in one request does not end the others
+                log.exception("request failed", extra={"method": "ModelStreamInfer"})
+                await write(encode_refusal(internal_error(), message.id, message.model_name))
+
+    def _read(self, message: pb.ModelInferRequest, context: Context) -> KServeRequest:
+        self.door.check()
+        return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
+
+    async def _serve(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
+        try:
+            await self._generate(inference, authorized, send)
+        except RequestRejected as refused:
+            raise rename_field(refused, inference.names) from refused
+
+    async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
+        request, form = inference.request, inference.form
+        model = request.model
+        text: list[str] = []  # of an answer that is sent whole
+        token_ids: list[int] = []
+        logprobs: list[Logprobs] = []
+
+        def token_text(token_id: int) -> str:
+            return self._generation.token_text(model, token_id)
+
+        async with aclosing(self._generation.generate(request, authorized)) as events:
+            async for event in events:
+                match event:
+                    case Admitted():
+                        model = event.model
+                    case Delta() if inference.stream:
+                        part = KServePart(text=event.text, token_ids=event.token_ids, logprobs=event.logprobs)
+                        await send(encode_part(part, form, request.id, model, token_text), final=False)
+                    case Delta():
+                        text.append(event.text)
+                        token_ids.extend(event.token_ids)
+                        logprobs.extend(event.logprobs)
+                    case Finished():
+                        text.append(event.text)
+                        part = KServePart(text="".join(text), token_ids=token_ids, logprobs=logprobs, finished=event)
+                        await send(encode_part(part, form, request.id, model, token_text), final=True)
+
+    def _card(self, name: str) -> ModelCard | None:
+        return next((card for card in self._generation.models() if card.name == name), None)
+
+
+class SendResponse(Protocol):
+    async def __call__(self, response: pb.ModelInferResponse, *, final: bool) -> None: ...
+
+
+class _UnimplementedMethods(grpc.GenericRpcHandler):
+    """Answers the protocol's other methods: repositories, configurations, statistics, shared memory."""
+
+    def __init__(self, served: tuple[str, ...]) -> None:
+        self._served = ", ".join(served)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        service, _, method = handler_call_details.method.removeprefix("/").rpartition("/")
+        if service != SERVICE:
+            return None
+
+        async def refuse(_: bytes, context: Context) -> Message:
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, f"{method[:100]} is not served by Fleet; served: {self._served}"
+            )
+            raise AssertionError  # aborting raises
+
+        handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+        return handler(refuse)

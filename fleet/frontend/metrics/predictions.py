@@ -1,0 +1,96 @@
+"""What profiles say of a live router's workers, beside what they do: made from settings, read as metrics.
+
+Whatever goes wrong with it ends it, with a line in the log; the router serves on.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import longest_prefix
+from fleet.core.work import WorkerDescription
+from fleet.hardware.gpus import gpu
+from fleet.hardware.latency.coefficients import estimate
+from fleet.hardware.model_configs import read_model_config
+from fleet.hardware.sharding import ShardingDegrees, shard_model
+from fleet.router.latency_predictions import LatencyPredictions, WorkerProfile
+from fleet.router.messages import Command, RouterEvent
+from fleet.router.settings.profiles import ProfileSettings
+
+log = logging.getLogger(__name__)
+
+PREDICTION_GAUGES: Mapping[str, str] = {
+    "error": "Median relative error of predictions, corrected by what was learnt of the worker",
+    "close": "Share of predictions within a fifth of what came",
+    "profile_error": "Median relative error of the profile alone",
+    "profile_close": "Share of the profile's own predictions within a fifth of what came",
+    "factor": "Learnt: how many times as long as its profile says the worker takes",
+    "added_ms": "Learnt: milliseconds that it adds",
+}
+"""Of `fleet.router.latency_predictions.PredictionAccuracy`."""
+
+
+class PredictionMetrics(LatencyPredictions):
+    """Implements `fleet.router.observer.Observer`; register it with a `CollectorRegistry`."""
+
+    def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
+        super().__init__(profile_of)
+        self._over = False
+
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
+        if self._over:
+            return
+        try:
+            super().__call__(now, event, commands)
+        except Exception:  # supervisor: nothing that is predicted is worth a request
+            log.exception("predictions stopped", extra={"event": type(event).__name__})
+            self._over = True
+
+    def collect(self) -> Iterator[Metric]:
+        expected = [] if self._over else self.expected()
+        labels = ["worker", "of"]
+        for name, meaning in PREDICTION_GAUGES.items():
+            gauge = GaugeMetricFamily(f"fleet_prediction_{name}", meaning, labels=labels)
+            for each in expected:
+                gauge.add_metric([each.worker_id, each.kind], getattr(each, name))
+            yield gauge
+        made = CounterMetricFamily("fleet_predictions", "Predictions beside which something came", labels=labels)
+        drifts = CounterMetricFamily(
+            "fleet_worker_drifts", "How often a worker became another than it was learnt to be", labels=labels
+        )
+        for each in expected:
+            made.add_metric([each.worker_id, each.kind], each.predictions)
+            drifts.add_metric([each.worker_id, each.kind], each.alarms)
+        yield made
+        yield drifts
+
+
+def open_prediction_metrics(profiles: Mapping[str, ProfileSettings]) -> PredictionMetrics:
+    """Of workers whose names begin with those of the profiles; the longest that fits counts.
+
+    Raises:
+        ConfigurationRefused: A model, GPU or cut is not possible; names the profile and the field.
+    """
+    known = {name: _profile(f"profiles.{name}", settings) for name, settings in profiles.items()}
+
+    def profile_of(worker: WorkerDescription) -> WorkerProfile | None:
+        name = longest_prefix(worker.worker_id, known)
+        return None if name is None else known[name]
+
+    return PredictionMetrics(profile_of)
+
+
+def _profile(where: str, settings: ProfileSettings) -> WorkerProfile:
+    try:
+        model = read_model_config(Path(settings.model))
+        device = gpu(settings.gpu, "gpu")
+        placement = shard_model(
+            model, device, ShardingDegrees(tp=settings.tp, pp=settings.pp, dp=settings.dp, ep=settings.ep)
+        )
+        return WorkerProfile(steps=estimate(placement, settings.backend).step, step_tokens=settings.step_tokens)
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"{where}: {error}") from error

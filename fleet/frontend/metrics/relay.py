@@ -1,0 +1,75 @@
+"""Counts and times of relayed requests.
+
+A counter of the client library takes longer than the rest of what is done for a streamed token, so here are plain
+numbers, which become metrics when somebody asks for them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from fleet.core.clock import SECOND
+from fleet.core.errors import Reason
+from fleet.core.telemetry import LATENCY_BUCKETS
+
+_BOUNDS = tuple(int(seconds * SECOND) for seconds in LATENCY_BUCKETS)
+
+SERVED = "served"
+
+
+class _DurationHistogram:
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+        self._sum = 0
+
+    def observe(self, nanos: int) -> None:
+        self._counts[bisect_left(_BOUNDS, nanos)] += 1
+        self._sum += nanos
+
+    def family(self, name: str, meaning: str) -> Metric:
+        buckets = []
+        total = 0
+        for bound, count in zip((*map(str, LATENCY_BUCKETS), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=self._sum / SECOND)
+
+
+class RelayMetrics:
+    """Register it with a `CollectorRegistry`."""
+
+    def __init__(self, gauges: Callable[[], Iterable[tuple[str, str, str, Mapping[str, float]]]]) -> None:
+        """Start at zero.
+
+        Args:
+            gauges: Name, meaning, label and values by label value of what else is shown, read when it is asked for.
+        """
+        self._gauges = gauges
+        self._ended: dict[str, int] = {SERVED: 0}
+        self._first_byte = _DurationHistogram()
+        self._whole = _DurationHistogram()
+
+    def first_byte(self, nanos: int) -> None:
+        """Record how long after its arrival the first byte of an answer was passed on."""
+        self._first_byte.observe(nanos)
+
+    def ended(self, reason: Reason | None, nanos: int) -> None:
+        """Record a request that is over, so long after its arrival, and why if it was not served."""
+        outcome = SERVED if reason is None else reason
+        self._ended[outcome] = self._ended.get(outcome, 0) + 1
+        if reason is None:
+            self._whole.observe(nanos)
+
+    def collect(self) -> Iterator[Metric]:
+        ended = CounterMetricFamily("fleet_relayed_requests", "Relayed requests that ended, by how", labels=["outcome"])
+        for outcome, count in self._ended.items():
+            ended.add_metric([str(outcome)], count)
+        yield ended
+        yield self._first_byte.family("fleet_relayed_ttft_seconds", "Arrival to first byte passed on")
+        yield self._whole.family("fleet_relayed_request_seconds", "Arrival to end of the answer")
+        for name, meaning, label, values in self._gauges():
+            gauge = GaugeMetricFamily(name, meaning, labels=[label])
+            for value, number in values.items():
+                gauge.add_metric([value], number)
+            yield gauge

@@ -1,0 +1,259 @@
+"""Answers in the shapes of the OpenAI API: one object, or server-sent events.
+
+A streamed token costs little: what is the same in every event of a request is encoded once.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from fleet.core.errors import RequestRejected
+from fleet.core.ids import ModelName
+from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
+from fleet.frontend.openai.requests import OpenAiRequest
+from fleet.net.status_codes import REASON_STATUSES
+
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens: the length of a model that nobody knows
+MIN_LOGPROB = -9999.0  # OpenAI's word for a token that cannot be; JSON has no infinity
+
+Json = dict[str, object]
+
+encode = msgspec.json.encode
+
+
+class TokenText(Protocol):
+    """Text of one token."""
+
+    def __call__(self, model: ModelName, token_id: int) -> str: ...
+
+
+def _error(refused: RequestRejected) -> Json:
+    error: Json = {
+        "message": refused.message,
+        "type": REASON_STATUSES[refused.reason].openai,
+        "param": refused.field or None,
+        "code": refused.reason,
+    }
+    if refused.cause:
+        error["cause"] = refused.cause
+    return error
+
+
+def error_body(refused: RequestRejected) -> bytes:
+    """The body of a failed call; `refused` names the field as the client wrote it."""
+    return encode({"error": _error(refused)})
+
+
+def error_event(refused: RequestRejected) -> bytes:
+    """Return the last event of a stream that failed. It has the hint that else is in a header: when a retry may succeed."""
+    error = _error(refused)
+    if refused.retry_after_ms:
+        error["retry_after_ms"] = refused.retry_after_ms
+    return sse_event(encode({"error": error}))
+
+
+def sse_event(content: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + content + b"\n\n"
+
+
+def model_object(card: ModelCard, created: int) -> Json:
+    """A model as ``GET /v1/models`` lists it."""
+    length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
+    parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists adapters
+    return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
+
+
+class ChatFormatter:
+    """Shapes of ``/v1/chat/completions``."""
+
+    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+        self._asked = asked
+        self._token_text = token_text
+        self._model = model
+        self._head = {"id": f"chatcmpl-{asked.request.id}", "created": created, "model": model}
+        self._chunk_head = (
+            encode({**self._head, "object": "chat.completion.chunk"})[:-1] + b',"choices":[{"index":0,"delta":{'
+        )
+        self._chunk_tail = b"}]" + _null_usage(asked)
+        self._first = b'"role":"assistant",'
+
+    def chunk(self, delta: Delta) -> bytes:
+        """An event; empty while there is nothing to tell."""
+        if not delta.text and not delta.logprobs:
+            return b""
+        return self._content(
+            delta.text, encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
+        )
+
+    def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
+        """The events that end the stream."""
+        # An answer without any text still is the assistant's.
+        rest = self._content(finished.text, b"null") if finished.text or self._first else b""
+        final = b"".join(
+            (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
+             self._chunk_tail, b',"fleet":', encode(_fleet(self._asked, finished.kv, token_ids)), b"}\n\n")
+        )  # fmt: skip
+        return (
+            rest + final + _usage_chunk(self._asked, {**self._head, "object": "chat.completion.chunk"}, finished) + DONE
+        )
+
+    def _content(self, text: str, logprobs: bytes) -> bytes:
+        first, self._first = self._first, b""
+        return b"".join(
+            (b"data: ", self._chunk_head, first, b'"content":', encode(text), b'},"logprobs":', logprobs,
+             b',"finish_reason":null', self._chunk_tail, b"}\n\n")
+        )  # fmt: skip
+
+    def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
+        """The answer as one object."""
+        choice: Json = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(token_ids, logprobs)
+            if self._asked.request.sampling.logprobs is not None
+            else None,
+            "finish_reason": finished.finish,
+        }
+        return encode(
+            {
+                **self._head,
+                "object": "chat.completion",
+                "choices": [choice],
+                "usage": _usage(finished.usage),
+                "fleet": _fleet(self._asked, finished.kv, token_ids),
+            }
+        )
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Json:
+        content = []
+        for token_id, token in zip(token_ids, logprobs, strict=True):
+            top = [self._token(other, logprob) for other, logprob in zip(token.top_ids, token.top, strict=True)]
+            content.append({**self._token(token_id, token.chosen), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        text = self._token_text(self._model, token_id)
+        return {
+            "token": text,
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": None if "\ufffd" in text else list(text.encode()),  # a part of a character has no text
+        }
+
+
+class CompletionFormatter:
+    """Shapes of ``/v1/completions``."""
+
+    def __init__(self, asked: OpenAiRequest, model: ModelName, token_text: TokenText, created: int) -> None:
+        self._asked = asked
+        self._token_text = token_text
+        self._model = model
+        self._offset = 0  # characters, of the next token
+        self._head = {"id": f"cmpl-{asked.request.id}", "object": "text_completion", "created": created, "model": model}
+        self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":0,"text":'
+        self._chunk_tail = b"}]" + _null_usage(asked)
+
+    def chunk(self, delta: Delta) -> bytes:
+        """An event; empty while there is nothing to tell."""
+        if not delta.text and not delta.logprobs:
+            return b""
+        logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
+        return b"".join(
+            (b"data: ", self._chunk_head, encode(delta.text), b',"logprobs":', logprobs, b',"finish_reason":null',
+             self._chunk_tail, b"}\n\n")
+        )  # fmt: skip
+
+    def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
+        """The events that end the stream."""
+        final = b"".join(
+            (b"data: ", self._chunk_head, encode(finished.text), b',"logprobs":null,"finish_reason":', encode(finished.finish),
+             self._chunk_tail, b',"fleet":', encode(_fleet(self._asked, finished.kv, token_ids)), b"}\n\n")
+        )  # fmt: skip
+        return final + _usage_chunk(self._asked, self._head, finished) + DONE
+
+    def whole(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs], finished: Finished) -> bytes:
+        """The answer as one object."""
+        choice: Json = {
+            "index": 0,
+            "text": text,
+            "logprobs": self._logprobs(token_ids, logprobs)
+            if self._asked.request.sampling.logprobs is not None
+            else None,
+            "finish_reason": finished.finish,
+        }
+        return encode(
+            {
+                **self._head,
+                "choices": [choice],
+                "usage": _usage(finished.usage),
+                "fleet": _fleet(self._asked, finished.kv, token_ids),
+            }
+        )
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Json:
+        tokens, offsets, top = [], [], []
+        for token_id, token in zip(token_ids, logprobs, strict=True):
+            text = self._token_text(self._model, token_id)
+            tokens.append(text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+            others = {
+                self._token_text(self._model, other): max(logprob, MIN_LOGPROB)
+                for other, logprob in zip(token.top_ids, token.top, strict=True)
+            }
+            top.append(others | {text: max(token.chosen, MIN_LOGPROB)})
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(token.chosen, MIN_LOGPROB) for token in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+
+AnswerFormatter = ChatFormatter | CompletionFormatter
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _null_usage(asked: OpenAiRequest) -> bytes:
+    return b',"usage":null' if asked.include_usage else b""
+
+
+def _usage_chunk(asked: OpenAiRequest, head: Mapping[str, object], finished: Finished) -> bytes:
+    if not asked.include_usage:
+        return b""
+    return sse_event(encode({**head, "choices": [], "usage": _usage(finished.usage)}))
+
+
+def _fleet(asked: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[int]) -> Json:
+    """The object ``fleet``: where the prompt's blocks came from, as the message KvProof has it, and the token ids."""
+    phases: list[Json] = [
+        {
+            "phase": phase.phase,
+            "worker_id": phase.worker_id,
+            "prompt_blocks": phase.report.prompt_blocks,
+            "cached_tokens": phase.report.cached_tokens,
+            "origins": [
+                {
+                    "source": origin.source,
+                    "from": origin.origin,
+                    "tier": origin.tier,
+                    "blocks": origin.blocks,
+                    "bytes": origin.bytes,
+                }
+                for origin in phase.report.origins
+            ],
+        }
+        for phase in kv
+    ]
+    return {"kv": phases, "token_ids": token_ids} if asked.return_token_ids else {"kv": phases}

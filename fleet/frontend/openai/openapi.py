@@ -1,0 +1,116 @@
+"""What the HTTP port takes and gives, as an OpenAPI 3.1 document: bodies as the types that read them say.
+
+Of embeddings, which only foreign servers make, the body is theirs to judge; the document has what is looked at here, and the input.
+"""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from fleet.frontend.openai.bodies import ACCEPTED_VALUES, ChatBody, CompletionBody
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+                "cause": {"type": "string"},
+            },
+        }
+    },
+}
+OBJECT = {"type": "object"}
+TEXT, TOKENS = {"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}
+EMBEDDINGS_BODY = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "input": {"anyOf": [each for one in (TEXT, TOKENS) for each in (one, {"type": "array", "items": one})]},
+        "fleet": {"anyOf": [{"type": "null"}, {"$ref": "#/components/schemas/FleetOptions"}]},
+    },
+}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+    "description": "Each event.",
+}
+
+OBJECT_ALONE = {"application/json": {"schema": OBJECT}}
+OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
+
+
+@cache
+def openapi_document(*, embeddings: bool) -> bytes:
+    """The document, as JSON.
+
+    Args:
+        embeddings: Whether there are servers that may make them.
+    """
+    bodies, components = msgspec.json.schema_components(
+        (CompletionBody, ChatBody), ref_template="#/components/schemas/{name}"
+    )
+    for schema in components.values():
+        for name, values in ACCEPTED_VALUES.items():
+            if name in schema.get("properties", {}):
+                schema["properties"][name] = {
+                    "enum": [None, *values],
+                    "description": "Taken where it says what happens anyway.",
+                }
+    completion, chat = bodies
+    embedding = {"/v1/embeddings": {"post": _posting("embed", EMBEDDINGS_BODY, OBJECT_ALONE)}} if embeddings else {}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "Fleet", "version": "1", "description": "The OpenAI API, as Fleet serves it."},
+            "paths": {
+                "/v1/completions": {"post": _posting("complete", completion, OBJECT_OR_EVENTS)},
+                "/v1/chat/completions": {"post": _posting("chat", chat, OBJECT_OR_EVENTS)},
+                **embedding,
+                "/v1/models": {"get": _getting("models", 401)},
+                "/v1/models/{model}": {
+                    "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+                    "get": _getting("model", 401, 404),
+                },
+                "/health": {"get": _getting("health")},
+            },
+            "components": {
+                "schemas": {**components, "Error": ERROR},
+                "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{}, {"key": []}],
+        }
+    )
+
+
+def _posting(name: str, body: dict[str, Any], answers: dict[str, Any]) -> dict[str, Any]:
+    failures = (400, 401, 404, 408, 411, 413, 415, 429, 431, 500, 503, 504)
+    return {
+        "operationId": name,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {"200": {"description": "The answer.", "content": answers}, **_failing(*failures)},
+    }
+
+
+def _getting(name: str, *failures: int) -> dict[str, Any]:
+    return {
+        "operationId": name,
+        "responses": {
+            "200": {"description": "What there is.", "content": OBJECT_ALONE},
+            **_failing(*failures, 400, 431),
+        },
+    }
+
+
+def _failing(*statuses: int) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {str(status): {"description": "Refused.", "content": content} for status in statuses}

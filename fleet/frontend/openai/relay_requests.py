@@ -1,0 +1,140 @@
+"""What is read of a request that is passed on: of its body what placement needs, of its head what goes on.
+
+A body of one text is parsed in one go; of any other, what is not looked at is not parsed either (`msgspec.Raw`). Whether it
+makes sense, the server knows.
+"""
+
+from functools import lru_cache
+
+import msgspec
+from msgspec import Raw, Struct, structs
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import RequestRejected
+from fleet.core.ids import WorkerId
+from fleet.core.requests import Sampling
+from fleet.core.validation import check_hints
+from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions, decode_body
+from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
+from fleet.net.http.messages import HttpHead
+from fleet.net.status_codes import rename_field
+from fleet.router.messages import Arrived
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+PATHS = frozenset({CHAT, COMPLETIONS, EMBEDDINGS})
+
+MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; a client may write any number, of as many digits as it likes
+
+# What concerns one connection only (RFC 9110, 7.6.1), or is said anew to the next one.
+_NOT_FORWARDED = frozenset(
+    b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
+    b"content-length accept-encoding authorization".split()
+)
+
+
+class RelayBody(Struct, kw_only=True):
+    """What is looked at of any body."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    cache_salt: Raw = Raw()
+    fleet: FleetOptions | None = None
+
+
+class RelayTextBody(RelayBody, kw_only=True):
+    """A completion of one text: most of them, parsed in one go."""
+
+    prompt: str
+    stream: bool | None = None
+
+
+class RelayRawBody(RelayBody, kw_only=True):
+    """Whatever else it may be. `Raw` is not parsed."""
+
+    prompt: Raw = Raw()
+    stream: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+    tools: Raw = Raw()
+
+
+_TEXT = msgspec.json.Decoder(RelayTextBody)
+_ANY = msgspec.json.Decoder(RelayRawBody)
+_SALT = msgspec.json.Decoder(str)
+
+
+def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
+    """A body, as far as it is looked at.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    if path == COMPLETIONS:
+        try:
+            return _TEXT.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # of another kind, or wrong: below is said how
+    return decode_body(_ANY, content)
+
+
+def prompt_bytes(body: RelayTextBody | RelayRawBody) -> int:
+    """About how long the prompt is, in bytes."""
+    if isinstance(body, RelayTextBody):
+        return len(body.prompt)
+    return max(len(memoryview(body.prompt)), len(memoryview(body.messages)))
+
+
+def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: str) -> KeyedPrompt:
+    if isinstance(body, RelayTextBody):
+        read = reader.read_text(body.prompt)
+    elif path == EMBEDDINGS:
+        read = reader.uncached(body.input)
+    else:
+        read = reader.read(body.prompt, body.messages, body.tools)
+    return reader.salted(read, _salt_text(body.cache_salt)) if body.cache_salt else read
+
+
+def _salt_text(salt: Raw) -> str:
+    """A salt as engines tell it; of one that is no text, the server will say what is wrong with it."""
+    try:
+        return _SALT.decode(salt)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return bytes(salt).decode("latin-1")
+
+
+def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
+    """A request with what the object ``fleet`` says of it.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    try:
+        check_hints(options)
+    except RequestRejected as refused:
+        raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
+    return structs.replace(
+        arrived,
+        priority=options.priority,
+        deadline=Nanos(began_at + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
+        session=options.session,
+        expected_tokens=options.expected_tokens,
+        pin=WorkerId(options.pin) if options.pin else None,
+        labels=options.labels,
+    )
+
+
+@lru_cache(maxsize=1024)
+def relay_sampling(max_tokens: int) -> Sampling:
+    """Of an answer that no other server can go on with, because its tokens are not known: as with a seed."""
+    return Sampling(max_tokens=max(1, max_tokens), seed=0)
+
+
+def passed_on(head: HttpHead) -> bytes:
+    """The header lines of a request that go on to a server; noted in the head."""
+    dropped = _NOT_FORWARDED.union(name.strip() for name in head.headers.get(b"connection", b"").lower().split(b","))
+    lines = [name + b": " + value + b"\r\n" for name, value in head.headers.items() if name not in dropped]
+    head.passed_on = b"".join(lines)
+    return head.passed_on

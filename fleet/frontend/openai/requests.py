@@ -1,0 +1,301 @@
+"""Bodies of the OpenAI API, read into our requests.
+
+Rules:
+
+1. A field that we know has its type checked; what is wrong is refused under the name the client wrote.
+2. A field that we do not know is ignored, as OpenAI's servers do with each other's.
+3. A field that would change the answer and that we cannot obey is refused by name, unless it says what we do anyway.
+4. What OpenAI has no field for is in the object ``fleet``, where unknown names are refused.
+5. Tools become part of the prompt, and what the model makes of them is text: calls are not read out of it, so none can be
+   demanded (`tool_choice`).
+
+Besides OpenAI's, the sampling parameters of vLLM's server are understood (`top_k`, `min_p`, `repetition_penalty`,
+`min_tokens`, `ignore_eos`, `stop_token_ids`), because benchmarks send them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import invalid
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    GenerateRequest,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Prompt,
+    Sampling,
+    StructuredOutput,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleet.frontend.openai.bodies import (
+    ACCEPTED_VALUES,
+    OPENAI_FIELD_NAMES,
+    ChatBody,
+    CompletionBody,
+    FleetOptions,
+    MessageBody,
+    NamedSchema,
+    OpenAiBody,
+    ResponseFormat,
+    Schema,
+    decode_body,
+    invalid_body,
+)
+
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
+
+
+class OpenAiRequest(Struct, frozen=True, kw_only=True):
+    """A body as we understood it."""
+
+    request: GenerateRequest
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    names: Mapping[str, str]  # for refusals that come later
+
+
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+_CHAT = msgspec.json.Decoder(ChatBody)
+
+
+def read_completion(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
+    """Read the body of ``POST /v1/completions``.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    completion = decode_body(_COMPLETION, body)
+    _refuse_unsupported(completion)
+    if completion.tools:
+        raise invalid("tools", "are for /v1/chat/completions")
+    return _build_request(
+        completion,
+        request_id,
+        now,
+        prompt=_completion_prompt(completion.prompt),
+        max_tokens=COMPLETION_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens,
+        logprobs=completion.logprobs,
+        names=OPENAI_FIELD_NAMES,
+    )
+
+
+def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
+    """Read the body of ``POST /v1/chat/completions``.
+
+    Raises:
+        Refused: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    chat = decode_body(_CHAT, body)
+    _refuse_unsupported(chat)
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    newer = chat.max_completion_tokens is not None
+    tools = chat.tools if chat.tool_choice != "none" else None
+    if tools and chat.parallel_tool_calls is False:
+        raise invalid("parallel_tool_calls", "only true is supported: how many tools a model calls is up to it")
+    return _build_request(
+        chat,
+        request_id,
+        now,
+        prompt=ChatPrompt(
+            tuple(_message(index, message) for index, message in enumerate(chat.messages)),
+            tools=msgspec.json.encode(tools).decode() if tools else "",
+        ),
+        max_tokens=chat.max_completion_tokens if newer else chat.max_tokens,
+        logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        names={
+            **OPENAI_FIELD_NAMES,
+            "sampling.logprobs": "top_logprobs",
+            "sampling.max_tokens": "max_completion_tokens" if newer else "max_tokens",
+        },
+    )
+
+
+def _build_request(
+    body: OpenAiBody,
+    request_id: RequestId,
+    now: Nanos,
+    *,
+    prompt: Prompt,
+    max_tokens: int | None,
+    logprobs: int | None,
+    names: Mapping[str, str],
+) -> OpenAiRequest:
+    options = body.fleet or FleetOptions()
+    form, form_field = _structured_output(body)
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k == -1 else body.top_k,  # vLLM's way to say "off"
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "min_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "logprobs": logprobs,
+        "form": form,
+    }
+    request = GenerateRequest(
+        id=request_id,
+        model=ModelName(body.model or ""),
+        prompt=prompt,
+        sampling=Sampling(**{name: value for name, value in given.items() if value is not None}),  # type: ignore[arg-type]  # by name
+        fill_context=max_tokens is None,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        priority=options.priority,
+        deadline=Nanos(now + options.timeout_ms * MILLISECOND) if options.timeout_ms else None,
+        session=options.session,
+        tenant=options.tenant,
+        placement=options.placement,
+        kv_path=options.kv_path,
+        expected_tokens=options.expected_tokens,
+        pin=options.pin,
+        labels=options.labels,
+        whole=not body.stream,
+    )
+    return OpenAiRequest(
+        request=request,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        return_token_ids=options.return_token_ids,
+        names={**names, "sampling.form": form_field} if form_field else names,
+    )
+
+
+def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
+    """What the answer must be, and the field that says so."""
+    said = dict(_structured_outputs(body))
+    if len(said) > 1:
+        first, second, *_ = said
+        raise invalid(second, f"says what the answer must be, as {first} does; send one of them")
+    for field, form in said.items():
+        return form, field
+    return None, ""
+
+
+def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutput]]:
+    """All that is said of it, by field."""
+    match body.response_format:
+        case None | ResponseFormat(type="text"):
+            pass
+        case ResponseFormat(type="json_object"):
+            yield "response_format", AnyObject()
+        case ResponseFormat(type="json_schema", json_schema=None):
+            raise invalid("response_format.json_schema", "is missing")
+        case ResponseFormat(type="json_schema", json_schema=NamedSchema(schema=schema)):
+            yield "response_format.json_schema.schema", _schema(schema)
+        case _:
+            raise invalid("response_format.type", "must be text, json_object or json_schema")
+    if (outputs := body.structured_outputs) is not None:
+        forms = list(
+            _vllm_structured_outputs(
+                "structured_outputs.", outputs.json, outputs.regex, outputs.choice, outputs.grammar
+            )
+        )
+        if outputs.json_object:
+            forms.append(("structured_outputs.json_object", AnyObject()))
+        if not forms:
+            raise invalid("structured_outputs", "must say one of json, regex, choice, grammar and json_object")
+        yield from forms
+    yield from _vllm_structured_outputs(
+        "guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
+    )
+
+
+def _vllm_structured_outputs(
+    before: str, schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[tuple[str, StructuredOutput]]:
+    if schema is not None:
+        yield f"{before}json", _schema(schema)
+    if regex is not None:
+        yield f"{before}regex", Pattern(regex)
+    if choice is not None:
+        yield f"{before}choice", Choice(tuple(choice))
+    if grammar is not None:
+        yield f"{before}grammar", Grammar(grammar)
+
+
+def _schema(schema: Schema) -> JsonSchema:
+    return JsonSchema(schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
+
+
+def _refuse_unsupported(body: OpenAiBody) -> None:
+    for field, accepted in ACCEPTED_VALUES.items():
+        value = getattr(body, field)
+        if value is not None and value not in accepted:
+            raise invalid(
+                field,
+                "is not supported"
+                if not accepted
+                else f"only {msgspec.json.encode(accepted[0]).decode()} is supported",
+            )
+
+
+def _completion_prompt(prompt: str | list[Any]) -> Prompt:
+    match prompt:
+        case str():
+            return TextPrompt(prompt)
+        case [str() as text]:
+            return TextPrompt(text)
+        case [list() as ids]:
+            return _token_prompt(ids)
+        case [str() | list(), *_]:
+            raise invalid("prompt", f"{len(prompt)} prompts in one request are not supported; send one request each")
+        case _:
+            return _token_prompt(prompt)
+
+
+def _token_prompt(ids: list[Any]) -> Prompt:
+    try:
+        checked = msgspec.convert(ids, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise invalid_body(error, "prompt") from error
+    return TokenPrompt(np.asarray(checked, "<u4").tobytes())
+
+
+def _message(index: int, message: MessageBody) -> ChatMessage:
+    field = f"messages[{index}]"
+    if message.function_call:
+        raise invalid(f"{field}.function_call", "is not supported; write it into tool_calls")
+    return ChatMessage(
+        role=message.role,
+        content=_content(field, message),
+        tool_calls=msgspec.json.encode(message.tool_calls).decode() if message.tool_calls else "",
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _content(field: str, message: MessageBody) -> str:
+    match message.content:
+        case str(content):
+            return content
+        case None if message.tool_calls:
+            return ""
+        case None:
+            raise invalid(f"{field}.content", "must not be null")
+        case parts:
+            texts = []
+            for position, part in enumerate(parts):
+                if part.type != "text" or part.text is None:
+                    raise invalid(f"{field}.content[{position}]", "only parts of type text, with a text, are supported")
+                texts.append(part.text)
+            return "".join(texts)

@@ -1,0 +1,301 @@
+"""The HTTP port of a router: the OpenAI API, health and metrics.
+
+Head and first event of a stream leave in one write, and not before the first token: until then a failure still has its
+own HTTP status. A failure after that is an event with an ``error`` object, and no ``[DONE]`` follows.
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from fleet.core.clock import Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected, draining_rejection
+from fleet.core.ids import RequestId
+from fleet.core.requests import Admitted, Delta, Finished, Logprobs
+from fleet.core.system_clock import unix_seconds
+from fleet.frontend.generation import Generation
+from fleet.frontend.metrics.merged import merge_metrics
+from fleet.frontend.openai.answers import EVENT_STREAM, ChatFormatter, CompletionFormatter, model_object
+from fleet.frontend.openai.failures import send_http_error, send_rejection
+from fleet.frontend.openai.openapi import openapi_document
+from fleet.frontend.openai.rate_limit_headers import rate_limit_headers
+from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relay_requests import EMBEDDINGS
+from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
+from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.net.http.exchange import Exchange, ExchangeTask
+from fleet.net.http.server import HttpServer, RouteHandler, run_server
+from fleet.net.settings import KIB, MIB, HttpSettings
+from fleet.net.status_codes import rename_field
+
+HEALTH_LIMITS = HttpSettings(
+    # A kubelet, a Prometheus and a few people need no more, and each answer is made anew.
+    max_connections=128,
+    max_head_bytes=8 * KIB,
+    max_body_bytes=KIB,
+    max_held_bytes=MIB,
+    first_byte_timeout_seconds=5.0,
+    head_timeout_seconds=5.0,
+    body_timeout_seconds=5.0,
+    idle_timeout_seconds=75.0,
+    write_timeout_seconds=10.0,
+)
+
+
+class PeerRoutersApi(Protocol):
+    """What is needed of `fleet.peers.routers.PeerRouters`."""
+
+    async def metrics(self) -> Mapping[str, str]:
+        """Of each process behind the same port, by router."""
+        ...
+
+
+ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]
+
+
+@asynccontextmanager
+async def open_http_frontend(
+    listen: str,
+    settings: HttpSettings,
+    generation: Generation,
+    registry: CollectorRegistry,
+    clock: Clock,
+    relay: Relay | None = None,
+    *,
+    shared: bool = False,
+    processes: PeerRoutersApi | None = None,
+    connection_seconds: float = 0,
+    health_listen: str = "",
+) -> AsyncIterator["HttpFrontend"]:
+    """Listen and serve until the context ends; then what is still running is cancelled.
+
+    Args:
+        listen: ``host:port`` (port 0 takes a free one).
+        settings: Limits of connections.
+        generation: Serves the requests.
+        registry: What ``/metrics`` shows.
+        clock: For deadlines.
+        relay: Serves the requests for models of foreign servers, if there are any.
+        shared: Whether other processes may listen on the same port.
+        processes: Those behind the same port, whose metrics are shown together; None: there is but this one.
+        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
+        health_listen: ``host:port`` of a listener for health and metrics alone; empty: there is none.
+
+    Raises:
+        ConfigurationRefused: Nobody can listen there; the message says why.
+    """
+    async with AsyncExitStack() as opened:
+        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds)
+        await opened.enter_async_context(run_server(frontend, listen, shared=shared))
+        if health_listen:
+            health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
+            await opened.enter_async_context(run_server(health, health_listen, shared=shared))
+            frontend.health_address = health.address
+        yield frontend
+
+
+class HttpFrontend(HttpServer):
+    """Serves the OpenAI API; made by `open_http_frontend`."""
+
+    def __init__(
+        self,
+        settings: HttpSettings,
+        generation: Generation,
+        registry: CollectorRegistry,
+        clock: Clock,
+        relay: Relay | None,
+        processes: PeerRoutersApi | None,
+        connection_seconds: float,
+    ) -> None:
+        routes: dict[str, Mapping[str, RouteHandler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._complete},
+            "/v1/models": {"GET": self._models},
+            "/health": {"GET": self._health},
+            "/openapi.json": {"GET": self._openapi},
+            "/metrics": {"GET": self._metrics},
+        }
+        if relay is not None:
+            routes[EMBEDDINGS] = {"POST": self._embed}
+        super().__init__(settings, clock, routes, connection_seconds)
+        self.health_address = ""  # of the listener for health and metrics alone, if there is one
+        self._generation = generation
+        self._registry = registry
+        self._relay = relay
+        self._processes = processes
+
+    @property
+    def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
+        """Answer for the listener of health and metrics, which goes on while the frontend drains."""
+        return {
+            "/health": {"GET": self._health},
+            "/live": {"GET": self._live},
+            "/metrics": {"GET": self._metrics},
+        }
+
+    async def drain(self, within_seconds: float) -> None:
+        """Take no more requests, and wait for the running ones, at most so long."""
+        await self.finish(within_seconds, None if self._relay is None else self._relay.quiet)
+
+    def serve(self, exchange: Exchange) -> ExchangeTask:
+        relay = self._relay
+        head = exchange.request.head
+        if (
+            relay is not None
+            and head.path in RELAYED_PATHS
+            and head.method == "POST"
+            and not self.draining
+            and (head.passed_on is not None or _unsuitable_content(head.headers) is None)
+            and (serving_ := relay.serve(exchange)) is not None
+        ):
+            return serving_
+        return super().serve(exchange)
+
+    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:
+        if path.startswith("/v1/models/"):
+            return {"GET": self._model}
+        return super().answer_of(path)
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_chat, ChatFormatter)
+
+    async def _complete(self, exchange: Exchange) -> None:
+        await self._generate(exchange, read_completion, CompletionFormatter)
+
+    async def _embed(self, exchange: Exchange) -> None:
+        """Refuse what cannot be relayed; nobody else makes embeddings."""
+        if self.draining:
+            raise draining_rejection()
+        problem = _unsuitable_content(exchange.request.headers)
+        assert problem is not None, "else it was relayed"
+        send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+
+    async def _generate(
+        self, exchange: Exchange, read: ReadBody, shape: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
+        if self.draining:
+            raise draining_rejection()
+        if (problem := _unsuitable_content(exchange.request.headers)) is not None:
+            send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+            return
+        request_id = RequestId(uuid.uuid4().hex)
+        asked = read(exchange.request.body, request_id, self._clock.now())
+        try:
+            if asked.stream:
+                await self._stream(exchange, asked, shape)
+            else:
+                await self._collect(exchange, asked, shape)
+        except RequestRejected as refused:
+            send_rejection(exchange, rename_field(refused, asked.names), ("x-request-id", request_id))
+
+    async def _stream(
+        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
+        headers: tuple[tuple[str, str], ...] = (
+            ("cache-control", "no-cache"),
+            ("x-accel-buffering", "no"),  # nginx would hold events back
+            ("x-request-id", asked.request.id),
+            ("date", formatdate(unix_seconds(), usegmt=True)),
+        )
+        token_ids: list[int] = []
+        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
+            shape: ChatFormatter | CompletionFormatter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        assert shape is not None
+                        if asked.return_token_ids:
+                            token_ids += item.token_ids
+                        if chunk := shape.chunk(item):
+                            exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
+                            await exchange.drained()
+                    case Finished():
+                        assert shape is not None
+                        chunks = shape.last_chunks(item, token_ids)
+                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+
+    async def _collect(
+        self, exchange: Exchange, asked: OpenAiRequest, make: type[ChatFormatter | CompletionFormatter]
+    ) -> None:
+        texts: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[Logprobs] = []
+        headers: tuple[tuple[str, str], ...] = (("x-request-id", asked.request.id),)
+        async with aclosing(self._generation.generate(asked.request, _authorization(exchange))) as events:
+            shape: ChatFormatter | CompletionFormatter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        shape = make(asked, item.model, self._generation.token_text, unix_seconds())
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        texts.append(item.text)
+                        token_ids += item.token_ids
+                        logprobs += item.logprobs
+                    case Finished():
+                        assert shape is not None
+                        texts.append(item.text)
+                        content = shape.whole("".join(texts), token_ids, logprobs, item)
+                        exchange.respond(HTTPStatus.OK, content, headers=headers)
+
+    async def _models(self, exchange: Exchange) -> None:
+        self._generation.identify(_authorization(exchange))
+        created = unix_seconds()
+        models = [model_object(card, created) for card in self._generation.models()]
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange) -> None:
+        self._generation.identify(_authorization(exchange))
+        name = exchange.request.path.removeprefix("/v1/models/")
+        for card in self._generation.models():
+            if card.name == name:
+                exchange.respond(HTTPStatus.OK, msgspec.json.encode(model_object(card, unix_seconds())))
+                return
+        raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
+
+    async def _health(self, exchange: Exchange) -> None:
+        """For probes, which have no key; what is served is then told only to those who have one."""
+        models = [card.name for card in self._generation.models()]
+        serving = bool(models) and not self.draining
+        status = "ok" if serving else "draining" if self.draining else "no worker serves yet"
+        code = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
+        told = {"status": status} if self._generation.by_key else {"status": status, "models": models}
+        exchange.respond(code, msgspec.json.encode(told))
+
+    async def _live(self, exchange: Exchange) -> None:
+        """For probes that ask whether the process answers, whatever it can serve."""
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        exchange.respond(HTTPStatus.OK, openapi_document(embeddings=self._relay is not None))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        if self._processes is None:
+            content = generate_latest(self._registry)
+        else:
+            content = merge_metrics(await self._processes.metrics()).encode()
+        exchange.respond(HTTPStatus.OK, content, content_type=CONTENT_TYPE_LATEST)
+
+
+def _authorization(exchange: Exchange) -> str:
+    """What a client sent to prove its tenant; empty: nothing."""
+    return exchange.request.headers.get(b"authorization", b"").decode("latin-1")
+
+
+def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:
+    """What is wrong with a body that is not plain JSON."""
+    content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    if content_type != b"application/json" and not content_type.endswith(b"+json"):
+        return "content-type: must be application/json"
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        return "content-encoding: compressed bodies are not supported"
+    return None

@@ -1,0 +1,245 @@
+"""Tokenizer and chat template of a Hugging Face model folder.
+
+Encoding is fastokens' where it gives the same ids as Hugging Face's tokenizers, which is tried once when the model is
+loaded, because it is ten times faster and more; decoding is ours (`fleet.frontend.text.decoder`).
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fastokens
+import numpy as np
+from tokenizers import Tokenizer, decoders
+
+from fleet.core.errors import ConfigurationRefused, invalid
+from fleet.core.requests import ChatMessage, TokenBytes
+from fleet.frontend.text.chat_template import ChatTemplate
+from fleet.frontend.text.decoder import ByteLevelDecoder, TokenBytesTable, WindowDecoder
+from fleet.router.ports import TextCodec, TextDecoder
+
+log = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# What the two encoders are compared on: white space, digits, scripts, marks that combine, code, emoji, odd characters.
+SAMPLES = (
+    "Hello, world! It's 12345.67 o'clock; don't you'LL   see?\n\n\tdef f(x):\r\n        return x**2  # ok\n",
+    "   leading and trailing   ",
+    "Größe naïve façade e\u0301 \u1e9b\u0323 Ελληνικά русский עברית العربية हिन्दी ไทย 日本語のテキスト 한국어 漢字",
+    "emoji 👩‍👩‍👧‍👦 🇺🇳 \U0001f3f3\ufe0f zero\u200bwidth \u00a0nbsp \u3000wide \x00\x07 \ufffd \U0010ffff",
+    '{"json": [1, 2.5e-3, null], "path": "C:\\\\x"}</s><s>[INST]<|endoftext|><|im_start|>user\n',
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
+)
+
+REMEMBERED_BYTES = 16 << 20  # of text between special tokens, with its ids: a conversation comes again with each turn
+
+EncodeText = Callable[[str, bool], TokenBytes]
+"""Text and whether the model's own special tokens go before it, to ids."""
+
+
+def load_codec(model_dir: str | Path) -> TextCodec:
+    """Read tokenizer, chat template and end-of-sequence ids of a model folder.
+
+    Blocks for up to a second with a large vocabulary.
+
+    Raises:
+        ConfigurationRefused: The folder is not a model's; the message says what is missing or wrong.
+    """
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise ConfigurationRefused(f"{folder}: is not a folder; a model is a Hugging Face model folder")
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ConfigurationRefused(f"{folder}: is not a Hugging Face model folder: {name} is missing")
+    tokenizer = _load_tokenizer(folder / "tokenizer.json")
+    config = _load_object(folder / "config.json")
+    settings = _load_object(folder / "tokenizer_config.json")
+    special_tokens = _special_tokens({**_load_object(folder / "special_tokens_map.json"), **settings})
+    templates = _load_templates(folder, settings, special_tokens)
+    return HuggingFaceCodec(
+        tokenizer,
+        _choose_encoder(folder / "tokenizer.json", tokenizer),
+        template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
+        vocab_size=_vocab_size(config, tokenizer),
+        eos_token_ids=_eos_token_ids(folder, config, special_tokens, tokenizer),
+    )
+
+
+class HuggingFaceCodec:
+    """Implements `fleet.router.ports.TextCodec`. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        encode: EncodeText,
+        *,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None = None,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._encode = encode
+        self._template = template
+        self._tool_template = tool_template  # None: the one for everything else
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._table = TokenBytesTable(tokenizer) if isinstance(tokenizer.decoder, decoders.ByteLevel) else None
+        self._lead = _ids(encode("a", False))[-1:]  # a token before another shows whether that one brings a space
+        self._lead_text = self._decode(self._lead)
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos_token_ids
+
+    def encode(self, text: str) -> TokenBytes:
+        return self._encode(text, True)
+
+    def render(self, messages: Sequence[ChatMessage], tools: str = "") -> TokenBytes:
+        template = self._tool_template if tools and self._tool_template is not None else self._template
+        if template is None:
+            raise invalid("chat.messages", "the model has no chat template; send a prompt instead")
+        return self._encode(template.render(messages, tools), False)
+
+    def decoder(self, prompt: TokenBytes = b"") -> TextDecoder:
+        last = _ids(prompt[-64:])  # 16 tokens: more than any decoder looks at
+        if self._table is not None:
+            return ByteLevelDecoder(self._table, last)
+        return WindowDecoder(self._tokenizer, last)
+
+    def token_text(self, token_id: int) -> str:
+        if (text := self._token_texts.get(token_id)) is None:
+            text = self._decode([*self._lead, token_id]).removeprefix(self._lead_text)
+            if 0 <= token_id < self._vocab_size:
+                self._token_texts[token_id] = text
+        return text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _pack(token_ids: Sequence[int]) -> TokenBytes:
+    return np.asarray(token_ids, "<u4").tobytes()
+
+
+def _ids(tokens: TokenBytes) -> list[int]:
+    ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
+    return ids
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _choose_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText:
+    def encode(text: str, special: bool) -> TokenBytes:
+        return _pack(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    try:
+        fast = fastokens.Tokenizer.from_file(str(path))
+        fast.no_truncation()
+        fast.no_padding()
+        fast.enable_segment_cache(REMEMBERED_BYTES)
+
+        def encode_fast(text: str, special: bool) -> TokenBytes:
+            return fast.encode_batch_flat([text], special)[0]  # type: ignore[no-any-return]  # untyped library
+
+        differs = _first_difference(encode_fast, encode, tokenizer)
+    except (ValueError, RuntimeError, TypeError, OSError, NotImplementedError) as error:
+        log.info(
+            "fastokens does not take this tokenizer; using the slower one",
+            extra={"path": str(path), "cause": str(error)},
+        )
+        return encode
+    if differs is not None:
+        log.warning("fastokens gives other ids; using the slower tokenizer", extra={"path": str(path), "text": differs})
+        return encode
+    return encode_fast
+
+
+def _first_difference(one: EncodeText, other: EncodeText, tokenizer: Tokenizer) -> str | None:
+    """The first sample whose ids differ."""
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
+    samples: Iterable[str] = (*SAMPLES, *(f"a {content} b{content}c" for content in added), " ".join(SAMPLES) * 4)
+    for text in samples:
+        for special in (False, True):
+            if one(text, special) != other(text, special):
+                return text
+    return None
+
+
+def _load_object(path: Path) -> Mapping[str, Any]:
+    """A JSON object; empty if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigurationRefused(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationRefused(f"{path}: must hold a JSON object")
+    return content
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Names of special tokens to their text, as templates know them."""
+    found = {}
+    for name in SPECIAL_TOKENS:
+        match settings.get(name):
+            case str(text) | {"content": str(text)}:
+                found[name] = text
+            case _:  # not declared, or null
+                pass
+    return found
+
+
+def _load_templates(
+    folder: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> dict[str, ChatTemplate]:
+    """By name: ``default``, and for some models ``tool_use``."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return {"default": ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, origin=path)}
+    declared = settings.get("chat_template")
+    named = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
+    origin = folder / "tokenizer_config.json"
+    found = {}
+    for one in named:
+        match one:
+            case {"name": "default" | "tool_use" as name, "template": str(source)}:
+                found[name] = ChatTemplate(source, special_tokens, origin=origin)
+            case _:  # for documents, or none
+                pass
+    return found
+
+
+def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: more than the tokenizer knows where it is padded; ids up to there do no harm."""
+    declared = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return declared if isinstance(declared, int) else int(tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def _eos_token_ids(
+    folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Those of the generation settings (else of the model's), and the tokenizer's own, as engines have it."""
+    declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    ids = declared if isinstance(declared, list) else [declared]
+    if (text := special_tokens.get("eos_token")) is not None:
+        ids = [*ids, tokenizer.token_to_id(text)]
+    return tuple(sorted({token_id for token_id in ids if isinstance(token_id, int)}))

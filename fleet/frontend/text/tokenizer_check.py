@@ -1,0 +1,164 @@
+"""Golden prompts: what a worker makes of them, compared with what the router does, before it gets any work.
+
+Rules:
+
+1. A worker tells three digests: of the token ids of the golden texts, of the golden conversations as its template renders them,
+   and of the names of golden blocks without a salt, with a tenant's and with an adapter's. What it cannot tell is empty, and
+   not compared: a worker without a tokenizer of its own, a model without a template.
+2. Other token ids mean that the router would send it nonsense, other names that nothing it caches is ever found: it is not used.
+   Another template is told and no more, since the router renders.
+3. A foreign server is asked to tokenise the golden texts where it can (``/tokenize`` of vLLM, SGLang and llama.cpp). One that does it
+   otherwise is used all the same, since it gets the clients' own bytes; that its cache is not known by its tokens is said.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.errors import ConfigurationRefused, RequestRejected
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import ChatMessage
+from fleet.core.work import TokenizerDigests, WorkerDescription
+from fleet.frontend.text.codec import load_codec
+from fleet.router.ports import TextCodec
+from kvstore.block import TOKEN_BYTES, adapter_salt, chain, tenant_salt
+
+log = logging.getLogger(__name__)
+
+SAMPLE_TEXTS = (
+    "Where did the train from Antwerp stop, and who got off?",
+    "Grüße aus Łódź: naïve cafés, 東京の夜, Привет, 🚀🧪 and a\u00a0fixed space",
+    "def f(x: int) -> int:\n\tif x < 0:\n\t\traise ValueError(x)\n    return x ** 2  # twice\n\n\n",
+    "3.14159e-10, 0xDEADBEEF, 1_000_000, 2026-11-22T02:12:00Z, $99.95",
+    "      many      spaces      " + "a" * 70,
+    '<|user|></s>[INST]{"key": ["value", null, true]}',
+)
+"""What tokenizers differ in: words, scripts, indentation, digits, spaces, long runs, and what looks like their special tokens."""
+
+SAMPLE_CONVERSATIONS = (
+    (ChatMessage(role="user", content="Is it raining?"),),
+    (
+        ChatMessage(role="user", content="Name a river."),
+        ChatMessage(role="assistant", content="The Oder."),
+        ChatMessage(role="user", content="Another\none, please."),
+    ),
+)
+
+BLOCKS = 4
+
+
+def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
+    """What is made of the golden prompts here."""
+    return TokenizerDigests(
+        tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
+        template="" if codec is None else _template(codec),
+        blocks=_blocks(block_tokens),
+    )
+
+
+def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
+    """The same with the tokenizer of a model folder, if it has one."""
+    codec = None
+    if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
+        try:
+            codec = load_codec(model_dir)
+        except ConfigurationRefused as error:
+            log.warning("the tokenizer cannot be compared with the router's", extra={"cause": str(error)})
+    return tokenizer_digests(codec, block_tokens)
+
+
+class TokenizerMatch(StrEnum):
+    """What a foreign server makes of the golden texts, beside this router. Public: a metric label."""
+
+    ALIKE = "alike"
+    OTHERWISE = "otherwise"
+    UNKNOWN = "unknown"  # it cannot be asked, or no tokenizer was named for it here
+
+
+def tokenize_request_body(model: ModelName, text: str) -> bytes:
+    """The body of a request to ``/tokenize``: llama.cpp calls the text otherwise."""
+    return msgspec.json.encode({"model": model, "prompt": text, "content": text})
+
+
+class _Tokenised(Struct):
+    tokens: list[int]
+
+
+def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
+    """What the answer to `tokenize_request_body` says. Whether a token is set before every text is no difference: llama.cpp does it later."""
+    try:
+        theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return TokenizerMatch.UNKNOWN
+    ours = np.frombuffer(codec.encode(text), "<u4").tolist()
+    return TokenizerMatch.ALIKE if theirs in (ours, ours[1:]) else TokenizerMatch.OTHERWISE
+
+
+class TokenizerCheck:
+    """Compares workers with this router."""
+
+    def __init__(self, codecs: Mapping[ModelName, TextCodec]) -> None:
+        self._codecs = codecs
+        self._known: dict[tuple[ModelName, int], TokenizerDigests] = {}
+        self._refused: dict[WorkerId, str] = {}
+
+    def accepts(self, description: WorkerDescription) -> bool:
+        """Whether a worker that joins may be used; says why not."""
+        self._refused.pop(description.worker_id, None)
+        if description.golden is None:
+            return True
+        ours, theirs = self._golden(description), description.golden
+        different = [
+            field
+            for field in ("tokens", "blocks", "template")
+            if (mine := getattr(ours, field)) and (its := getattr(theirs, field)) and mine != its
+        ]
+        told = {"worker": description.worker_id, "model": description.model, "different": ", ".join(different)}
+        if not different:
+            return True
+        if different == ["template"]:
+            log.warning("a worker's chat template is not the one that this router renders with", extra=told)
+            return True
+        log.error("a worker makes something else of the golden prompts; it is not used", extra=told)
+        self._refused[description.worker_id] = different[0]
+        return False
+
+    def refused(self) -> dict[str, float]:
+        """Workers that are not used, by what is different."""
+        counts = {"tokens": 0.0, "blocks": 0.0}
+        for field in self._refused.values():
+            counts[field] += 1
+        return counts
+
+    def _golden(self, description: WorkerDescription) -> TokenizerDigests:
+        key = (description.model, description.block_tokens)
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = tokenizer_digests(self._codecs.get(description.model), description.block_tokens)
+        return known
+
+
+def _template(codec: TextCodec) -> str:
+    try:
+        return _digest([codec.render(messages) for messages in SAMPLE_CONVERSATIONS])
+    except RequestRejected:
+        return ""  # it has none, or one that takes no such conversations
+
+
+def _blocks(block_tokens: int) -> str:
+    tokens = b"".join(number.to_bytes(TOKEN_BYTES, "little") for number in range(1, BLOCKS * block_tokens + 2))
+    tenant = tenant_salt(b"golden", "tenant")
+    salts = (b"", tenant, adapter_salt("adapter@1", tenant))
+    return _digest([name for salt in salts for name in chain(tokens, block_tokens, salt=salt)])
+
+
+def _digest(parts: list[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,330 @@
+"""One HTTP request and its answer, as a gateway tells them to an endpoint picker (rules 1 to 4 and 7 of `fleet.gateway.endpoint_picker`)."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from enum import Enum, auto
+
+from msgspec import Struct, structs
+
+from fleet.core.errors import Reason, RequestRejected, invalid
+from fleet.core.ids import RequestId
+from fleet.core.roles import Placement
+from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
+from fleet.frontend.openai.relay_requests import CHAT, COMPLETIONS, EMBEDDINGS, PATHS
+from fleet.gateway.answer_counter import AnswerCounter
+from fleet.gateway.endpoints import PickerEndpoints
+from fleet.gateway.ext_proc import (
+    answer_piece,
+    body_pieces,
+    headers_of,
+    picked,
+    refusal,
+    request_piece,
+    served_of,
+    subset_of,
+)
+from fleet.gateway.prompts import PromptReaderApi
+from fleet.gateway.selection import MAX_REPORTED, SelectedRequest, SelectionService
+from fleet.net.grpc.calls import Context, parse_message, send_message
+from fleet.net.status_codes import rename_field
+from fleet.router.messages import Arrived
+from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.v1 import ext_proc_pb2 as pb
+
+
+class PickerContext(Struct, kw_only=True):
+    """What all calls of a picker share."""
+
+    settings: EndpointPickerSettings
+    """Limits."""
+
+    endpoints: PickerEndpoints
+    selection: SelectionService
+    """Books."""
+
+    prompts: PromptReaderApi
+    held_bytes: int = 0
+    """Of bodies."""
+
+
+class PickerStage(Enum):
+    """Of one HTTP request, as its gateway tells it."""
+
+    NEW = auto()
+    BODY = auto()  # of the request
+    SENT = auto()  # to its endpoint
+    ANSWER = auto()  # its body
+    OVER = auto()
+
+
+TAKEN: Mapping[PickerStage, frozenset[str]] = {
+    PickerStage.NEW: frozenset({"request_headers"}),
+    # An answer may come before a request has: one of the gateway's own.
+    PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
+    PickerStage.SENT: frozenset({"response_headers"}),
+    PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
+    PickerStage.OVER: frozenset(),
+}
+"""What may come at each stage."""
+
+PickerAnswers = list[pb.ProcessingResponse]
+
+
+class PickerCall:
+    """One HTTP request and its answer."""
+
+    def __init__(self, desk: PickerContext) -> None:
+        self._desk = desk
+        self._stage = PickerStage.NEW
+        self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
+        self._refused = False
+        self._own = False  # goes to the router itself, as it comes
+        self._streamed = True  # whether the gateway passes on what it is sent of an answer
+        self._tells_answer = True
+        self._path = ""
+        self._authorization = ""
+        self._subset: tuple[str, ...] | None = None
+        self._body = bytearray()
+        self._endpoint = ""  # picked
+        self._arrived: Arrived | None = None
+        self._booking: SelectedRequest | None = None
+        self._counter: AnswerCounter | None = None
+
+    async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        """Serve it.
+
+        Raises:
+            Refused: INVALID_ARGUMENT; the gateway has broken the protocol.
+        """
+        coming = aiter(messages)
+        while not self._refused:
+            try:
+                content = await self._next(coming)
+            except TimeoutError:
+                await send_message(context, refusal(self._late()))
+                return
+            if content is None:
+                return
+            message = parse_message(pb.ProcessingRequest, content)
+            if message.observability_mode:
+                continue  # nothing that is said here counts
+            for response in await self._heard(message):
+                await send_message(context, response)
+
+    def end(self) -> None:
+        """Whatever was booked is given back."""
+        self._let_go()
+        if self._booking is not None:
+            self._desk.selection.end(self._booking)
+            self._booking = None
+        if self._counter is not None and self._counter.tokens and self._arrived is not None:
+            self._desk.prompts.answered(self._arrived.tenant, self._counter.tokens)
+            self._counter = None
+
+    async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
+        """What comes next; None: the gateway has ended the call.
+
+        Raises:
+            TimeoutError: The request was due.
+        """
+        async with asyncio.timeout_at(self._due if self._stage in (PickerStage.NEW, PickerStage.BODY) else None):
+            return await anext(messages, None)
+
+    def _late(self) -> RequestRejected:
+        seconds = self._desk.settings.body_seconds
+        return RequestRejected(
+            Reason.DEADLINE_PASSED, f"the request was not whole within {seconds:g} s; send it faster"
+        )
+
+    async def _heard(self, message: pb.ProcessingRequest) -> PickerAnswers:
+        kind = message.WhichOneof("request") or "nothing"
+        if kind not in TAKEN[self._stage]:
+            taken = " or ".join(sorted(TAKEN[self._stage])) or "the end of the call"
+            raise invalid("request", f"{kind} came where {taken} was due")
+        try:
+            match kind:
+                case "request_headers":
+                    return self._begin(message)
+                case "request_body":
+                    return await self._took(message.request_body)
+                case "request_trailers":
+                    last = pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
+                    return [*await self._whole(ends=False), last]
+                case "response_headers":
+                    return self._answer_begins(message)
+                case "response_body":
+                    return self._answer_goes_on(message.response_body)
+                case _:
+                    self._stage = PickerStage.OVER
+                    self.end()
+                    return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
+        except RequestRejected as refused:
+            self._refused = True
+            self._let_go()
+            return [refusal(refused)]
+
+    # The request
+
+    def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
+        headers = headers_of(message.request_headers, (":path", "authorization"))
+        self._path = _api_path(headers.get(":path", ""))
+        self._authorization = headers.get("authorization", "")
+        self._subset = subset_of(message)
+        self._stage = PickerStage.BODY
+        whole = message.request_headers.end_of_stream
+        if message.HasField("protocol_config"):
+            modes = message.protocol_config
+            if not whole and modes.request_body_mode != pb.FULL_DUPLEX_STREAMED:
+                raise RequestRejected(Reason.INTERNAL, "the gateway must send request bodies FULL_DUPLEX_STREAMED")
+            self._streamed = modes.response_body_mode == pb.FULL_DUPLEX_STREAMED
+            self._tells_answer = modes.response_body_mode != pb.NONE
+        self._desk.endpoints.check()
+        if self._desk.settings.router_endpoint:
+            self._own = True
+            self._stage = PickerStage.SENT if whole else PickerStage.BODY
+            return [picked([self._desk.endpoints.own(self._subset)], "", None)]
+        if whole:
+            self._stage = PickerStage.SENT
+            return [picked([self._desk.endpoints.idlest(self._subset)], "", None)]
+        return []
+
+    async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
+        """A part of the body."""
+        if self._own:
+            self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
+            return [request_piece(piece)]
+        desk = self._desk
+        if len(self._body) + len(piece.body) > desk.settings.max_body_bytes:
+            raise RequestRejected(
+                Reason.TOO_LARGE, f"the body has more than the {desk.settings.max_body_bytes} bytes that are taken"
+            )
+        if desk.held_bytes + len(piece.body) > desk.settings.max_held_bytes:
+            raise RequestRejected(
+                Reason.QUEUE_FULL,
+                "too many long requests come at once",
+                retry_after_ms=desk.settings.retry_after_ms,
+            )
+        desk.held_bytes += len(piece.body)
+        self._body += piece.body
+        return await self._whole(ends=True) if piece.end_of_stream else []
+
+    async def _whole(self, *, ends: bool) -> PickerAnswers:
+        """The body is there: place the request.
+
+        Args:
+            ends: Whether no trailers follow.
+
+        Raises:
+            Refused: It goes nowhere.
+        """
+        if self._own:
+            self._stage = PickerStage.SENT
+            return []
+        body = bytes(self._body)
+        if self._path in PATHS:
+            endpoints, prefill = await self._place(body)
+        else:
+            endpoints, prefill = [self._desk.endpoints.idlest(self._subset)], ""
+        self._let_go()
+        self._stage = PickerStage.SENT
+        return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
+
+    async def _place(self, body: bytes) -> tuple[list[str], str]:
+        """Endpoints, the best first, and the prefill worker's."""
+        desk, settings = self._desk, self._desk.settings
+        arrived = await desk.prompts.arrival(self._path, body, self._authorization)
+        endpoints = desk.endpoints.within(self._subset)
+        self._arrived = arrived = structs.replace(arrived, among=desk.endpoints.allowed(endpoints))
+        try:
+            self._booking, decision = await desk.selection.book(
+                arrived, lease_seconds=settings.lease_seconds, wait_seconds=settings.wait_seconds
+            )
+        except TimeoutError:
+            raise RequestRejected(
+                Reason.QUEUE_FULL,
+                f"all workers have been busy for {settings.wait_seconds:g} s; retry later",
+                retry_after_ms=settings.retry_after_ms,
+            ) from None
+        except RequestRejected as refused:
+            raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
+        self._counter = AnswerCounter()
+        chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
+        if not all(each in endpoints for each in chosen):  # has joined while the request waited
+            endpoints = desk.endpoints.within(self._subset)
+            if not all(each in endpoints for each in chosen):
+                raise desk.endpoints.nobody(self._subset)
+        self._endpoint = endpoints[decision.decode]
+        if decision.prefill is not None:
+            # Whoever else might answer need not fit together with that one.
+            return [self._endpoint], endpoints[decision.prefill]
+        others = decision.next_best(settings.fallbacks) if settings.fallbacks else ()
+        return [self._endpoint, *(endpoints[each] for each in others if each in endpoints)], ""
+
+    def _let_go(self) -> None:
+        """Of the body."""
+        self._desk.held_bytes -= len(self._body)
+        self._body = bytearray()
+
+    # The answer
+
+    def _answer_begins(self, message: pb.ProcessingRequest) -> PickerAnswers:
+        self._let_go()
+        served = served_of(message)
+        if self._booking is not None and served and served != self._endpoint:
+            self._move(served)
+        if message.response_headers.end_of_stream:
+            self._stage = PickerStage.OVER
+            self.end()
+        else:
+            self._stage = PickerStage.ANSWER
+            if self._counter is not None:
+                headers = headers_of(message.response_headers, ("content-type",))
+                self._counter.events = headers.get("content-type", "").startswith("text/event-stream")
+            if not self._tells_answer:
+                self._report(prefilled=True)
+        return [pb.ProcessingResponse(response_headers=pb.HeadersResponse())]
+
+    def _answer_goes_on(self, piece: pb.HttpBody) -> PickerAnswers:
+        response = answer_piece(piece, streamed=self._streamed)
+        if self._counter is not None:
+            self._report(prefilled=bool(piece.body), tokens=self._counter.count(piece.body))
+        if piece.end_of_stream:
+            self._stage = PickerStage.OVER
+            self.end()
+        return [response]
+
+    def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
+        if self._booking is not None:
+            told = min(tokens, MAX_REPORTED)  # a server may say any number
+            if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
+                self._booking = None
+
+    def _move(self, served: str) -> None:
+        """Book where the answer comes from, and nowhere else (rule 4)."""
+        desk = self._desk
+        assert self._arrived is not None
+        assert self._booking is not None
+        desk.selection.end(self._booking)
+        self._booking = None
+        try:
+            (there,) = desk.endpoints.within([served])
+        except (RequestRejected, ValueError):
+            return  # none of ours, or several behind one port
+        self._arrived = structs.replace(
+            self._arrived,
+            request_id=RequestId(f"pick-{secrets.token_hex(8)}"),
+            pin=there,
+            among=None,
+            labels=(),
+            placement=Placement.AGGREGATED,
+        )
+        with suppress(RequestRejected):
+            self._booking = desk.selection.book_now(self._arrived, lease_seconds=desk.settings.lease_seconds)
+
+
+def _api_path(path: str) -> str:
+    """The path of the API, whatever gateways put before it."""
+    path = path.partition("?")[0]
+    return next((each for each in (CHAT, COMPLETIONS, EMBEDDINGS) if path.endswith(each)), path)

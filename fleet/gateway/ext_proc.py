@@ -1,0 +1,169 @@
+"""Messages between a gateway and an endpoint picker (endpoint picker protocol 1.0), read and written. No I/O.
+
+Names of headers and metadata are those of
+https://github.com/kubernetes-sigs/gateway-api-inference-extension (docs/proposals/004-endpoint-picker-protocol); the header
+for the prefill worker is llm-d's, whose sidecars read it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from google.protobuf.struct_pb2 import Struct as Fields
+
+from fleet.core.errors import RequestRejected
+from fleet.frontend.openai.answers import error_body
+from fleet.net.status_codes import REASON_STATUSES
+from fleet.router.settings.endpoint_picker import endpoint_in
+from fleet.v1 import ext_proc_pb2 as pb
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+DESTINATION = "x-gateway-destination-endpoint"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+NAMESPACE = "envoy.lb"
+SERVED = "x-gateway-destination-endpoint-served"
+PREFILL = "x-prefiller-host-port"
+
+LONGEST_ENDPOINT = 64
+KNOWN_ENDPOINTS = 4096
+
+PIECE_BYTES = 62 * 1024
+"""Of a body; Envoy recommends at most 64 KiB, with the message around it."""
+
+_OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+
+def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]:
+    """Some headers; of one that comes twice, the first. Names are in lower case."""
+    found: dict[str, str] = {}
+    for each in message.headers.headers:
+        if each.key in wanted and each.key not in found:
+            found[each.key] = each.raw_value.decode("latin-1") or each.value
+    return found
+
+
+def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
+    """The only endpoints that may be picked, as we spell them; None: any. What is no list of texts allows none."""
+    hint = _field(message, SUBSET_NAMESPACE, SUBSET)
+    if hint is None:
+        return None
+    texts = hint if isinstance(hint, list) else [hint]
+    return tuple(
+        _endpoint_text(part) for text in texts if isinstance(text, str) for part in text.split(",") if part.strip()
+    )
+
+
+def served_of(message: pb.ProcessingRequest) -> str:
+    """The endpoint that gave the answer, as we spell it; empty: it is not told."""
+    told = _field(message, NAMESPACE, SERVED)
+    return _endpoint_text(told) if isinstance(told, str) else ""
+
+
+def _endpoint_text(endpoint: str) -> str:
+    """An endpoint as `picked` would say it; what is none stays as it came."""
+    endpoint = endpoint.strip()
+    return _cached_endpoint(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
+
+
+@lru_cache(maxsize=KNOWN_ENDPOINTS)
+def _cached_endpoint(endpoint: str) -> str:
+    try:
+        return endpoint_in(endpoint)
+    except ValueError:
+        return endpoint
+
+
+def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:
+    """A value of the metadata as Python has it; None: there is none."""
+    spaces = message.metadata_context.filter_metadata
+    if namespace not in spaces or name not in spaces[namespace].fields:
+        return None
+    value = spaces[namespace].fields[name]
+    match value.WhichOneof("kind"):
+        case "string_value":
+            return value.string_value
+        case "list_value":
+            return [each.string_value for each in value.list_value.values if each.HasField("string_value")]
+        case _:
+            return ()
+
+
+def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -> pb.ProcessingResponse:
+    """Where a request goes: the same in a header and in metadata.
+
+    Args:
+        endpoints: At least one, the best first.
+        prefill: Of the prefill worker; empty: there is none.
+        content_length: Of the body as it goes on; None: it is not known, or there is none.
+    """
+    destination = ",".join(endpoints)
+    told = {DESTINATION: destination}
+    if prefill:
+        told[PREFILL] = prefill
+    if content_length is not None:
+        told["content-length"] = f"{content_length}"
+    # One that the client made up must reach no sidecar.
+    mutation = pb.HeaderMutation(set_headers=_set(told), remove_headers=() if prefill else (PREFILL,))
+    metadata = Fields()
+    metadata.update({NAMESPACE: {DESTINATION: destination}})
+    common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+    return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
+
+
+def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
+    """A request's body, as it goes on.
+
+    Args:
+        body: All of it.
+        ends: Whether no trailers follow.
+    """
+    for at in range(0, max(1, len(body)), PIECE_BYTES):
+        piece = body[at : at + PIECE_BYTES]
+        last = at + PIECE_BYTES >= len(body)
+        yield pb.ProcessingResponse(request_body=_streamed(piece, ends=ends and last))
+
+
+def request_piece(piece: pb.HttpBody) -> pb.ProcessingResponse:
+    """A part of a request's body, as it came."""
+    return pb.ProcessingResponse(request_body=_streamed(piece.body, ends=piece.end_of_stream))
+
+
+def answer_piece(piece: pb.HttpBody, *, streamed: bool) -> pb.ProcessingResponse:
+    """A part of an answer's body, as it came.
+
+    Args:
+        piece: That came.
+        streamed: Whether the gateway passes on what it is sent back; else it passes on what it has, once it hears that it may.
+    """
+    if not streamed:
+        return pb.ProcessingResponse(response_body=pb.BodyResponse())
+    return pb.ProcessingResponse(response_body=_streamed(piece.body, ends=piece.end_of_stream))
+
+
+def _streamed(body: bytes, *, ends: bool) -> pb.BodyResponse:
+    streamed = pb.StreamedBodyResponse(body=body, end_of_stream=ends)
+    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
+
+
+def refusal(refused: RequestRejected) -> pb.ProcessingResponse:
+    """The answer to a request that goes nowhere, in the shape of the OpenAI API."""
+    told = {"content-type": "application/json"}
+    if refused.retry_after_ms:
+        told["retry-after"] = f"{-(-refused.retry_after_ms // 1000)}"
+    answer = pb.ImmediateResponse(
+        status=pb.HttpStatus(code=REASON_STATUSES[refused.reason].http),
+        headers=pb.HeaderMutation(set_headers=_set(told)),
+        body=error_body(refused),
+        details=f"fleet_{refused.reason}",
+    )
+    return pb.ProcessingResponse(immediate_response=answer)
+
+
+def _set(headers: Mapping[str, str]) -> list[pb.HeaderValueOption]:
+    return [
+        pb.HeaderValueOption(
+            header=pb.HeaderValue(key=name, raw_value=value.encode("latin-1")), append_action=_OVERWRITE
+        )
+        for name, value in headers.items()
+    ]

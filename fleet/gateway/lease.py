@@ -1,0 +1,165 @@
+"""Which of several endpoint pickers gateways are to ask: the holder of one Lease.
+
+Rules:
+
+1. It is the operator's election (`fleet.net.kubernetes.election`): the Lease is taken over by who has seen no change of it for its duration, by its
+   own clock, and given back by who ends, which goes on until another one has it.
+2. Who holds it leads, until it could not renew for two thirds of the duration: so at most one leads at any time. But a picker that does not
+   lead refuses requests only while it knows of another holder. An API server that nobody reaches thus costs readiness, not answers.
+3. Where a Service is named, the holder is its only endpoint. So gateways find it though all routers are ready for other clients, and
+   Deployments, budgets and autoscalers, which look at readiness, count them all. The EndpointSlice belongs to the Lease, and goes with it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes import endpoint_slices, kinds
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.endpoint_slices import endpoint_slice
+from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.own_pod import own_namespace, own_pod
+from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, WallClock
+from fleet.net.kubernetes.views import KubernetesLease, NamedObject
+from fleet.router.settings.endpoint_picker import PickerLease
+from operators.settings import LeaseSettings
+
+log = logging.getLogger(__name__)
+
+AGENT = "fleet-picker"
+SLICE = ApiKind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
+WRITTEN_ANEW = Nanos(60 * SECOND)  # an EndpointSlice that somebody has removed is back after this
+
+
+class LeaseCandidate:
+    """One picker. Implements `fleet.gateway.endpoints.PickerLeadership`."""
+
+    def __init__(
+        self, settings: PickerLease, namespace: str, cluster: KubernetesApi, clock: Clock, wall: WallClock
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            settings: Which Lease, and who this is.
+            namespace: Where the Lease is.
+            cluster: Where it is kept.
+            clock: By which it is seen to end.
+            wall: For people who read it.
+        """
+        self._settings = settings
+        self._namespace = namespace
+        self._cluster = cluster
+        self._clock = clock
+        duration = settings.duration_seconds
+        self._pause = duration * 2 / 15
+        lease = LeaseSettings(
+            name=settings.name,
+            namespace=namespace,
+            owner=settings.owner,
+            duration_seconds=duration,
+            renew_within_seconds=duration * 2 / 3,
+            retry_seconds=self._pause,
+        )
+        self._leader = LeaseLeader(cluster, lease, namespace, settings.identity, clock, wall)
+        self._resigned = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def leads(self) -> bool:
+        return self._leader.leads()
+
+    def follows(self) -> bool:
+        return self._leader.waits
+
+    async def run(self) -> None:
+        """Until it has resigned."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._leader.run()), tasks.create_task(self._point())]
+                await self._resigned.wait()
+                for task in running:
+                    task.cancel()
+        finally:
+            self._ended.set()
+
+    async def resign(self) -> None:
+        if not self._resigned.is_set():
+            self._resigned.set()
+            led = self.leads()
+            await self._ended.wait()  # what runs would take the Lease again
+            await self._leader.give_back()
+            if led:
+                await self._succeeded()
+
+    async def _succeeded(self) -> None:
+        """Wait until another one has taken over: gateways still come here. Who waits for the Lease looks at it more often than this waits."""
+        with suppress(TimeoutError, KubernetesError):
+            async with asyncio.timeout(2 * self._pause):
+                while True:
+                    if (await self._lease()).spec.holder_identity not in (None, "", self._settings.identity):
+                        return
+                    await asyncio.sleep(self._pause / 8)
+
+    async def _point(self) -> None:
+        """Have the Service lead here while this one leads; until cancelled."""
+        written: Nanos | None = None
+        while self._settings.service:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause):
+                    await self._leader.changed.wait()
+                written = None
+            self._leader.changed.clear()
+            now = self._clock.now()
+            if not self.leads() or (written is not None and now < written + WRITTEN_ANEW):
+                continue
+            try:
+                await self._apply_slice()
+                written = now
+            except KubernetesError as error:
+                log.warning(
+                    "gateways are not told who leads", extra={"service": self._settings.service, "cause": str(error)}
+                )
+
+    async def _apply_slice(self) -> None:
+        uid = (await self._lease()).metadata.uid
+        owner = {"name": self._settings.name, "namespace": self._namespace, "uid": uid}
+        made = endpoint_slice(
+            self._settings.endpoint, owner, service=self._settings.service, port="picker", pod=own_pod()
+        )
+        await self._cluster.apply(SLICE, NamedObject, made)
+
+    async def _lease(self) -> KubernetesLease:
+        return await self._cluster.get(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name)
+
+
+@asynccontextmanager
+async def open_candidate(settings: PickerLease, clock: Clock, wall: WallClock) -> AsyncIterator[LeaseCandidate]:
+    """A picker that stands for election while the context is open, or until it resigns.
+
+    Raises:
+        ConfigurationRefused: It is not said how to reach the API, or in which namespace.
+    """
+    namespace = settings.namespace or own_namespace()
+    if not namespace:
+        raise ConfigurationRefused("endpoint_picker.lease.namespace: is needed outside of a pod")
+    agent = f"{AGENT}/{settings.identity}"
+    async with _api_server(settings.kubeconfig, agent) as cluster, asyncio.TaskGroup() as tasks:
+        candidate = LeaseCandidate(settings, namespace, cluster, clock, wall)
+        tasks.create_task(candidate.run())
+        try:
+            yield candidate
+        finally:
+            await candidate.resign()
+
+
+@asynccontextmanager
+async def _api_server(kubeconfig: str, agent: str) -> AsyncIterator[KubernetesApi]:
+    async with AsyncExitStack() as held:
+        try:
+            cluster = await held.enter_async_context(open_api_client(kubeconfig, agent, AGENT))
+        except KubernetesError as error:
+            raise ConfigurationRefused(f"endpoint_picker.lease.{error}") from error
+        yield cluster

@@ -1,0 +1,64 @@
+"""Requests that an endpoint picker is asked about, read as those that the router serves itself."""
+
+import secrets
+from typing import Protocol
+
+from fleet.core.clock import Clock
+from fleet.core.errors import RequestRejected, invalid
+from fleet.core.ids import RequestId
+from fleet.frontend.generation import Generation
+from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relay_requests import CHAT, EMBEDDINGS
+from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.net.status_codes import rename_field
+from fleet.router.messages import Arrived
+from fleet.router.tenants import Tenants
+
+
+class PromptReaderApi(Protocol):
+    """Reads requests."""
+
+    async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
+        """What the router has to know of a request.
+
+        Args:
+            path: One of `fleet.frontend.openai.relay_requests.PATHS`.
+            body: Whole.
+            authorization: What the client sent to prove its tenant.
+
+        Raises:
+            Refused: It is not to be placed.
+        """
+        ...
+
+    def answered(self, tenant: str, tokens: int) -> None:
+        """A tenant has got so many."""
+        ...
+
+
+class ApiPromptReader:
+    """Those that the router's own HTTP API takes. Implements `PromptReaderApi`."""
+
+    def __init__(self, generation: Generation, relay: Relay | None, tenants: Tenants, clock: Clock) -> None:
+        self._generation = generation
+        self._relay = relay
+        self._tenants = tenants
+        self._clock = clock
+
+    async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
+        request_id = RequestId(f"pick-{secrets.token_hex(8)}")
+        if self._relay is not None:
+            arrived = await self._relay.arrival(path, body, request_id, authorization)
+            if arrived is not None:
+                return arrived
+        if path == EMBEDDINGS:
+            raise invalid("model", "no model here gives embeddings")
+        read = read_chat if path == CHAT else read_completion
+        asked = read(body, request_id, self._clock.now())
+        try:
+            return await self._generation.arrival(asked.request, authorization)
+        except RequestRejected as refused:
+            raise rename_field(refused, asked.names) from refused
+
+    def answered(self, tenant: str, tokens: int) -> None:
+        self._tenants.used(tenant, tokens, self._clock.now())

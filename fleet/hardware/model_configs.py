@@ -1,0 +1,43 @@
+"""Models by the folder that Hugging Face keeps them in, or by its `config.json` alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.hardware.models import ModelSizes, read_model
+
+CONFIG = "config.json"
+QUANTIZATION = "hf_quant_config.json"
+"""Where NVIDIA's checkpoints keep what others have in `quantization_config`."""
+
+
+def read_model_config(path: Path) -> ModelSizes:
+    """What a model is to the hardware. Weights are not looked at.
+
+    Raises:
+        ConfigurationRefused: No such file, not JSON, or not a model that is understood; names file and field.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    config = _object(file)
+    beside = file.with_name(file.name.replace(CONFIG, QUANTIZATION))
+    if "quantization_config" not in config and beside != file and beside.exists():
+        config = {**config, "quantization_config": _object(beside).get("quantization", {})}
+    try:
+        return read_model(config, path.resolve().name if path.is_dir() else file.stem)
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(f"{file}: {error}") from error
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        content = msgspec.json.decode(file.read_bytes())
+    except OSError as error:
+        raise ConfigurationRefused(f"{file}: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError) as error:  # thousands of brackets
+        raise ConfigurationRefused(f"{file}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationRefused(f"{file}: must be a JSON object")
+    return content

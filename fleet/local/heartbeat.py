@@ -1,0 +1,47 @@
+"""Heartbeat of a child process: its event loop says every half second that it turns, on the pipe on which it said that it was ready.
+
+A process that is stopped, or whose loop is stuck, keeps its sockets, and with `SO_REUSEPORT` its share of new connections too. What
+a supervisor makes of silence is decided in `fleet.local.liveness`; `sample_process` is what it sees besides the beats.
+"""
+
+import asyncio
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.local.liveness import HEARTBEAT_INTERVAL, ProcessSample
+
+
+def send_heartbeats(descriptor: int) -> None:
+    """Send beats for as long as the running event loop turns; a pipe that nobody reads may fill up."""
+    os.set_blocking(descriptor, False)
+    loop = asyncio.get_running_loop()
+
+    def again() -> None:
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(descriptor, b".")
+        loop.call_later(HEARTBEAT_INTERVAL / SECOND, again)
+
+    again()
+
+
+def sample_process(pid: int) -> ProcessSample | None:
+    """Return what the kernel says of a process; None when it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    scheduled = "0 0 0"  # of a kernel that keeps no such books: then time without a core counts like any other
+    with suppress(OSError):
+        scheduled = Path(f"/proc/{pid}/schedstat").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    state = fields.get("State", "?")[0]
+    ran, waited, _ = map(int, scheduled.split())
+    return ProcessSample(
+        stopped=state == "T",
+        traced=fields.get("TracerPid", "0") != "0",
+        runnable=state == "R" and ran > 0,
+        ran=Nanos(ran),
+        waited=Nanos(waited),
+    )

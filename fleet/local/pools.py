@@ -1,0 +1,214 @@
+"""The pools of a local cluster, as large as plans say: the orchestrator at the other end of a folder (`connector_folder`).
+
+Rules:
+
+1. A plan is obeyed as a whole, or not at all where the topology that it makes would be refused: prefill workers without decode workers, say.
+2. Of a pool that shrinks those go first that serve nobody, then the last ones. They drain: they take nothing more, finish what they have,
+   and end.
+3. Workers that drain hold their devices. What finds no room beside them waits until they are gone.
+4. One that does not start is started again as long as it is wanted; the rest of the cluster goes on.
+5. What is wanted is worked towards whether or not whoever wrote it still waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+from msgspec import structs
+
+from fleet.config import Topology
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import WorkerId
+from fleet.local.processes import ChildEndpoints, LocalProcesses
+from fleet.local.runs import PLANS
+from fleet.local.supervision import ChildState
+from fleet.local.topology import LocalPlan, LocalPool, worker_process
+from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
+from fleet.planner.connectors.folder import REPORT, FolderRecords
+from fleet.planner.connectors.virtual import Intent, PoolReport, Report
+from fleet.planner.messages import PoolGapReason, PoolName
+from fleet.planner.ports import ConnectorUnreachable
+from fleet.v1 import worker_pb2 as pb
+from fleet.v1 import worker_pb2_grpc as pb_grpc
+
+LOOK_EVERY = 0.2  # seconds
+DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where a role's `drain.timeoutSeconds` says it
+GRACE_SECONDS = 10.0  # for the answer to a drain
+
+
+class LocalPools:
+    """Obeys plans; `follow` does.
+
+    Args:
+        topology: Of the cluster.
+        planned: What was started of it.
+        processes: Which run.
+        folder: The runtime folder.
+        say: Shows one line to a person.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        planned: LocalPlan,
+        processes: LocalProcesses,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._topology = topology
+        self._pools = {PoolName(pool.name): _PoolWorkers(pool) for pool in planned.pools}
+        self._processes = processes
+        self._say = say
+        self._runtime = folder
+        self.folder = folder / PLANS
+        """Where plans are read."""
+
+        self.folder.mkdir()
+        self._records = FolderRecords(self.folder)
+        self._revision = 0
+        self._limited: Mapping[PoolName, str] = {}
+        self._reported: Report | None = None
+
+    async def follow(self) -> None:
+        """Until it is cancelled. What cannot be read, or be done now, is said once, and tried again."""
+        trouble = ""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._records.obeyed())
+            except (
+                OSError
+            ) as error:  # a full disk: then nobody learns it from there if this is killed, and all else goes on
+                self._say(f"{self.folder}: {error.strerror}")
+            while True:
+                try:
+                    self.step()
+                    trouble = ""
+                except (ConnectorUnreachable, OSError) as error:  # a full disk, say
+                    if str(error) != trouble:
+                        trouble = str(error)
+                        self._say(trouble)
+                await asyncio.sleep(LOOK_EVERY)
+
+    def step(self) -> None:
+        """Look at the plan once, do what can be done now, and say what there is.
+
+        Raises:
+            Unreachable: The plan cannot be read, or nothing be said.
+            OSError: The settings of a new worker cannot be written.
+        """
+        self.folder.mkdir(exist_ok=True)  # what is old in /tmp may be cleared away
+        intent = self._records.intent()
+        if intent.revision != self._revision:
+            self._take_up(intent)
+        for pool in self._pools.values():
+            pool.forget_all_but(self._processes.names)
+            self._shrink(pool)
+        for name, pool in self._pools.items():
+            try:
+                self._grow(pool)
+            except ConfigurationRefused as refused:  # of a pool that has had no worker yet
+                self._limited = {**self._limited, name: str(refused)}
+                pool.target = len(pool.staying)
+        report = Report(revision=self._revision, pools={name: self._said(name) for name in self._pools})
+        if report != self._reported or not (self.folder / REPORT).exists():
+            self._records.report(report)
+            self._reported = report
+
+    def _take_up(self, intent: Intent) -> None:
+        self._revision = intent.revision
+        wanted = {
+            name: intent.pools[name].replicas if name in intent.pools else pool.target
+            for name, pool in self._pools.items()
+        }
+        sections = tuple(
+            structs.replace(section, replicas=replicas)
+            for section, replicas in zip(self._topology.pools, wanted.values(), strict=True)
+        )
+        try:
+            structs.replace(self._topology, pools=sections)
+        except ValueError as refused:
+            self._limited = {name: str(refused) for name, pool in self._pools.items() if wanted[name] != pool.target}
+            return
+        self._limited = {}
+        for name, pool in self._pools.items():
+            pool.target = wanted[name]
+
+    def _shrink(self, pool: "_PoolWorkers") -> None:
+        child_states = self._processes.child_states()
+        dispensable = sorted(
+            pool.staying,
+            key=lambda name: (child_states.get(name) is ChildState.READY, -_number(name)),
+        )
+        for name in dispensable[: max(0, len(pool.staying) - pool.target)]:
+            pool.staying.remove(name)
+            pool.leaving.add(name)
+            self._processes.remove(name, DRAIN)
+
+    def _grow(self, pool: "_PoolWorkers") -> None:
+        for _ in range(min(pool.target - len(pool.staying), self._room())):
+            name = self._free_name(pool.kind)
+            self._processes.add(worker_process(pool.kind, name, self._runtime))
+            pool.staying.append(name)
+
+    def _room(self) -> int:
+        there = sum(len(pool.staying) + len(pool.leaving) for pool in self._pools.values())
+        return self._topology.cluster.most_workers - there
+
+    def _free_name(self, kind: LocalPool) -> WorkerId:
+        number = 0
+        while (name := f"{kind.role}-{number}") in self._processes.names:
+            number += 1
+        return WorkerId(name)
+
+    def _said(self, name: PoolName) -> PoolReport:
+        pool = self._pools[name]
+        child_states, failing = self._processes.child_states(), sorted(self._processes.failing() & set(pool.staying))
+        why, message = None, ""
+        if name in self._limited:
+            why, message = PoolGapReason.LIMITED, self._limited[name]
+        elif failing:
+            why, message = (
+                PoolGapReason.FAILING,
+                f"{failing[0]} does not start; the output of fleet up has the end of its log",
+            )
+        elif len(pool.staying) < pool.target:
+            most = self._topology.cluster.most_workers
+            why, message = PoolGapReason.NO_ROOM, f"the machine has room for {most} workers (cluster.most_workers)"
+        return PoolReport(
+            asked=pool.target,
+            ready=sum(child_states.get(each) is ChildState.READY for each in pool.staying),
+            draining=len(pool.leaving),
+            why=why,
+            message=message,
+        )
+
+
+class _PoolWorkers:
+    """Of one pool."""
+
+    def __init__(self, kind: LocalPool) -> None:
+        self.kind = kind
+        self.target = len(kind.workers)
+        self.staying = list(kind.workers)
+        self.leaving: set[WorkerId] = set()
+
+    def forget_all_but(self, names: frozenset[str]) -> None:
+        self.leaving &= names
+
+
+def _number(name: WorkerId) -> int:
+    return int(name.rpartition("-")[2])
+
+
+async def drain(endpoints: ChildEndpoints, within: Nanos) -> bool:
+    """Have a worker finish what it has, and end. False: it did not answer to that."""
+    asked = pb.DrainRequest(deadline_ms=within // MILLISECOND)
+    try:
+        async with grpc.aio.insecure_channel(endpoints["grpc"], options=SEPARATE_CHANNEL_OPTIONS) as channel:
+            await pb_grpc.WorkerStub(channel).Drain(asked, timeout=within / SECOND + GRACE_SECONDS)
+    except grpc.aio.AioRpcError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""Several router processes on one machine, behind the same ports."""
+
+import secrets
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from msgspec import Struct, structs
+
+from fleet.config import save
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.local.processes import LocalProcess
+from fleet.local.supervision import ChildProcess
+from fleet.local.topology import READY_WITHIN, ROUTER, STOP_WITHIN, claim_address, liveness_limits
+from fleet.membership.settings import SupervisionSettings
+from fleet.net.control.address import control_socket, private_folder
+from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.router.settings.router import RouterSettings
+from kvstore.net.addresses import unix_path
+
+
+class RouterProcesses(Struct, frozen=True, kw_only=True):
+    """What to start, and where it will be reached."""
+
+    processes: tuple[LocalProcess, ...]
+    http: str
+    grpc: str
+    control: str
+    control_sockets: tuple[str, ...]  # of the processes, which `control` stands for; empty: they share its port
+    health: str  # of health and metrics alone; empty: not served
+    kserve: str  # empty: not served
+    picker: str  # likewise
+
+
+def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
+    """Settle `count` routers that share ports and tell each other what they have booked; writes their settings files.
+
+    Args:
+        settings: Of each of them. Other routers that it names, on other machines, are told by all.
+        count: How many.
+        folder: For settings, of which some are secret, and sockets; nobody else may look into it.
+
+    Raises:
+        ConfigurationRefused: A public address is in use, or no address.
+    """
+    with ExitStack() as held:
+        http = claim_address("http_listen", settings.http_listen, held)
+        grpc = claim_address("grpc_listen", settings.grpc_listen, held)
+        control = _control(settings, grpc, held)
+        health = settings.health_listen and claim_address("health_listen", settings.health_listen, held)
+        kserve = settings.kserve_listen and claim_address("kserve_listen", settings.kserve_listen, held)
+        picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
+    sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
+    alone = bool(unix_path(control))  # a Unix socket cannot be shared
+    controls = tuple(f"unix:{folder / f'control-{number}.sock'}" for number in range(count)) if alone else ()
+    prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
+    stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
+    limits = liveness_limits(SupervisionSettings(), ROUTER)
+    processes = []
+    for number, own in enumerate(sockets):
+        name = f"{settings.router_id}-{number}"
+        told = structs.replace(
+            settings,
+            router_id=name,
+            http_listen=http,
+            grpc_listen=grpc,
+            control_listen=controls[number] if alone else control,
+            health_listen=health,
+            kserve_listen=kserve,
+            endpoint_picker=picker,
+            share_ports=True,
+            prompt_secret=prompt_secret,
+            record=settings.record and f"{settings.record}-{number}",
+            replicas_listen=own,
+            replicas=(*settings.replicas, *(other for other in sockets if other != own)),
+        )
+        path = folder / f"router-{number}.json"
+        save(told, path)
+        child = ChildProcess(name=name, start_stage=0, stop_stage=0, ready_within=READY_WITHIN, stop_within=stop_within)
+        command = (sys.executable, "-m", "fleet.cli.main", "serve", "router", "--config", str(path))
+        processes.append(LocalProcess(child=child, command=command, limits=limits))
+    return RouterProcesses(
+        processes=tuple(processes),
+        http=http,
+        grpc=grpc,
+        control=control,
+        control_sockets=controls,
+        health=health,
+        kserve=kserve,
+        picker=picker.listen if picker else "",
+    )
+
+
+def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
+    """The control address that all processes have together."""
+    if settings.control_listen:
+        listen = settings.control_listen
+        return listen if unix_path(listen) else claim_address("control_listen", listen, held)
+    private_folder()
+    return control_socket(grpc)
+
+
+def _claimed(settings: EndpointPickerSettings, held: ExitStack) -> EndpointPickerSettings:
+    port = claim_address("endpoint_picker", settings.listen, held).rpartition(":")[2]
+    return structs.replace(settings, port=int(port))

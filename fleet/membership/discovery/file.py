@@ -1,0 +1,158 @@
+"""A folder as the directory of workers: one file each, replaced as a whole.
+
+Rules:
+
+1. A file is written beside its place and renamed into it, so that it is never read in parts. A folder that is shared over a network
+   needs no more than that of its file system: no locks, no notifications, no clocks that agree.
+2. A renewal is a number that grows. Routers count a lease from when they saw the number change; times of files mean nothing.
+3. The last one to begin has the file: who finds another incarnation in its place when renewing has been replaced.
+4. What is in the folder and is no record, or not that of the worker whose place it takes (a copy, which would renew a dead worker
+   in turns with the record itself), is passed over, and said once.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.discovery import FileDiscovery, WorkerRecord
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.membership.discovery.open import StatelessDirectory
+from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordSeen
+from fleet.membership.ports import DirectoryUnreachable
+from workers.ports import RegistryUnreachable, WorkerSuperseded
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".worker.json"
+MAX_BYTES = 64 << 10  # of a record, which has a few hundred
+LONGEST_NAME = 200  # file systems take 255 bytes
+
+
+class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
+    """What is in a file."""
+
+    renewals: int
+
+
+class FileDirectory(StatelessDirectory):
+    """Implements `workers.ports.Registry` and `fleet.membership.ports.Directory`."""
+
+    def __init__(self, settings: FileDiscovery) -> None:
+        """Nothing is read or written yet.
+
+        Raises:
+            ConfigurationRefused: The folder is not there.
+        """
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}  # of workers that were published here
+        self._passed_over: set[str] = set()
+        if not self._folder.is_dir():
+            raise ConfigurationRefused(f"discovery.folder: {self._folder} is not a folder; make it, or mount it")
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        renewals = self._renewals.get((worker_id, incarnation), 0) + 1
+        entry = DiscoveryFileEntry(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            address=address,
+            lease_seconds=self._settings.lease_seconds,
+            renewals=renewals,
+        )
+        try:
+            await asyncio.to_thread(self._publish, entry)
+        except OSError as error:
+            raise RegistryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+        self._renewals[worker_id, incarnation] = renewals
+        return Nanos(self._settings.lease_seconds * SECOND)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._renewals.pop((worker_id, incarnation), None)
+        try:
+            await asyncio.to_thread(self._withdraw, worker_id, incarnation)
+        except OSError as error:
+            raise RegistryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+
+    async def readings(self) -> AsyncGenerator[DirectoryReading, None]:
+        while True:
+            try:
+                entries = await asyncio.to_thread(self._read)
+            except OSError as error:
+                raise DirectoryUnreachable(f"{self._folder}: {error.strerror or error}") from error
+            yield DirectoryListing(all=tuple(map(_seen, entries)))
+            await asyncio.sleep(self._settings.poll_ms / 1000)
+
+    # In a thread.
+
+    def _publish(self, entry: DiscoveryFileEntry) -> None:
+        path = self._path(entry.worker_id)
+        there = _entry(path)
+        if entry.renewals > 1 and there is not None and there.incarnation != entry.incarnation:
+            raise WorkerSuperseded(f"{entry.worker_id} is held by a newer process; every worker needs an id of its own")
+        beside = path.with_name(f".{quote(entry.incarnation, safe='')[:32]}.{SUFFIX}")
+        try:
+            beside.write_bytes(msgspec.json.encode(entry))
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
+
+    def _withdraw(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        path = self._path(worker_id)
+        there = _entry(path)
+        if there is not None and there.incarnation == incarnation:
+            path.unlink(missing_ok=True)
+
+    def _read(self) -> list[DiscoveryFileEntry]:
+        entries: list[DiscoveryFileEntry] = []
+        passed_over: set[str] = set()
+        for path in sorted(self._folder.iterdir()):
+            if path.name.startswith(".") or not path.name.endswith(SUFFIX):
+                continue
+            if (entry := _entry(path)) is not None and self._path(entry.worker_id) == path:
+                entries.append(entry)
+            elif path.exists():
+                passed_over.add(path.name)
+                if path.name not in self._passed_over:
+                    log.warning(
+                        "a file in the directory of workers is no record of its worker", extra={"path": str(path)}
+                    )
+        self._passed_over = passed_over
+        return entries
+
+    def _path(self, worker_id: WorkerId) -> Path:
+        name = quote(worker_id, safe="")
+        if len(name) > LONGEST_NAME or name.startswith("."):
+            name = hashlib.sha256(worker_id.encode()).hexdigest()
+        return self._folder / f"{name}{SUFFIX}"
+
+
+def _entry(path: Path) -> DiscoveryFileEntry | None:
+    """What a file says; None where there is none, or no record in it. Whoever opens a pipe waits for its writer."""
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        return msgspec.json.decode(content, type=DiscoveryFileEntry) if len(content) <= MAX_BYTES else None
+    except (FileNotFoundError, PermissionError, UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _seen(entry: DiscoveryFileEntry) -> RecordSeen:
+    record = WorkerRecord(
+        worker_id=entry.worker_id,
+        incarnation=entry.incarnation,
+        address=entry.address,
+        lease_seconds=entry.lease_seconds,
+    )
+    return RecordSeen(record=record, renewal=str(entry.renewals))

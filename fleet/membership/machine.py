@@ -1,0 +1,277 @@
+"""Membership under leases.
+
+Rules:
+
+1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation of it
+   takes its place. Registering again renews the lease.
+2. A name belongs to the incarnation that holds it. While this router has a stream to a worker, the incarnation at the other end
+   holds the name. Without a stream the member holds it until its lease ends. Another incarnation that registers is refused
+   (`NameOccupied`), and nothing changes.
+3. A lease ends early for a name that is wanted by another incarnation: when this router cannot reach the member (`MemberUnreachable`). So
+   a process that was killed is replaced at once. A new incarnation, or a new address of the same one, makes void what was known
+   of the old one, so the change is announced as a departure and an arrival.
+4. Whoever has been replaced stays replaced: an old incarnation that registers again is told so (`RegistrationSuperseded`) and changes nothing,
+   and neither does its deregistration. Two processes that were given the same name by mistake would otherwise take
+   turns. The last `REMEMBERED_INCARNATIONS` replaced incarnations of a worker are known.
+5. A worker that a directory has is a member as if it had registered, for as long as the directory's lease says. But who has
+   registered here, and not deregistered, is alive: what a directory says of another incarnation is old news until that lease has ended,
+   and that the directory has it no more is no departure. Of a member that was only found, the directory's word counts at once, unless this
+   router has a stream to it: directories hand their own leases on.
+6. A worker that another router tells of is a member for the rest of the lease that it has there. Of one that is a member already
+   in another incarnation nothing is taken: the other router may not have heard of the change, and whoever is alive renews.
+7. A directory, or a router that passes a registration on, says it once in a while only. What it says of a name that another
+   incarnation holds is remembered as a claim until the claim's own lease ends, whether that incarnation is a member or only has
+   a stream that outlasts its membership. The latest claim joins when the name is free.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import assert_never
+
+from msgspec import Struct
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.membership.messages import (
+    Deregister,
+    DirectoryRenewal,
+    MemberJoined,
+    MemberLeft,
+    MembershipCommand,
+    MembershipEvent,
+    MembershipTicked,
+    MemberUnreachable,
+    NameOccupied,
+    RecordWithdrawn,
+    Register,
+    Registration,
+    RegistrationSuperseded,
+    WorkerStreamClosed,
+    WorkerStreamOpened,
+)
+from fleet.membership.settings import MembershipSettings
+
+REMEMBERED_INCARNATIONS = 8  # restarts of one worker that can be confused; a supervisor starts one at a time
+
+
+class NameClaim(Struct, frozen=True, kw_only=True):
+    """An incarnation that waits for a name."""
+
+    joined: MemberJoined
+    lease_end: Nanos
+    registered: bool
+    """True if it has registered with another router; else a directory has it."""
+
+
+class Member(Struct, kw_only=True):
+    """One entry, and when it ends."""
+
+    joined: MemberJoined
+    lease_end: Nanos
+    registered_until: Nanos | None = None
+    """When the lease ends that it has from here; None: it was only found."""
+
+    unreachable: bool = False
+    """True if this router could not reach it when it tried last."""
+
+    def registered(self, now: Nanos) -> bool:
+        return self.registered_until is not None and now < self.registered_until
+
+
+class Membership:
+    """Who is here."""
+
+    def __init__(self, settings: MembershipSettings) -> None:
+        self.lease = Nanos(settings.lease_ms * MILLISECOND)
+        self._members: dict[WorkerId, Member] = {}
+        self._replaced: dict[WorkerId, deque[Incarnation]] = {}
+        self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the lease of its worker
+        self._claims: dict[WorkerId, NameClaim] = {}  # a claim may outlast the member that held the name
+
+    def handle(self, event: MembershipEvent, now: Nanos) -> list[MembershipCommand]:
+        match event:
+            case Register():
+                return self._register(event, now)
+            case Deregister():
+                return self._deregister(event, now)
+            case DirectoryRenewal():
+                return self._find(event, now)
+            case Registration():
+                return self._hear_of(event, now)
+            case RecordWithdrawn():
+                return self._withdraw(event, now)
+            case WorkerStreamOpened():
+                return self._connect(event, now)
+            case WorkerStreamClosed():
+                self._connected.pop(event.worker_id, None)
+                return self._take_claim_up(event.worker_id, now)
+            case MemberUnreachable():
+                return self._lose(event, now)
+            case MembershipTicked():
+                return self._expire(now)
+            case _:
+                assert_never(event)
+
+    @property
+    def members(self) -> Mapping[WorkerId, MemberJoined]:
+        """In order of arrival."""
+        return {worker_id: member.joined for worker_id, member in self._members.items()}
+
+    def registrations(self, now: Nanos) -> list[Registration]:
+        """Who has registered here, and for how much longer that counts."""
+        return [
+            Registration(
+                worker_id=worker_id,
+                incarnation=member.joined.incarnation,
+                address=member.joined.address,
+                lease=Nanos(member.registered_until - now),
+            )
+            for worker_id, member in self._members.items()
+            if member.registered_until is not None and member.registered(now)
+        ]
+
+    def check(self) -> None:
+        """Assert what must hold between any two events."""
+        for worker_id, member in self._members.items():
+            replaced = self._replaced.get(worker_id, ())
+            assert member.joined.worker_id == worker_id, member
+            assert member.joined.incarnation not in replaced, member
+        for worker_id, claim in self._claims.items():
+            assert claim.joined.worker_id == worker_id, claim
+            assert claim.joined.incarnation not in self._replaced.get(worker_id, ()), claim
+            assert worker_id in self._members or worker_id in self._connected, claim
+
+    def _register(self, event: Register, now: Nanos) -> list[MembershipCommand]:
+        lease_end = Nanos(now + self.lease)
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        if self._is_replaced(joined):
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+        if (occupied := self._occupied(joined, now)) is not None:
+            if event.forwarded:
+                self._claims[event.worker_id] = NameClaim(joined=joined, lease_end=lease_end, registered=True)
+            return [occupied]
+        return self._join(joined, lease_end, registered=True)
+
+    def _find(self, event: DirectoryRenewal, now: Nanos) -> list[MembershipCommand]:
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        if self._is_replaced(joined):
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+        known = self._members.get(event.worker_id)
+        lease_end = Nanos(now + event.lease)
+        alive = known is not None and known.joined != joined and known.registered(now)
+        if alive or self._connected.get(event.worker_id, event.incarnation) != event.incarnation:
+            self._claims[event.worker_id] = NameClaim(joined=joined, lease_end=lease_end, registered=False)
+            return []
+        return self._join(joined, lease_end, registered=False)
+
+    def _hear_of(self, event: Registration, now: Nanos) -> list[MembershipCommand]:
+        joined = MemberJoined(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+        if self._is_replaced(joined):
+            return [RegistrationSuperseded(worker_id=event.worker_id, incarnation=event.incarnation)]
+        known = self._members.get(event.worker_id)
+        if (known is not None and known.joined != joined) or self._occupied(joined, now) is not None:
+            return []
+        return self._join(joined, Nanos(now + min(event.lease, self.lease)), registered=False)
+
+    def _is_replaced(self, joined: MemberJoined) -> bool:
+        return joined.incarnation in self._replaced.get(joined.worker_id, ())
+
+    def _occupied(self, joined: MemberJoined, now: Nanos) -> NameOccupied | None:
+        """The refusal of who wants a name that another incarnation holds (rules 2 and 3); None: nobody else holds it."""
+        worker_id, incarnation = joined.worker_id, joined.incarnation
+        known = self._members.get(worker_id)
+        connected = self._connected.get(worker_id)
+        if connected == incarnation:
+            return None
+        if connected is not None:
+            of_stream = known is not None and known.joined.incarnation == connected
+            holder = known.joined.address if known is not None and of_stream else ""
+            return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=holder, lease=None)
+        if known is None or known.joined.incarnation == incarnation or known.unreachable or now >= known.lease_end:
+            return None
+        left = Nanos(known.lease_end - now)
+        return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
+
+    def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
+        """Have who waits for the name join, if it is free now (rule 7)."""
+        claim, known = self._claims.get(worker_id), self._members.get(worker_id)
+        if claim is None:
+            return []
+        if claim.lease_end <= now:
+            del self._claims[worker_id]
+            return []
+        alive = known is not None and known.registered(now) and not claim.registered
+        if alive or self._occupied(claim.joined, now) is not None:
+            return []
+        return self._join(claim.joined, claim.lease_end, registered=claim.registered)
+
+    def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
+        """Take or renew a membership until `lease_end`; nobody else holds the name."""
+        worker_id = joined.worker_id
+        known = self._members.get(worker_id)
+        if known is not None and known.joined.incarnation != joined.incarnation:
+            self._claims.pop(worker_id, None)  # it is older news than who takes the place
+        self._drop_claim(worker_id, joined.incarnation)
+        changes: list[MembershipCommand] = []
+        if known is None or known.joined != joined:
+            if known is not None:
+                changes.append(MemberLeft(worker_id=worker_id))
+                if known.joined.incarnation != joined.incarnation:
+                    self._remember(worker_id, known.joined.incarnation)
+                del self._members[worker_id]
+            known = self._members[worker_id] = Member(joined=joined, lease_end=lease_end)
+            changes.append(joined)
+        known.lease_end = max(known.lease_end, lease_end)
+        if registered:
+            known.registered_until = lease_end
+        return changes
+
+    def _remember(self, worker_id: WorkerId, replaced: Incarnation) -> None:
+        self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED_INCARNATIONS)).append(replaced)
+
+    def _deregister(self, event: Deregister, now: Nanos) -> list[MembershipCommand]:
+        self._drop_claim(event.worker_id, event.incarnation)
+        known = self._members.get(event.worker_id)
+        if known is not None and known.joined.incarnation != event.incarnation:
+            return []
+        if known is not None or self._connected.get(event.worker_id) == event.incarnation:
+            self._connected.pop(event.worker_id, None)  # it gives its name up, although its stream may go on
+        return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
+
+    def _withdraw(self, event: RecordWithdrawn, now: Nanos) -> list[MembershipCommand]:
+        self._drop_claim(event.worker_id, event.incarnation)
+        known = self._members.get(event.worker_id)
+        if known is None or known.joined.incarnation != event.incarnation or known.registered(now):
+            return []
+        return self._leave(event.worker_id, now)
+
+    def _drop_claim(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        claim = self._claims.get(worker_id)
+        if claim is not None and claim.joined.incarnation == incarnation:
+            del self._claims[worker_id]
+
+    def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
+        self._connected[event.worker_id] = event.incarnation
+        known = self._members.get(event.worker_id)
+        if known is not None:  # at its address another process may answer
+            known.unreachable = known.joined.incarnation != event.incarnation
+        return self._take_claim_up(event.worker_id, now)
+
+    def _lose(self, event: MemberUnreachable, now: Nanos) -> list[MembershipCommand]:
+        known = self._members.get(event.worker_id)
+        if known is None or known.joined.incarnation != event.incarnation:
+            return []
+        known.unreachable = True
+        return self._take_claim_up(event.worker_id, now)
+
+    def _expire(self, now: Nanos) -> list[MembershipCommand]:
+        for worker_id in [worker_id for worker_id, claim in self._claims.items() if now >= claim.lease_end]:
+            del self._claims[worker_id]
+        ended = [worker_id for worker_id, member in self._members.items() if now >= member.lease_end]
+        return [change for worker_id in ended for change in self._leave(worker_id, now)]
+
+    def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
+        """Forget the worker, and whom it replaced: memory is bounded by the members. Who waits for the name joins."""
+        del self._members[worker_id]
+        self._replaced.pop(worker_id, None)
+        return [MemberLeft(worker_id=worker_id), *self._take_claim_up(worker_id, now)]

@@ -1,0 +1,264 @@
+"""The registry over gRPC: the service in the router process, and the clients that workers use."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+from google.protobuf.message import Message
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import invalid
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
+from fleet.membership.server import RegistryServer
+from fleet.net.control.access import OPEN_ACCESS, ControlAccess
+from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
+from fleet.net.grpc.port import GrpcServerApi
+from fleet.peers.routers import PeerRouters
+from fleet.v1 import control_pb2 as pb
+from fleet.v1 import control_pb2_grpc as pb_grpc
+from kvstore.net.addresses import host_port, unix_path
+from workers.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
+
+SERVICE = "fleet.v1.Registry"
+TIMEOUT = Nanos(2 * SECOND)
+
+ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
+"""The addresses, with that port, that a host name stands for. Raises OSError where that cannot be said."""
+
+
+class GrpcRegistry:
+    """The service `fleet.v1.Registry`."""
+
+    def __init__(self, registry: RegistryServer, replicas: PeerRouters | None = None) -> None:
+        """`replicas` hear of what is registered here."""
+        self._registry = registry
+        self._replicas = replicas
+
+    def add(self, server: GrpcServerApi) -> None:
+        methods = {"Register": unary_context_handler(self._register), "Deregister": unary_handler(self._deregister)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    async def _register(self, content: bytes, context: Context) -> Message:
+        request = parse_message(pb.RegisterRequest, content)
+        for field in ("worker_id", "incarnation", "address"):
+            if not getattr(request, field):
+                raise invalid(field, "is empty")
+        event = Register(
+            worker_id=WorkerId(request.worker_id),
+            incarnation=Incarnation(request.incarnation),
+            address=request.address,
+        )
+        name = request.worker_id[:100]
+        match self._registry.register(event):
+            case RegistrationSuperseded():
+                why = f"worker_id: {name} is held by a newer process; every worker needs an id of its own"
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+            case NameOccupied() as occupied:
+                await context.abort(
+                    grpc.StatusCode.ALREADY_EXISTS, f"worker_id: {name} {_name_occupied_text(occupied)}"
+                )
+            case None:
+                pass
+        if self._replicas is not None:
+            self._replicas.registered(event)
+        return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
+
+    async def _deregister(self, content: bytes) -> Message:
+        request = parse_message(pb.DeregisterRequest, content)
+        event = Deregister(worker_id=WorkerId(request.worker_id), incarnation=Incarnation(request.incarnation))
+        self._registry.deregister(event)
+        if self._replicas is not None:
+            self._replicas.deregistered(event)
+        return pb.DeregisterResponse()
+
+
+def _name_occupied_text(occupied: NameOccupied) -> str:
+    """Say who holds a name and until when; every worker needs one of its own."""
+    holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
+    if occupied.lease is None:
+        until = "to which this router has a stream"
+    else:
+        until = f"whose lease ends in {occupied.lease / SECOND:.1f} s"
+    return f"is held by {holder}, {until}; every worker needs an id of its own"
+
+
+class GrpcRegistryClient:
+    """Implements `workers.ports.Registry`; an async context manager that owns its channel."""
+
+    def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = OPEN_ACCESS) -> None:
+        self._timeout_seconds = timeout / SECOND
+        self._address = address
+        self._access = access
+        self._diagnosed = ("", "")
+        """The latest failure that a TLS diagnosis was made for, and what it said."""
+
+        self._channel = access.aio_channel(address)
+        self._stub = pb_grpc.RegistryStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        request = pb.RegisterRequest(worker_id=worker_id, incarnation=incarnation, address=address)
+        try:
+            response = await self._stub.Register(request, timeout=self._timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise WorkerSuperseded(error.details()) from error
+            if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                raise NameHeld(error.details()) from error
+            raise _unreachable(error, await self._tls_cause(error)) from error
+        self._diagnosed = ("", "")
+        return Nanos(response.lease_ms * MILLISECOND)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        request = pb.DeregisterRequest(worker_id=worker_id, incarnation=incarnation)
+        try:
+            await self._stub.Deregister(request, timeout=self._timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise _unreachable(error) from error
+
+    async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
+        """Return what is wrong with TLS. It is looked for once for each failure in a row that is not like the one before."""
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return ""
+        failure = f"{error.code().name}: {error.details()}"
+        if self._diagnosed[0] != failure:
+            cause = await asyncio.to_thread(self._access.diagnose, self._address, "registry_credentials")
+            self._diagnosed = (failure, cause)
+        return self._diagnosed[1]
+
+
+def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUnreachable:
+    said = f"{error.code().name}: {error.details()}"
+    match error.code():
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return RegistrationRefused(
+                f"{said}; set registry_credentials to what the router's control_credentials ask for"
+            )
+        case grpc.StatusCode.UNIMPLEMENTED:
+            said += "; that is no router's control address: set registry to the router's control_listen"
+        case _:
+            said = f"{tls_cause} ({said})" if tls_cause else said
+    return RegistryUnreachable(said)
+
+
+class GrpcRegistries:
+    """Every registry that one name stands for: the routers behind a headless Service of Kubernetes, or several records of a DNS name.
+
+    Implements `workers.ports.Registry`. The name is looked up with each renewal, so that a router that has come is told within a third
+    of a lease. A worker is registered when one of them has taken it: another may be starting, or going.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: Nanos = TIMEOUT,
+        look_up: ResolveAddresses | None = None,
+        access: ControlAccess = OPEN_ACCESS,
+    ) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            address: ``unix:/path``, or host:port.
+            timeout: For a look-up, and then for all registries together.
+            look_up: None: as this host looks names up.
+            access: What proves to the registries that this is a worker of the cluster.
+        """
+        self._address = address
+        self._timeout = timeout
+        self._look_up = look_up or _addresses
+        self._access = access
+        self._clients: dict[str, GrpcRegistryClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._keep(())
+
+    async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
+        await self._look()
+        taken: list[Nanos] = []
+        refused: list[RegistryUnreachable] = []
+        replaced: list[WorkerSuperseded | NameHeld] = []
+
+        async def tell(client: GrpcRegistryClient) -> None:
+            try:
+                taken.append(await client.register(worker_id, incarnation, address))
+            except RegistryUnreachable as error:
+                refused.append(error)
+            except (WorkerSuperseded, NameHeld) as error:
+                replaced.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for client in self._clients.values():
+                tasks.create_task(tell(client))
+        if replaced:
+            raise min(replaced, key=lambda error: isinstance(error, NameHeld))
+        if not taken:
+            raise refused[0]
+        return min(taken)
+
+    async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Tells those that are known, as far as they can be reached.
+
+        Raises:
+            RegistryUnreachable: None of them can.
+        """
+        refused: list[RegistryUnreachable] = []
+
+        async def tell(client: GrpcRegistryClient) -> None:
+            try:
+                await client.deregister(worker_id, incarnation)
+            except RegistryUnreachable as error:
+                refused.append(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for client in self._clients.values():
+                tasks.create_task(tell(client))
+        if refused and len(refused) == len(self._clients):
+            raise refused[0]
+
+    async def _look(self) -> None:
+        """Have a client for each address that the name stands for now; those that are known stay where that cannot be found out.
+
+        Raises:
+            RegistryUnreachable: It stands for nothing.
+        """
+        if unix_path(self._address) or "//" in self._address:  # a scheme of gRPC's own, which looks up by itself
+            await self._keep([self._address])
+            return
+        try:
+            host, port = host_port(self._address)
+            async with asyncio.timeout(self._timeout / SECOND):
+                found = await self._look_up(host, port)
+        except (OSError, TimeoutError, ValueError) as error:
+            if not self._clients:
+                raise RegistryUnreachable(f"{self._address}: {str(error) or 'no answer'}") from error
+            return
+        await self._keep(found)
+
+    async def _keep(self, addresses: Sequence[str]) -> None:
+        for gone in self._clients.keys() - set(addresses):
+            await self._clients.pop(gone).__aexit__(None, None, None)
+        for address in addresses:
+            if address not in self._clients:
+                self._clients[address] = GrpcRegistryClient(address, self._timeout, self._access)
+
+
+async def _addresses(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
+    return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]

@@ -1,0 +1,122 @@
+"""Control addresses on this machine: where a router listens for what is not for clients, and how commands find it.
+
+Rules:
+
+1. A router without `control_listen` listens at a Unix socket that only its own user can reach. The socket's path follows from the
+   router's gRPC address, so whoever knows that address, and is the same user, finds it. Its folder is in that of TMPDIR, as far as
+   that has a short path, else in /tmp; a caller looks in both, and so finds every router that has its TMPDIR or none.
+2. The folder belongs to the user alone: it is made with mode 0700, and one that is a link, another user's, or open to others is
+   refused. Another user can so keep a router from starting, but cannot stand between it and its callers.
+3. A socket at which a process listens is not taken from it; one that a killed process has left is replaced.
+4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fleet.core.errors import ConfigurationRefused
+from kvstore.errors import StoreNotStarted
+from kvstore.net import unix_sockets as sockets
+from kvstore.net.addresses import unix_path
+
+LONGEST_PARENT = 40  # characters, so that sockets stay below the 107 that Unix allows
+DEFAULT_PARENT = "/tmp"  # noqa: S108 - see `private_folder`
+ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
+EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
+THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
+
+
+def control_folder() -> Path:
+    """Return the folder of this user's control sockets; it may not be there."""
+    parent = tempfile.gettempdir()
+    return _folder_in(parent if len(parent) <= LONGEST_PARENT else DEFAULT_PARENT)
+
+
+def control_socket(grpc_address: str) -> str:
+    """Return the control address, as ``unix:/path``, of a router that has this gRPC address and no `control_listen`."""
+    return f"unix:{control_folder() / _socket_name(grpc_address)}"
+
+
+def _folder_in(parent: str) -> Path:
+    return Path(parent) / f"fleet-control-{os.getuid()}"
+
+
+def _socket_name(grpc_address: str) -> str:
+    where = unix_path(grpc_address).replace("/", "_") or grpc_address.replace(":", "_")
+    return f"{where[-LONGEST_PARENT:]}.sock"
+
+
+def find_control_socket(grpc_address: str) -> str | None:
+    """Return the control address of a router of this user on this machine, by an address at which clients reach it; None: there is none."""
+    host, _, port = grpc_address.rpartition(":")
+    hosts = THIS_HOST if host in THIS_HOST else (host, *EVERY_HOST)
+    asked = [grpc_address] if unix_path(grpc_address) else [f"{each}:{port}" for each in dict.fromkeys((host, *hosts))]
+    for folder in dict.fromkeys((control_folder(), _folder_in(DEFAULT_PARENT))):
+        for each in asked:
+            path = folder / _socket_name(each)
+            if _is_private(folder) and _is_own_socket(path):
+                return f"unix:{path}"
+    return None
+
+
+def private_folder() -> Path:
+    """Make the folder of this user's control sockets, or find it as it should be.
+
+    Raises:
+        ConfigurationRefused: It cannot be made, or is not this user's alone.
+    """
+    folder = control_folder()
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigurationRefused(
+            f"control_listen: {folder} cannot be made: {error.strerror}; {ALTERNATIVES}"
+        ) from error
+    if not _is_private(folder):
+        raise ConfigurationRefused(
+            f"control_listen: {folder} is not a folder of this user alone (mode 0700, no link): remove it, or {ALTERNATIVES}"
+        )
+    return folder
+
+
+def remove_stale_socket(address: str) -> None:
+    """Make way for a Unix socket at an address: remove one that nobody listens on.
+
+    Raises:
+        ConfigurationRefused: Another process listens there, or the path cannot be used.
+    """
+    try:
+        sockets.clear_path("control_listen", unix_path(address))
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(f"{error}; {ALTERNATIVES}") from error
+
+
+@contextmanager
+def private_umask() -> Iterator[None]:
+    """Let files that are made meanwhile be this user's alone; nothing may be awaited within."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _is_own_socket(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()

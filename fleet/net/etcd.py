@@ -1,0 +1,116 @@
+"""Connections to etcd, of whoever keeps something there.
+
+The messages are those of the package aetcd. Its client is not used: it knows no TLS, and a call of it may wait for ever.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.grpc.options import PING_TIMEOUT
+from kvstore.security.credentials import Credentials
+from kvstore.security.tls_diagnosis import diagnose_address
+
+T = TypeVar("T")
+
+CALL_SECONDS = 2.0
+DIAGNOSIS_SECONDS = 0.5  # for each of a few connections, once an outage
+OPTIONS = (
+    # etcd ends connections that ping more often than every 5 s, or while nothing runs on them.
+    ("grpc.keepalive_time_ms", 10_000),
+    *PING_TIMEOUT,
+    # A broken connection must not make the next attempt wait for gRPC's own back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class EtcdChannels:
+    """One channel at a time: to the endpoint that answered last, or else to the next one."""
+
+    def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
+        """Nothing is dialled yet.
+
+        Args:
+            endpoints: host:port of members of the etcd cluster.
+            credentials: Without an authority: no TLS.
+            section: Of the settings that these are from, for the message of a refusal.
+
+        Raises:
+            ConfigurationRefused: A file of `credentials` cannot be read.
+        """
+        self._endpoints = endpoints
+        self._tls = _tls(credentials, section)
+        self._credentials = credentials
+        self._field = f"{section}.credentials"
+        self._causes: dict[str, str] = {}  # why there is no TLS, by endpoint; empty: for another reason
+        self._turn = count(1)
+        self._channel: grpc.aio.Channel | None = None
+        self._at = self._endpoints[0]
+
+    @property
+    def current(self) -> grpc.aio.Channel:
+        if self._channel is None:
+            if self._tls is None:
+                self._channel = grpc.aio.insecure_channel(self._at, options=OPTIONS)
+            else:
+                self._channel = grpc.aio.secure_channel(self._at, self._tls, options=OPTIONS)
+        return self._channel
+
+    async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+        """What an endpoint answers.
+
+        Raises:
+            AioRpcError: As the call did, with the cause where TLS is it; the next one goes elsewhere.
+        """
+        try:
+            answer = await ask(self.current)
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            at, self._at = self._at, self._endpoints[next(self._turn) % len(self._endpoints)]
+            raise await self._explained(error, at) from error
+        self._causes.pop(self._at, None)
+        return answer
+
+    async def _explained(self, error: grpc.aio.AioRpcError, at: str) -> grpc.aio.AioRpcError:
+        """Return the error with what is wrong with TLS at an endpoint, which is looked for once until the endpoint has answered again."""
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return error
+        if at not in self._causes:
+            look = partial(
+                diagnose_address, at, self._credentials, field=self._field, timeout_seconds=DIAGNOSIS_SECONDS
+            )
+            self._causes[at] = await asyncio.to_thread(look)
+        if not (cause := self._causes[at]):
+            return error
+        return grpc.aio.AioRpcError(
+            error.code(), error.initial_metadata(), error.trailing_metadata(), f"{error.details()}; {cause}"
+        )
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+def _tls(credentials: Credentials, section: str) -> grpc.ChannelCredentials | None:
+    if not credentials.authority:
+        return None
+    given = []
+    for name in ("authority", "key", "certificate"):
+        path = getattr(credentials, name)
+        try:
+            given.append(Path(path).read_bytes() if path else None)
+        except OSError as error:
+            raise ConfigurationRefused(f"{section}.credentials.{name}: {path}: {error.strerror}") from error
+    return grpc.ssl_channel_credentials(*given)
+
+
+def etcd_error_text(error: grpc.aio.AioRpcError) -> str:
+    """In one line, for whoever has called."""
+    return f"etcd: {error.code().name}: {error.details()}"

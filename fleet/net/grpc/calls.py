@@ -1,0 +1,173 @@
+"""What all gRPC services do with a call: parse it, refuse it with details, survive its bugs and its caller's leaving.
+
+Requests are taken as bytes, because the library answers what it cannot parse with INTERNAL; a client that sends invalid
+UTF-8 or too much gets a typed error like everybody else.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Never, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from fleet.core.errors import Reason, RequestRejected, internal_error
+from fleet.net.grpc.errors import encode_status
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 8 << 20  # as over HTTP
+WRITE_SECONDS = 30.0  # likewise; the library would wait for a caller that never reads until its deadline, if it has one
+
+Context = Any
+"""`grpc.aio.ServicerContext` of bytes: its stubs want message types, which these calls do not have."""
+
+Answer = TypeVar("Answer")
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
+class CallerDisconnected(Exception):
+    """Nobody is left to tell anything."""
+
+
+async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
+    """What a call answers; where it is refused, or has a bug, the client is told in its way."""
+    try:
+        return await call
+    except RequestRejected as refused:
+        await abort_call(context, refused)
+    except grpc.aio.AbortError:
+        raise
+    except (CallerDisconnected, grpc.aio.BaseError):  # the latter where a library writes
+        raise asyncio.CancelledError from None  # which the library is about to find out; it would complain of a status
+    except Exception:  # supervisor: a bug in one call does not end the others
+        log.exception("call failed")
+        await abort_call(context, internal_error())
+
+
+def unary_handler(method: Callable[[bytes], Awaitable[Message]]) -> Any:
+    """A method that takes bytes and gives one answer."""
+    return unary_context_handler(lambda content, _: method(content))
+
+
+def unary_context_handler(method: Callable[[bytes, Context], Awaitable[Message]]) -> Any:
+    """The same, of a method that looks at its call as well."""
+
+    async def handle(content: bytes, context: Context) -> Message:
+        return await answer_call(method(content, context), context)
+
+    handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+    return handler(handle, response_serializer=serialize)
+
+
+def parse_message(kind: type[AnyMessage], content: bytes) -> AnyMessage:
+    """The message in `content`.
+
+    Raises:
+        Refused: It is too large, or no such message.
+    """
+    if len(content) > MAX_REQUEST_BYTES:
+        raise RequestRejected(
+            Reason.TOO_LARGE, f"the message has {len(content)} bytes, and {MAX_REQUEST_BYTES} are allowed in one"
+        )
+    try:
+        return kind.FromString(content)
+    except DecodeError as error:
+        cause = "the message cannot be parsed: it is no such message, or a string in it is not UTF-8"
+        raise RequestRejected(Reason.INVALID_ARGUMENT, cause) from error
+
+
+class MessageWriter:
+    """What a call writes many messages with; made by `open_writer`."""
+
+    def __init__(self, context: Context, limit: asyncio.Timeout) -> None:
+        self._context = context
+        self._limit = limit
+        self._seconds = _write_seconds(context)
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the message began to wait for the caller; None: none does
+        self._timer = self._loop.call_later(self._seconds, self._look)
+
+    async def send(self, message: Message) -> None:
+        """Write one message, when the caller reads; nothing else is being written.
+
+        Raises:
+            CallerGone: The call is over on the other side, or the port closes.
+        """
+        self._since = self._loop.time()
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError as error:
+            raise CallerDisconnected from error
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._seconds
+        if due <= now:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(due, self._look)
+
+
+@asynccontextmanager
+async def open_writer(context: Context) -> AsyncGenerator[MessageWriter]:
+    """For calls that write a message for each token: one timer a call, where `send_message` has one a message, which costs a fifth of it.
+
+    Raises:
+        CallerGone: The caller did not read for too long.
+    """
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            writer = MessageWriter(context, limit)
+            try:
+                yield writer
+            finally:
+                writer.close()
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise CallerDisconnected from error
+
+
+async def send_message(context: Context, message: Message) -> None:
+    """Write one message of a stream, when the caller reads.
+
+    Raises:
+        CallerGone: The call is over on the other side, or the port closes, or the caller does not read for too long.
+    """
+    try:
+        async with asyncio.timeout(_write_seconds(context)):
+            await context.write(message)
+    except (grpc.aio.BaseError, TimeoutError) as error:
+        raise CallerDisconnected from error
+
+
+def _write_seconds(context: Context) -> float:
+    """Return how long a message may wait for its caller; only the contexts of our own server have a setting for it."""
+    seconds: float = getattr(context, "write_seconds", WRITE_SECONDS)
+    return seconds
+
+
+def serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def authorization_of(context: Context) -> str:
+    """What a call says to prove its tenant; empty: nothing."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization":
+            return str(value)
+    return ""
+
+
+async def abort_call(context: Context, refused: RequestRejected) -> Never:
+    await context.abort_with_status(encode_status(refused))
+    raise AssertionError  # aborting raises

@@ -1,0 +1,161 @@
+"""A gRPC port, from listening to the last message: health and reflection for whatever it serves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.grpc.calls import (
+    Context,
+    answer_call,
+    parse_message,
+    send_message,
+    serialize,
+    unary_context_handler,
+)
+
+LIVENESS = "liveness"
+"""The health service that liveness probes ask, as the endpoint picker's convention has it."""
+
+HEALTH_SECONDS = 0.25  # how late those who watch are told whether it serves
+STOP_SECONDS = 2.0  # for the last messages of calls that end
+
+
+class GrpcServerApi(Protocol):
+    """What is needed of `grpc.aio.Server`, or of `fleet.net.grpc.http2.Http2Server`."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None: ...
+
+    def add_insecure_port(self, address: str, /) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float | None) -> None: ...
+
+
+@asynccontextmanager
+async def open_port(
+    server: GrpcServerApi,
+    listen: str,
+    services: Sequence[str],
+    serving: Callable[[], bool],
+    *,
+    alive: Mapping[str, Callable[[], bool]] | None = None,
+    bind: Callable[[Any, str], int] | None = None,
+) -> AsyncIterator[str]:
+    """Serve until the context ends; then running calls are cancelled. Yields the address, with the port that was taken.
+
+    Args:
+        server: With its services, and not started.
+        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
+        services: Their full names, for health and reflection.
+        serving: Whether they can serve now; asked at once by who asks for their health, and some times a second.
+        alive: By the names under which health tells it: whether the process is sound, whatever it can serve.
+        bind: Has the server listen at the address, and returns the port; raises RuntimeError where it cannot. None: without TLS.
+
+    Raises:
+        ConfigurationRefused: Nobody can listen there; the message says why.
+    """
+    healths = _HealthService(dict.fromkeys(("", *services), serving) | dict(alive or {}))
+    names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
+    address = _bind(server, listen, bind)
+    await healths.tell()
+    await server.start()
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(healths.watch())
+        try:
+            yield address
+        except Exception as error:  # noqa: BLE001 - raised again below
+            failure = error  # the body's own, which the group would wrap
+        finally:
+            watch.cancel()
+            await healths.tell()  # the last word on what ended before
+            await server.stop(STOP_SECONDS)
+    if failure is not None:
+        raise failure
+
+
+def _bind(server: GrpcServerApi, listen: str, bind: Callable[[Any, str], int] | None) -> str:
+    try:
+        port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
+    except RuntimeError as error:
+        why = error.__cause__ or "in use, or no address of this machine"  # which is all that grpc.aio says
+        raise ConfigurationRefused(f"cannot listen on {listen}: {why}") from error
+    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _reflection(names: Sequence[str]) -> grpc.GenericRpcHandler:
+    """The standard reflection service, of these services."""
+    services = reflection.aio.ReflectionServicer(names)
+
+    async def requests(messages: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async for content in messages:
+            yield parse_message(reflection_pb2.ServerReflectionRequest, content)
+
+    async def info(messages: AsyncIterator[bytes], context: Context) -> None:
+        async for answer in services.ServerReflectionInfo(requests(messages), context):
+            await send_message(context, answer)
+
+    async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
+        await answer_call(info(messages, context), context)
+
+    stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+    methods = {"ServerReflectionInfo": stream(handle, response_serializer=serialize)}
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
+
+
+class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
+    """The standard health service, of which the library does the watching. A service is SERVING while its function says so."""
+
+    def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
+        super().__init__()
+        self._services = services
+        self._told: dict[str, int] = {}
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Its methods, which take bytes."""
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
+        methods = {
+            "Check": unary_context_handler(self._check),
+            "Watch": stream(self._watch, response_serializer=serialize),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+
+    async def _check(self, content: bytes, context: Context) -> Message:
+        service = parse_message(health_pb2.HealthCheckRequest, content).service
+        if service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service: {service[:100]!r} is not served here")
+        answer: Message = health_pb2.HealthCheckResponse(status=self._status(service))
+        return answer
+
+    async def _watch(self, content: bytes, context: Context) -> None:
+        async def follow() -> None:
+            await self.Watch(parse_message(health_pb2.HealthCheckRequest, content), context)
+
+        await answer_call(follow(), context)
+
+    async def watch(self) -> None:
+        """Tell those who watch, for ever."""
+        while True:
+            await self.tell()
+            await asyncio.sleep(HEALTH_SECONDS)
+
+    async def tell(self) -> None:
+        """Tell those who watch, if there is news."""
+        for service in self._services:
+            if (status := self._status(service)) != self._told.get(service):
+                self._told[service] = status
+                await self.set(service, status)
+
+    def _status(self, service: str) -> int:
+        states = health_pb2.HealthCheckResponse
+        status: int = states.SERVING if self._services[service]() else states.NOT_SERVING
+        return status

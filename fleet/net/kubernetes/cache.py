@@ -1,0 +1,105 @@
+"""What the API server has, as far as it has been told: objects of one kind, the newest of each. Pure.
+
+Rules:
+
+1. What a write answered is kept at once, so that nobody decides again on what was there before it. What a watch tells later of an older
+   version changes nothing.
+2. An object that we removed is gone at once; what a watch still tells of it, before it tells its end, changes nothing.
+3. A change is one only if something that is kept differs: a renewed Lease or a new resourceVersion alone wakes nobody.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Generic
+
+from fleet.net.kubernetes.views import View
+
+Place = tuple[str, str]
+"""Namespace and name."""
+
+
+class Cache(Generic[View]):
+    def __init__(self, deployment_of: Callable[[View], str]) -> None:
+        """`deployment_of` names the deployment that an object belongs to; empty: none."""
+        self._deployment_of = deployment_of
+        self._objects: dict[Place, View] = {}
+        self._by_deployment: dict[Place, dict[str, View]] = {}
+        self._removed: dict[Place, str] = {}  # uids
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(list(self._objects.values()))
+
+    def get(self, namespace: str, name: str) -> View | None:
+        return self._objects.get((namespace, name))
+
+    def of(self, namespace: str, deployment: str) -> Mapping[str, View]:
+        """Those of a deployment as of now, by name: what changes later does not change this."""
+        return dict(self._by_deployment.get((namespace, deployment), {}))
+
+    def put(self, item: View) -> list[View]:
+        """Keep what a write answered, or a watch told: before and after, if anything that matters differs; else nothing."""
+        place = _place(item)
+        if self._removed.get(place) == item.metadata.uid:
+            return []
+        before = self._objects.get(place)
+        if before is not None and item.metadata.order < before.metadata.order:
+            return []
+        self._keep(place, item)
+        if before is not None and before.essence() == item.essence():
+            return []
+        return [item] if before is None else [before, item]
+
+    def end(self, item: View) -> list[View]:
+        """It is gone, says a watch."""
+        place = _place(item)
+        if self._removed.get(place) == item.metadata.uid:
+            del self._removed[place]
+        kept = self._objects.get(place)
+        if kept is None or kept.metadata.order > item.metadata.order:
+            return []
+        self._drop(place)
+        return [kept]
+
+    def remove(self, namespace: str, name: str) -> None:
+        """We have deleted it."""
+        place = (namespace, name)
+        if (kept := self._objects.get(place)) is not None:
+            self._removed[place] = kept.metadata.uid
+            self._drop(place)
+
+    def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
+        """All there are in a namespace, or in all, says a list of that version; what was written after it stays.
+
+        Whatever differs from before is given, before and after.
+        """
+        order = int(version) if version.isdecimal() else 0
+        self._removed = {place: uid for place, uid in self._removed.items() if namespace not in {"", place[0]}}
+        listed = {_place(each): each for each in items}
+        changed = []
+        for place, kept in list(self._objects.items()):
+            if namespace in {"", place[0]} and place not in listed and kept.metadata.order <= order:
+                self._drop(place)
+                changed.append(kept)
+        for each in listed.values():
+            changed += self.put(each)
+        return changed
+
+    def _keep(self, place: Place, item: View) -> None:
+        if place in self._objects:
+            self._drop(place)
+        self._objects[place] = item
+        self._by_deployment.setdefault((place[0], self._deployment_of(item)), {})[place[1]] = item
+
+    def _drop(self, place: Place) -> None:
+        item = self._objects.pop(place)
+        deployment = (place[0], self._deployment_of(item))
+        named = self._by_deployment[deployment]
+        del named[place[1]]
+        if not named:
+            del self._by_deployment[deployment]
+
+
+def _place(item: View) -> Place:
+    return item.metadata.namespace, item.metadata.name

@@ -1,0 +1,307 @@
+"""The API server, by the official client: its configuration, credentials, TLS and connections; lists, watches and writes on top.
+
+Rules:
+
+1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The client's models would make 50 objects of each, and its watch hands on a
+   broken line as if it were an event.
+2. A watch ends after WATCH_SECONDS, by the server's hand, or by ours a little later: a connection that fell silent is noticed.
+3. What is made is applied with a resourceVersion that no object ever has: a server makes what is not there, whatever version is named, and
+   refuses to change what is. A POST would say the same, but leave its fields in the hands of a second manager (`Update` beside `Apply`), so that
+   nothing that a later manifest leaves out would ever be removed. (Services of Kubernetes before 1.24 refuse it. Where we have this from, and that
+   it was not recorded from a real server: `tests/support/kube/README.md`.)
+4. What a server says when it refuses goes through `fleet.net.kubernetes.status_errors` before anybody reads it.
+5. What is nested too deeply to be read is read without its depths (`fleet.net.kubernetes.nesting`): nobody's object keeps others from being seen.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+from kubernetes.aio.client import ApiClient
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
+from fleet.net.kubernetes.kubeconfig import api_configuration
+from fleet.net.kubernetes.nesting import shallow
+from fleet.net.kubernetes.ports import (
+    ApiServerUnreachable,
+    Manifest,
+    NameTaken,
+    ObjectConflict,
+    ObjectList,
+    ObjectMissing,
+    RequestDenied,
+    WatchEvent,
+)
+from fleet.net.kubernetes.status_errors import ApiStatus, refuse
+from fleet.net.kubernetes.views import NamedObject, View
+
+MANAGER = "fleet-operator"
+CALL_SECONDS = 30.0
+WATCH_SECONDS = 300
+WATCH_GRACE_SECONDS = 15
+NEVER_BORN = "1"
+"""No object's version: the first revision of the store is the empty store's."""
+
+PAGE = 500
+MOST_CONNECTIONS = 64
+LONGEST_EVENT = 8 << 20
+"""Bytes; an object is 1.5 MiB at most where etcd keeps it."""
+
+NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
+Decoded = TypeVar("Decoded")
+
+
+class _ListMetadata(Struct, frozen=True, rename="camel"):
+    resource_version: str = ""
+    continue_: str | None = msgspec.field(default=None, name="continue")
+
+
+class _Page(Struct, frozen=True):
+    metadata: _ListMetadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _RawWatchEvent(Struct, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+class _Resources(Struct, frozen=True):
+    class Resource(Struct, frozen=True):
+        name: str
+
+    resources: list[Resource]
+
+
+class ApiServerClient:
+    """Implements `fleet.net.kubernetes.ports.KubernetesApi`."""
+
+    def __init__(self, client: ApiClient, manager: str = MANAGER) -> None:
+        self._client = client
+        self._manager = manager
+
+    async def served(self) -> OptionalKinds:
+        found = {}
+        for kind in kinds.OPTIONAL_KINDS:
+            try:
+                content = await self._call("GET", f"/apis/{kind.group}/{kind.version}")
+            except ObjectMissing:
+                found[kind] = False
+                continue
+            names = {each.name for each in _decoded(content, _Resources).resources}
+            found[kind] = kind.plural in names
+        return OptionalKinds(
+            leader_worker_sets=found[kinds.LEADER_WORKER_SET],
+            pod_monitors=found[kinds.POD_MONITOR],
+            inference_pools=found[kinds.INFERENCE_POOL],
+        )
+
+    async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:
+        items: list[View] = []
+        query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
+        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        while True:
+            content = await self._call("GET", kind.path(namespace), query, accept=accept)
+            page = _decoded(content, _Page)
+            items += [_decoded(each, of) for each in page.items or ()]
+            if not page.metadata.continue_:
+                return ObjectList(tuple(items), page.metadata.resource_version)
+            query["continue"] = page.metadata.continue_
+
+    async def watch(
+        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+    ) -> AsyncGenerator[WatchEvent[View], None]:
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_SECONDS),
+        } | ({"labelSelector": selector} if selector else {})
+        accept = NAMES_ONLY.format(list="") if of is NamedObject else "application/json"
+        within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
+        async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
+            async for line in _lines(answer):
+                event = _decoded(line, _RawWatchEvent)
+                if event.type == "ERROR":
+                    refuse(_decoded(event.object, ApiStatus))
+                if event.type == "BOOKMARK":
+                    yield WatchEvent(_decoded(event.object, _Bookmark).metadata.resource_version)
+                else:
+                    item = _decoded(event.object, of)
+                    yield WatchEvent(item.metadata.resource_version, item, gone=event.type == "DELETED")
+
+    async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View:
+        return _decoded(await self._call("GET", kind.path(namespace, name)), of)
+
+    async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
+        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        content = await self._call(
+            "GET", kind.path(namespace), {"fieldSelector": f"metadata.name={name}"}, accept=accept
+        )
+        return next((_decoded(each, of) for each in _decoded(content, _Page).items or ()), None)
+
+    async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        query = {"fieldManager": self._manager}
+        try:
+            return _decoded(await self._call("POST", kind.path(namespace), query, body=manifest), of)
+        except RequestDenied as error:
+            if error.reason == "AlreadyExists":
+                raise NameTaken("there is one of that name already") from error
+            raise
+
+    async def make(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
+        """See rule 3."""
+        unborn = manifest | {"metadata": manifest["metadata"] | {"namespace": namespace, "resourceVersion": NEVER_BORN}}
+        try:
+            return await self.apply(kind, of, unborn)
+        except ObjectConflict as error:
+            raise NameTaken("there is one of that name already") from error
+
+    async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View:
+        query = {"fieldManager": self._manager}
+        return _decoded(await self._call("PUT", kind.path(namespace, name), query, body=manifest), of)
+
+    async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
+        metadata = manifest["metadata"]
+        path = kind.path(metadata["namespace"], metadata["name"], part)
+        query = {"fieldManager": self._manager, "force": "true"}
+        content = await self._call("PATCH", path, query, body=manifest, media="application/apply-patch+yaml")
+        return _decoded(content, of)
+
+    async def patch(
+        self, kind: ApiKind, of: type[View], namespace: str, name: str, operations: Sequence[Mapping[str, Any]]
+    ) -> View:
+        query = {"fieldManager": self._manager}
+        path = kind.path(namespace, name)
+        try:
+            content = await self._call("PATCH", path, query, body=list(operations), media="application/json-patch+json")
+        except RequestDenied as error:
+            if error.reason == "Invalid" and any(each["op"] == "test" for each in operations):
+                raise ObjectConflict("it is not any more what was patched") from error
+            raise
+        return _decoded(content, of)
+
+    async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
+        options: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        options["preconditions"] = {"uid": uid}
+        await self._call("DELETE", kind.path(namespace, name), body=options)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        body: Any = None,
+        accept: str = "application/json",
+        media: str = "application/json",
+    ) -> bytes:
+        within = aiohttp.ClientTimeout(total=CALL_SECONDS)
+        async with self._answer(method, path, query, body=body, accept=accept, media=media, within=within) as answer:
+            content: bytes = await answer.read()
+            return content
+
+    @asynccontextmanager
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        *,
+        within: aiohttp.ClientTimeout,
+        body: Any = None,
+        accept: str = "application/json",
+        media: str = "application/json",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to one request, which is released at the end, whatever happens.
+
+        Raises:
+            ClusterError: What the server said, or that it said nothing.
+        """
+        client = self._client
+        headers = {"Accept": accept, "Content-Type": media, "User-Agent": client.user_agent}
+        url = f"{client.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        response: aiohttp.ClientResponse | None = None
+        try:
+            await client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+            given = await client.rest_client.request(  # type: ignore[no-untyped-call]
+                method, url, headers=headers, body=body, _request_timeout=within
+            )
+            response = given.response
+            assert response is not None
+            if response.status >= 400:
+                _refuse_answer(response, await response.read())
+            yield response
+        except TimeoutError as error:
+            raise ApiServerUnreachable("no answer in time") from error
+        except aiohttp.ClientError as error:
+            raise ApiServerUnreachable(f"{type(error).__name__}") from error
+        finally:
+            if response is not None:
+                # What was read to its end goes back to the pool; a stream in its middle is closed.
+                response.release() if response.content.at_eof() else response.close()
+
+
+class _Bookmark(Struct, frozen=True):
+    class Metadata(Struct, frozen=True, rename="camel"):
+        resource_version: str
+
+    metadata: Metadata
+
+
+@asynccontextmanager
+async def open_api_client(kubeconfig: str, agent: str, manager: str = MANAGER) -> AsyncIterator[ApiServerClient]:
+    """A client of it, while the context is open.
+
+    Args:
+        kubeconfig: A file; empty: the service account of the pod that this runs in.
+        agent: How the server's log calls us.
+        manager: How an object's `managedFields` do.
+
+    Raises:
+        ClusterError: There is no such configuration, or it cannot be used.
+    """
+    configuration = await api_configuration(kubeconfig)
+    configuration.connection_pool_maxsize = MOST_CONNECTIONS
+    async with ApiClient(configuration) as client:
+        client.user_agent = agent
+        yield ApiServerClient(client, manager)
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Whole lines. What is left at the end of a stream that was cut is not one."""
+    kept = bytearray()
+    async for part in answer.content.iter_any():
+        kept += part
+        *whole, rest = kept.split(b"\n")
+        kept = rest
+        for line in whole:
+            if line.strip():
+                yield bytes(line)
+        if len(kept) > LONGEST_EVENT:
+            raise ApiServerUnreachable(f"an event is longer than {LONGEST_EVENT} bytes")
+
+
+def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
+    try:
+        try:
+            return msgspec.json.decode(content, type=of)
+        except RecursionError:
+            return msgspec.json.decode(shallow(bytes(content)), type=of)
+    except msgspec.DecodeError as error:
+        # Where it is, and not what it is: the value may be anything.
+        raise ApiServerUnreachable(f"an answer that is no {of.__name__}") from error
+
+
+def _refuse_answer(answer: aiohttp.ClientResponse, content: bytes) -> NoReturn:
+    try:
+        status = msgspec.json.decode(content, type=ApiStatus)
+    except msgspec.DecodeError:
+        status = ApiStatus()
+    after = answer.headers.get("Retry-After", "")
+    refuse(msgspec.structs.replace(status, code=answer.status), float(after) if after.isdecimal() else None)

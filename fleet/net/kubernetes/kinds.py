@@ -1,0 +1,77 @@
+"""The kinds of objects that the operator reads and writes, and where they are in the API. Pure."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from operators.api.fields import GROUP, VERSION
+
+
+class ApiKind(Struct, frozen=True):
+    """One kind in one version of its API."""
+
+    group: str
+    """Empty: Kubernetes' core."""
+
+    version: str
+    plural: str
+    name: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str, name: str = "", part: str = "") -> str:
+        """Of an object, or of all of them: in a namespace, or in all where that is empty. `part`: a subresource."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        within = f"{root}/namespaces/{namespace}" if namespace else root
+        return "/".join(each for each in (within, self.plural, name, part) if each)
+
+
+DISAGG_DEPLOYMENT = ApiKind(GROUP, VERSION, "disaggdeployments", "DisaggDeployment")
+ROLE_SCALER = ApiKind(GROUP, VERSION, "rolescalers", "RoleScaler")
+SERVING_PLAN = ApiKind(GROUP, VERSION, "servingplans", "ServingPlan")
+SERVING_REQUEST = ApiKind(GROUP, VERSION, "servingrequests", "ServingRequest")
+CUSTOM_KINDS = (DISAGG_DEPLOYMENT, ROLE_SCALER, SERVING_PLAN, SERVING_REQUEST)
+
+DEPLOYMENT = ApiKind("apps", "v1", "deployments", "Deployment")
+STATEFUL_SET = ApiKind("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SET = ApiKind("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+WORKLOAD_KINDS = (DEPLOYMENT, STATEFUL_SET, LEADER_WORKER_SET)
+
+CONFIG_MAP = ApiKind("", "v1", "configmaps", "ConfigMap")
+SERVICE = ApiKind("", "v1", "services", "Service")
+DISRUPTION_BUDGET = ApiKind("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+NETWORK_POLICY = ApiKind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+POD_MONITOR = ApiKind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
+INFERENCE_POOL = ApiKind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
+SUPPORTING_KINDS = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, INFERENCE_POOL)
+"""Of which names, owners and digests are all that is looked at."""
+
+POD = ApiKind("", "v1", "pods", "Pod")
+SECRET = ApiKind("", "v1", "secrets", "Secret")
+LEASE = ApiKind("coordination.k8s.io", "v1", "leases", "Lease")
+EVENT = ApiKind("events.k8s.io", "v1", "events", "Event")
+
+OPTIONAL_KINDS = (LEADER_WORKER_SET, POD_MONITOR, INFERENCE_POOL)
+"""That a cluster may lack."""
+
+BY_NAME: Mapping[str, ApiKind] = {
+    each.name: each for each in (*CUSTOM_KINDS, *WORKLOAD_KINDS, *SUPPORTING_KINDS, POD, LEASE, EVENT)
+}
+
+
+class OptionalKinds(Struct, frozen=True, kw_only=True):
+    """Which of the optional kinds the API server has."""
+
+    leader_worker_sets: bool = True
+    pod_monitors: bool = False
+    inference_pools: bool = False
+
+    def has(self, kind: ApiKind) -> bool:
+        by_kind = {
+            LEADER_WORKER_SET: self.leader_worker_sets,
+            POD_MONITOR: self.pod_monitors,
+            INFERENCE_POOL: self.inference_pools,
+        }
+        return by_kind.get(kind, True)

@@ -1,0 +1,174 @@
+"""Reads and writes the Lease, as `fleet.net.kubernetes.election` says.
+
+Rules:
+
+1. The Lease belongs to the operator's Deployment, where that is named: whoever collects garbage takes it when that has gone, whichever of the two
+   is removed first, and also if a pod that is on its way out has made it anew. Every write says so again, so that a Lease of an
+   older operator, or of a Deployment that was since made anew, is taken over too.
+2. Where that Deployment is not there, nobody leads: what would be written then would stay for ever.
+3. `renewTime` is for people. Nobody's clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
+"""
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import Any, Never
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.election import Election, ElectionStep, ObservedLease
+from fleet.net.kubernetes.ports import (
+    KubernetesApi,
+    KubernetesError,
+    ObjectConflict,
+    ObjectMissing,
+    RequestDenied,
+    WallClock,
+)
+from fleet.net.kubernetes.views import KubernetesLease, NamedObject
+from operators.settings import LeaseSettings
+
+log = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 5.0
+
+
+class LeaseLeader:
+    """One candidate for one Lease."""
+
+    def __init__(
+        self,
+        cluster: KubernetesApi,
+        settings: LeaseSettings,
+        namespace: str,
+        identity: str,
+        clock: Clock,
+        wall: WallClock,
+    ) -> None:
+        self.changed = asyncio.Event()
+        """Set when it begins to act, and when it has made the Lease anew, with which goes what belonged to the one before; cleared by whoever
+        waits for it."""
+
+        self.waits = False
+        """Whether somebody else held the Lease when it was last read."""
+
+        self._cluster = cluster
+        self._settings = settings
+        self._namespace = namespace
+        self._identity = identity
+        self._clock = clock
+        self._wall = wall
+        self._election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
+        self._owner_uid: str | None = None
+        self._led = False
+
+    def leads(self) -> bool:
+        """Whether it may act now."""
+        return self._election.leads(self._clock.now())
+
+    async def run(self) -> Never:
+        """Until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.renew_within_seconds):
+                    await self._round()
+            except TimeoutError:
+                log.warning("the lease was not answered for in time", extra={"lease": self._settings.name})
+            except KubernetesError as error:
+                # That somebody was faster is everyday life; anything else may be for ever, as a right that is missing.
+                level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
+                log.log(level, "the lease was not written", extra={"lease": self._settings.name, "cause": str(error)})
+            self._tell()
+            await asyncio.sleep(self._settings.retry_seconds)
+
+    async def give_back(self) -> None:
+        """So that the next one need not wait. Nothing may be written after this."""
+        if not self.leads():
+            return
+        self._election.gave_back()
+        try:
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                lease = await self._read()
+                if lease is not None and lease.spec.holder_identity == self._identity:
+                    await self._write(lease, ElectionStep.RENEW, holder="")
+                    log.info("gave the lease back", extra={"lease": self._settings.name})
+        except (KubernetesError, TimeoutError):
+            log.info("the lease was not given back, it will end", extra={"lease": self._settings.name})
+
+    async def _round(self) -> None:
+        lease = await self._read()
+        began = self._clock.now()
+        step = self._election.step(None if lease is None else _found(lease), began)
+        self.waits = step is ElectionStep.WAIT
+        if self.waits:
+            return
+        if step is not ElectionStep.RENEW or self._owner_uid is None:
+            self._owner_uid = await self._owner()
+        await self._write(lease, step, holder=self._identity)
+        self._election.wrote(began)
+        if step is ElectionStep.CREATE:
+            self.changed.set()
+
+    async def _read(self) -> KubernetesLease | None:
+        try:
+            return await self._cluster.get(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name)
+        except ObjectMissing:
+            return None
+
+    async def _owner(self) -> str:
+        """Its uid; empty where none is named, or where somebody else's roles do not let us read it."""
+        if not (name := self._settings.owner):
+            return ""
+        try:
+            return (await self._cluster.get(kinds.DEPLOYMENT, NamedObject, self._namespace, name)).metadata.uid
+        except RequestDenied as error:
+            log.warning("the lease will stay behind", extra={"owner": name, "cause": str(error)})
+            return ""
+
+    async def _write(self, lease: KubernetesLease | None, step: ElectionStep, holder: str) -> None:
+        now = self._wall().astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        before = None if lease is None else lease.spec
+        spec: dict[str, Any] = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": self._settings.duration_seconds if holder else 1,
+            "acquireTime": before.acquire_time if before is not None and step is ElectionStep.RENEW else now,
+            "renewTime": now,
+            "leaseTransitions": ((before.lease_transitions or 0) if before is not None else 0)
+            + (step is ElectionStep.TAKE),
+        }
+        metadata: dict[str, Any] = {"name": self._settings.name, "namespace": self._namespace}
+        if self._owner_uid:
+            owner = {"apiVersion": kinds.DEPLOYMENT.api_version, "kind": kinds.DEPLOYMENT.name}
+            metadata["ownerReferences"] = [owner | {"name": self._settings.owner, "uid": self._owner_uid}]
+        manifest: dict[str, Any] = {
+            "apiVersion": kinds.LEASE.api_version,
+            "kind": kinds.LEASE.name,
+            "metadata": metadata,
+            "spec": spec,
+        }
+        if lease is None:
+            await self._cluster.create(kinds.LEASE, KubernetesLease, self._namespace, manifest)
+        else:
+            metadata["resourceVersion"] = lease.metadata.resource_version
+            await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
+
+    def _tell(self) -> None:
+        leads = self.leads()
+        if leads != self._led:
+            log.info("leading" if leads else "not leading", extra={"identity": self._identity})
+            self._led = leads
+            if leads:
+                self.changed.set()
+
+
+def _found(lease: KubernetesLease) -> ObservedLease:
+    return ObservedLease(
+        holder=lease.spec.holder_identity or "",
+        version=lease.metadata.resource_version,
+        duration=Nanos((lease.spec.lease_duration_seconds or 1) * SECOND),
+    )
+
+
+def rfc3339(now: datetime) -> str:
+    """As conditions have it: seconds are enough."""
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,79 @@
+"""Logs of a port's limits that are reached: operators have to know it, and not as often as it happens."""
+
+import logging
+from typing import Any
+
+from fleet.net.connection_table import ConnectionTable
+from fleet.net.settings import ConnectionSettings
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL_SECONDS = 60.0  # between two messages about one port
+
+
+class ConnectionLimitLog:
+    def __init__(self, table: ConnectionTable[Any]) -> None:
+        self._table = table
+        self._displaced = 0  # when it was last logged
+        self._refused = 0  # likewise
+        self._tell_at = float("-inf")
+
+    def tell(self, now: float, listen: str) -> None:
+        """Log how many connections gave way or were refused since the last time, if any were.
+
+        Args:
+            now: In seconds, by a clock that never goes back.
+            listen: The port, as a person knows it.
+        """
+        table = self._table
+        displaced, refused = table.displaced - self._displaced, table.refused - self._refused
+        if not (displaced or refused) or now < self._tell_at:
+            return
+        self._displaced, self._refused = table.displaced, table.refused
+        self._tell_at = now + LOG_INTERVAL_SECONDS
+        log.warning(
+            "connection limit reached",
+            extra={"listen": listen, "connections": len(table), "displaced": displaced, "refused": refused},
+        )
+
+
+class SlowClientLog:
+    def __init__(self, limits: ConnectionSettings) -> None:
+        self.cuts = 0  # clients cut off, since the beginning
+        self._limits = limits
+        self._told = 0  # of them
+        self._tell_at = float("-inf")
+        self._client = ""  # the last one
+        self._waiting = 0  # bytes that it had not read
+
+    def cut(self, client: str, waiting: int) -> None:
+        """Note that a client is cut off, because it read too little.
+
+        Args:
+            client: Its address.
+            waiting: Bytes that it has not read.
+        """
+        self.cuts += 1
+        self._client, self._waiting = client, waiting
+
+    def tell(self, now: float, listen: str) -> None:
+        """Log how many clients were cut off since the last time, if any were, and which was the last.
+
+        Args:
+            now: In seconds, by a clock that never goes back.
+            listen: The port, as a person knows it.
+        """
+        if self.cuts == self._told or now < self._tell_at:
+            return
+        log.warning(
+            "clients cut off because they read too slowly",
+            extra={
+                "listen": listen,
+                "clients": self.cuts - self._told,
+                "last_client": self._client,
+                "unread_bytes": self._waiting,
+                "write_timeout_seconds": self._limits.write_timeout_seconds,
+                "min_read_bytes": self._limits.min_read_bytes,
+            },
+        )
+        self._told, self._tell_at = self.cuts, now + LOG_INTERVAL_SECONDS

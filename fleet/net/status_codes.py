@@ -1,0 +1,55 @@
+"""How each `Reason` appears to clients: gRPC status code, HTTP status and OpenAI error type, in one table."""
+
+from collections.abc import Mapping
+
+from grpc import StatusCode
+from msgspec import Struct
+
+from fleet.core.errors import Reason, RequestRejected
+
+
+class ReasonStatus(Struct, frozen=True):
+    """One reason as the two protocols show it."""
+
+    grpc: StatusCode
+    http: int
+    openai: str
+
+
+REASON_STATUSES: Mapping[Reason, ReasonStatus] = {
+    Reason.INVALID_ARGUMENT: ReasonStatus(StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error"),
+    Reason.MODEL_NOT_FOUND: ReasonStatus(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.REQUEST_NOT_FOUND: ReasonStatus(StatusCode.NOT_FOUND, 404, "invalid_request_error"),
+    Reason.TOO_LARGE: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 413, "invalid_request_error"),
+    Reason.KV_MISMATCH: ReasonStatus(StatusCode.FAILED_PRECONDITION, 400, "invalid_request_error"),
+    Reason.UNAUTHENTICATED: ReasonStatus(StatusCode.UNAUTHENTICATED, 401, "authentication_error"),
+    Reason.NO_WORKER: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.QUEUE_FULL: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    Reason.RATE_LIMITED: ReasonStatus(StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    Reason.DRAINING: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
+    Reason.WORKER_LOST: ReasonStatus(StatusCode.UNAVAILABLE, 503, "server_error"),
+    Reason.DEADLINE_PASSED: ReasonStatus(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
+    Reason.CANCELLED: ReasonStatus(StatusCode.CANCELLED, 499, "cancelled"),  # 499: nginx's, for a client that went away
+    Reason.INTERNAL: ReasonStatus(StatusCode.INTERNAL, 500, "server_error"),
+}
+
+
+def rename_field(refused: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
+    """The same refusal with the field called what the client called it.
+
+    Always another exception: it is raised from `refused`, and one that is its own cause would stay in memory, with the whole
+    request, until the collector of cycles comes.
+
+    `names` maps field paths of the public protocol, without indices. What follows a known path is kept, so that with
+    ``{"chat.messages": "messages"}`` the field ``chat.messages[1].role`` becomes ``messages[1].role``.
+    """
+    path = field = refused.field
+    message = refused.message
+    known = path if path in names else path.partition("[")[0]
+    if known in names:
+        field = names[known] + path[len(known) :]
+    if message.startswith(f"{path}: "):
+        message = field + message[len(path) :]
+    return RequestRejected(
+        refused.reason, message, field=field, retry_after_ms=refused.retry_after_ms, cause=refused.cause
+    )

@@ -1,0 +1,220 @@
+"""What routers tell each other, as messages of `fleet/v1/replica.proto` and back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from struct import pack, unpack
+
+from msgspec import Struct, structs
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import RequestRejected
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.frontend.control.cluster import parse_thresholds
+from fleet.membership.messages import Register, Registration
+from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS, PlacedPrompt
+from fleet.router.kv_index.prefix_index import KEY_BYTES
+from fleet.router.messages import ReservationTotals
+from fleet.router.sessions import SessionBinding
+from fleet.router.settings.router import Thresholds
+from fleet.router.tenants import BucketLevels, TenantUsageDelta
+from fleet.v1 import control_pb2
+from fleet.v1 import replica_pb2 as pb
+
+PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
+MEMBERS_A_MESSAGE = 1000  # some 100 kB
+BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
+LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
+MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
+MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
+
+
+class PeerThresholds(Struct, frozen=True):
+    """Thresholds that an operator has set."""
+
+    thresholds: Thresholds
+    at_unix_ms: int
+
+
+def encode_thresholds(tuned: PeerThresholds) -> pb.ReplicaMessage:
+    thresholds = control_pb2.Thresholds(**structs.asdict(tuned.thresholds))
+    return pb.ReplicaMessage(tuned=pb.ReplicaTuned(thresholds=thresholds, at_unix_ms=tuned.at_unix_ms))
+
+
+def encode_registered(event: Register | Registration) -> control_pb2.RegisterRequest:
+    return control_pb2.RegisterRequest(worker_id=event.worker_id, incarnation=event.incarnation, address=event.address)
+
+
+def decode_registered(told: control_pb2.RegisterRequest) -> Register:
+    """A worker that has registered with another router.
+
+    Raises:
+        ConnectionError: It lacks what no registration lacks.
+    """
+    if not (told.worker_id and told.incarnation and told.address):
+        raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
+    return Register(
+        worker_id=WorkerId(told.worker_id),
+        incarnation=Incarnation(told.incarnation),
+        address=told.address,
+        forwarded=True,
+    )
+
+
+def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, len(members), MEMBERS_A_MESSAGE):
+        told = [
+            pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
+            for each in members[first : first + MEMBERS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(members=pb.ReplicaMembers(members=told))
+
+
+def decode_member(told: pb.ReplicaMember) -> Registration:
+    """A worker, and what is left of the lease that another router gave it.
+
+    Raises:
+        ConnectionError: It is no registration.
+    """
+    registered = decode_registered(told.registered)
+    return Registration(
+        worker_id=registered.worker_id,
+        incarnation=registered.incarnation,
+        address=registered.address,
+        lease=Nanos(told.lease_ms * MILLISECOND),
+    )
+
+
+def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaMessage:
+    workers = [
+        pb.WorkerBookings(
+            worker_id=worker_id, requests=each.requests, prefill_tokens=each.prefill_tokens, blocks=each.blocks
+        )
+        for worker_id, each in booked.items()
+    ]
+    return pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers))
+
+
+def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
+        told = [
+            pb.SessionBinding(
+                tenant=each.key[0],
+                session=each.key[1],
+                worker_id=each.worker_id or "",
+                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
+            )
+            for each in bindings[first : first + BINDINGS_A_MESSAGE]
+        ]
+        yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+
+
+def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
+    """That tell all of them."""
+    for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
+        told = [
+            pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
+            for each in placed[first : first + PROMPTS_A_MESSAGE]
+        ]
+        over = () if first else over
+        yield pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=told, over=over, private=private))
+
+
+def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
+    """A prompt that another router tells.
+
+    Raises:
+        ConnectionError: It has no keys, or more than are told.
+    """
+    count, odd = divmod(len(told.keys), KEY_BYTES)
+    if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
+        raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
+    keys = unpack(f"<{count}Q", told.keys)
+    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
+
+
+def decode_binding(told: pb.SessionBinding) -> SessionBinding:
+    worker_id = WorkerId(told.worker_id) if told.worker_id else None
+    return SessionBinding(key=(told.tenant, told.session), worker_id=worker_id, stamp=decode_instant(told.stamp))
+
+
+def encode_taken(taken: Mapping[str, TenantUsageDelta]) -> pb.ReplicaMessage:
+    return pb.ReplicaMessage(taken=pb.ReplicaTaken(tenants=_amounts(taken)))
+
+
+def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
+    return pb.ReplicaMessage(left=pb.ReplicaLeft(tenants=_amounts(left)))
+
+
+def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
+    """Return what tenants took at another router.
+
+    Raises:
+        ConnectionError: An amount is below zero or no number: buckets would never fill or never empty again.
+    """
+    return {
+        each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
+        for each in told.tenants
+    }
+
+
+def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
+    """Return what is left of tenants' limits by another router's count.
+
+    Raises:
+        ConnectionError: An amount is no number.
+    """
+    return {
+        each.tenant: BucketLevels(
+            requests=_amount(each.requests, -MOST_TAKEN), tokens=_amount(each.tokens, -MOST_TAKEN)
+        )
+        for each in told.tenants
+    }
+
+
+def _amounts(told: Mapping[str, TenantUsageDelta | BucketLevels]) -> list[pb.TenantAmount]:
+    return [pb.TenantAmount(tenant=name, requests=each.requests, tokens=each.tokens) for name, each in told.items()]
+
+
+def _amount(told: float, least: float = 0.0) -> float:
+    if not least <= told <= MOST_TAKEN:
+        raise ConnectionError(f"another router tells that a tenant took {told}")
+    return told
+
+
+def decode_instant(told: int) -> int:
+    """Nanoseconds that another router tells.
+
+    Raises:
+        ConnectionError: They are none: all clocks would be put forward to them, for ever.
+    """
+    if told > LATEST:
+        raise ConnectionError(f"another router's clock says {told} ns")
+    return told
+
+
+def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
+    """Thresholds that another router tells.
+
+    Raises:
+        ConnectionError: They are none.
+    """
+    values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
+    try:
+        return PeerThresholds(parse_thresholds(values), told.at_unix_ms)
+    except RequestRejected as refused:
+        raise ConnectionError(f"another router has set {refused.message}") from refused
+
+
+def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
+    """By worker.
+
+    Raises:
+        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
+    """
+    booked = {}
+    for each in told.workers:
+        if not 0 <= each.blocks <= MOST_BLOCKS:
+            raise ConnectionError(f"another router has booked {each.blocks} blocks on {each.worker_id[:100]!r}")
+        booked[WorkerId(each.worker_id)] = ReservationTotals(each.prefill_tokens, each.blocks, each.requests)
+    return booked

@@ -1,0 +1,294 @@
+"""Plans as numbers in RoleScalers, which the operator obeys.
+
+Rules:
+
+1. A number is written by server-side apply, under the name of whoever it is written for, over the RoleScaler as it was read. The plan's
+   id, and what was wanted before, are annotations of it. RoleScalers are made by the operator, never here.
+2. Whose a number is, `managedFields` say. Where that is neither the operator, which writes it once, nor the planner, the pool is pinned for a
+   planner: `kubectl scale`, an HPA and KEDA are obeyed without being told of planners.
+3. `scaling.mode` has the last word: of a Static role the specification says the number, and of an External one everybody may but a planner.
+4. What there is, is what the operator says in statuses; it looks at pods and asks routers so that nobody else has to.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, structs
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.client import MANAGER, open_api_client
+from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, ObjectConflict, ObjectMissing, RequestDenied
+from fleet.net.kubernetes.views import CustomObject, NamedObject, ObjectMetadata
+from fleet.planner import ports
+from fleet.planner.execution import to_write
+from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
+from fleet.planner.settings import KubernetesTarget
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType, ScalingMode
+from operators.api.fields import GROUP
+from operators.observed.pod_troubles import UNPLACED
+
+PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
+TRIES = 4
+"""To write a RoleScaler while its status is written."""
+
+Decoded = TypeVar("Decoded")
+
+
+class _Entry(Struct, frozen=True, rename="camel"):
+    manager: str = ""
+    fields_v1: Mapping[str, Any] = msgspec.field(default={}, name="fieldsV1")
+
+
+class _Managed(ObjectMetadata, frozen=True, kw_only=True, rename="camel"):
+    managed_fields: tuple[_Entry, ...] = ()
+
+
+class _ScalerSpec(Struct, frozen=True):
+    class Target(Struct, frozen=True):
+        deployment: str
+        role: str
+
+    target: Target
+    replicas: int = 1
+
+
+class _Condition(Struct, frozen=True):
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+
+
+class _ScalerStatus(Struct, frozen=True, rename="camel"):
+    observed_generation: int = 0
+    conditions: tuple[_Condition, ...] = ()
+
+
+class _Scaler(NamedObject, frozen=True, kw_only=True):
+    """A RoleScaler, with who owns its fields."""
+
+    metadata: _Managed
+    spec: _ScalerSpec
+    status: _ScalerStatus = _ScalerStatus()
+
+    @property
+    def owners(self) -> list[str]:
+        """Of its number."""
+        return [
+            each.manager for each in self.metadata.managed_fields if "f:replicas" in each.fields_v1.get("f:spec", {})
+        ]
+
+    @property
+    def version(self) -> str:
+        """Of the number; statuses have no part in it."""
+        return f"{self.metadata.uid}/{self.metadata.generation}"
+
+    @property
+    def plan(self) -> PlanId:
+        """By which the number was written."""
+        return PlanId(self._annotation(PLAN))
+
+    @property
+    def before(self) -> int | None:
+        """What was wanted before that."""
+        number = self._annotation(BEFORE)
+        return int(number) if number.isdecimal() else None
+
+    def _annotation(self, name: str) -> str:
+        """Of a number of ours; somebody else's may stand beside what an older plan has left."""
+        ours = any(each in tuple(PlanWriter) for each in self.owners)
+        return self.metadata.annotations.get(name, "") if ours else ""
+
+
+class _RoleStatus(Struct, frozen=True):
+    name: str
+    desired: int = 0
+    ready: int = 0
+    registered: int = 0
+    draining: int = 0
+
+
+class _Status(Struct, frozen=True, rename="camel"):
+    """Of a DisaggDeployment: what is read of it here, whatever later operators add."""
+
+    observed_generation: int = 0
+    roles: tuple[_RoleStatus, ...] = ()
+    conditions: tuple[_Condition, ...] = ()
+
+
+class KubernetesConnector:
+    """Implements `fleet.planner.ports.PlanConnector`. The cluster's writes carry the name of the writer."""
+
+    def __init__(self, cluster: KubernetesApi, target: KubernetesTarget, writer: PlanWriter) -> None:
+        self._cluster = cluster
+        self._target = target
+        self._writer = writer
+
+    async def observe(self) -> Observation:
+        try:
+            async with asyncio.timeout(ports.CALL_SECONDS):
+                return await self._look()
+        except TimeoutError as error:
+            raise ports.ConnectorUnreachable("the API server does not answer in time") from error
+        except KubernetesError as error:
+            raise _unreachable(error) from error
+
+    async def apply(self, plan: Plan, seen: Observation) -> None:
+        try:
+            async with asyncio.timeout(ports.CALL_SECONDS):
+                for each in to_write(plan, seen, await self._look()):
+                    await self._write(each, plan)
+        except TimeoutError as error:
+            raise ports.ConnectorUnreachable(
+                "the API server does not answer in time; perhaps it has done it"
+            ) from error
+        except KubernetesError as error:
+            raise _unreachable(error) from error
+
+    async def _write(self, pool: PoolObservation, plan: Plan) -> None:
+        """Over the number that was seen; a status that is written at the same time is none."""
+        for _ in range(TRIES):
+            scaler = (await self._scalers()).get(pool.name)
+            if scaler is None or scaler.version != pool.version:
+                break
+            metadata = {
+                "name": scaler.metadata.name,
+                "namespace": scaler.metadata.namespace,
+                "resourceVersion": scaler.metadata.resource_version,
+                "annotations": {PLAN: plan.id, BEFORE: str(pool.before_a_write(plan.replicas[pool.name]))},
+            }
+            kind = kinds.ROLE_SCALER
+            manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+            try:
+                await self._cluster.apply(kind, _Scaler, manifest | {"spec": {"replicas": plan.replicas[pool.name]}})
+            except ObjectConflict:
+                continue
+            except RequestDenied as error:
+                raise ports.PlanRefused(pool.name, str(error)) from error
+            return
+        raise ports.PlanConflict(pool.name)
+
+    async def _look(self) -> Observation:
+        target = self._target
+        try:
+            found = await self._cluster.get(kinds.DISAGG_DEPLOYMENT, CustomObject, target.namespace, target.deployment)
+        except ObjectMissing as error:
+            raise ports.ConnectorUnreachable(
+                f"there is no DisaggDeployment {target.deployment} in namespace {target.namespace}"
+            ) from error
+        spec = _understood(found.spec, DisaggDeploymentSpec, "specification")
+        status = _understood(found.status, _Status, "status")
+        current = status.observed_generation == found.metadata.generation
+        scalers = await self._scalers()
+        return Observation(
+            tuple(
+                self._pool(role, scalers.get(PoolName(role.name)), status, current, f"{target.deployment}-{role.name}-")
+                for role in sorted(spec.roles, key=lambda role: role.name)
+                if role.type is not RoleType.ROUTER
+            )
+        )
+
+    async def _scalers(self) -> dict[PoolName, _Scaler]:
+        """Of the deployment, by role: of two for one role the one that the operator obeys."""
+        target = self._target
+        found: dict[PoolName, _Scaler] = {}
+        listed = await self._cluster.list(kinds.ROLE_SCALER, _Scaler, target.namespace)
+        for each in sorted(listed.items, key=lambda each: each.metadata.name, reverse=True):
+            role = PoolName(each.spec.target.role)
+            if each.spec.target.deployment != target.deployment:
+                continue
+            if role not in found or found[role].metadata.name != f"{target.deployment}-{role}":
+                found[role] = each
+        return found
+
+    def _pool(
+        self, role: RoleSpec, scaler: _Scaler | None, status: _Status, current: bool, pods: str
+    ) -> PoolObservation:
+        there = next((each for each in status.roles if each.name == role.name), None)
+        static = role.scaling.mode is ScalingMode.STATIC
+        seen = PoolObservation(
+            name=PoolName(role.name),
+            wanted=role.replicas if static or scaler is None else scaler.spec.replicas,
+            ready=_serving(there, status) if there is not None else 0,
+            draining=there.draining if there is not None else 0,
+            plan=scaler.plan if scaler is not None else PlanId(""),
+            before=scaler.before if scaler is not None else None,
+            version=scaler.version if scaler is not None else "",
+            pinned=self._pinned(role, scaler),
+        )
+        if there is not None and seen.ready == there.desired == seen.wanted:
+            return seen
+        if not current:
+            return structs.replace(
+                seen, why=PoolGapReason.NOT_TAKEN_UP, message="the operator has not seen the deployment as it is"
+            )
+        why, message = _why(seen, None if static else scaler, there, status, pods)
+        return structs.replace(seen, why=why, message=message)
+
+    def _pinned(self, role: RoleSpec, scaler: _Scaler | None) -> str:
+        if role.scaling.mode is ScalingMode.STATIC:
+            return "scaling.mode is Static: its replicas are those of the DisaggDeployment's specification"
+        if scaler is None:
+            return "the operator has not made its RoleScaler yet"
+        if self._writer is PlanWriter.PERSON:
+            return ""
+        if role.scaling.mode is ScalingMode.EXTERNAL:
+            return "scaling.mode is External: it is scaled by others than a planner"
+        others = [each for each in scaler.owners if each not in (MANAGER, PlanWriter.PLANNER)]
+        return f"pinned: {others[0]} has set it to {scaler.spec.replicas}" if others else ""
+
+
+def _serving(role: _RoleStatus, status: _Status) -> int:
+    """Ready, and known to a router; only ready where nobody says who is known."""
+    unknown = _condition(status.conditions, "RolesRegistered", "Unknown")
+    return role.ready if unknown is not None else min(role.ready, role.registered)
+
+
+def _why(
+    seen: PoolObservation, scaler: _Scaler | None, there: _RoleStatus | None, status: _Status, pods: str
+) -> tuple[PoolGapReason, str]:
+    """Why a pool has other replicas than are wanted. `pods`: how the names of its pods and their controllers begin."""
+    if scaler is not None and scaler.status.observed_generation != scaler.metadata.generation:
+        return PoolGapReason.NOT_TAKEN_UP, "the operator has not seen it yet"
+    if there is None or there.desired != seen.wanted:
+        bounds = _condition(scaler.status.conditions if scaler is not None else (), "WithinBounds", "False")
+        if bounds is not None:
+            return PoolGapReason.LIMITED, bounds.message
+        return PoolGapReason.NOT_TAKEN_UP, "the operator has not acted on it yet"
+    unplaced = _condition(status.conditions, "Scheduled", "False")
+    if unplaced is not None and pods in unplaced.message:
+        return PoolGapReason.NO_ROOM, unplaced.message
+    degraded = _condition(status.conditions, "Degraded", "True")
+    if degraded is not None and pods in degraded.message and degraded.reason not in {each.name for each in UNPLACED}:
+        return PoolGapReason.FAILING, degraded.message
+    return PoolGapReason.UNDER_WAY, ""
+
+
+def _condition(conditions: tuple[_Condition, ...], kind: str, status: str) -> _Condition | None:
+    return next((each for each in conditions if (each.type, each.status) == (kind, status)), None)
+
+
+def _understood(content: Mapping[str, Any], of: type[Decoded], what: str) -> Decoded:
+    try:
+        return msgspec.convert(content, of)
+    except msgspec.ValidationError as error:
+        raise ports.ConnectorUnreachable(f"the deployment's {what} is written for another version: {error}") from error
+
+
+def _unreachable(error: KubernetesError) -> ports.ConnectorUnreachable:
+    return ports.ConnectorUnreachable(f"the API server: {error}")
+
+
+@asynccontextmanager
+async def kubernetes_connector(target: KubernetesTarget, writer: PlanWriter) -> AsyncIterator[KubernetesConnector]:
+    """Raises ConfigurationRefused: there is no such kubeconfig, or it cannot be used."""
+    async with AsyncExitStack() as stack:
+        try:
+            cluster = await stack.enter_async_context(open_api_client(target.kubeconfig, f"fleet/{writer}", writer))
+        except KubernetesError as error:
+            raise ConfigurationRefused(f"connector.{error}") from error
+        yield KubernetesConnector(cluster, target, writer)

@@ -1,0 +1,46 @@
+"""Connectors by their settings. Each technology is loaded where it is used: two of them are optional."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import assert_never
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import utc_now
+from fleet.planner.connectors.folder import FolderRecords
+from fleet.planner.connectors.virtual import VirtualConnector
+from fleet.planner.messages import PlanWriter
+from fleet.planner.ports import PlanConnector
+from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
+
+
+@asynccontextmanager
+async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[PlanConnector]:
+    """A way to the pools, while the context is open.
+
+    Raises:
+        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+    """
+    match target:
+        case FolderTarget(folder=folder):
+            yield VirtualConnector(FolderRecords(Path(folder)), writer, utc_now)
+        case EtcdTarget():
+            try:
+                from fleet.planner.connectors.etcd import etcd_records  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise _not_installed("aetcd", "etcd") from error
+            async with etcd_records(target) as records:
+                yield VirtualConnector(records, writer, utc_now)
+        case KubernetesTarget():
+            try:
+                from fleet.planner.connectors.kubernetes import kubernetes_connector  # noqa: PLC0415 - optional
+            except ImportError as error:
+                raise _not_installed("kubernetes", "kubernetes") from error
+            async with kubernetes_connector(target, writer) as connector:
+                yield connector
+        case _:
+            assert_never(target)
+
+
+def _not_installed(package: str, extra: str) -> ConfigurationRefused:
+    return ConfigurationRefused(f"connector: needs the package {package}: pip install 'fleet-serving[{extra}]'")

@@ -1,0 +1,201 @@
+"""Recorded sessions of coding agents: a session a line, in `requests` its requests and those of its sub-agents.
+
+A request has `t` (seconds from the start of its agent), `in`, `out` (tokens), `api_time` (seconds that its answer took) and
+`hash_delta`: how many ids are `keep`t from the request before, and which runs of new ones (`add`: first, count) follow. An id
+stands for `block_size` tokens and is known in its session only; ids are gathered into blocks of 512 tokens, the last one
+possibly partly filled.
+
+Read as requests, so many sessions are kept running at a time and each sends at the pace of its recording; when one has ended,
+the next begins. Read as sessions, a turn waits for the answers that it was recorded to wait for: that of its own agent before,
+and those of the sub-agents that had ended by then. What lay between the last of them and the turn (a tool, a person) lies
+between them again.
+"""
+
+import heapq
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.recording.trace_rows import LONGEST_PROMPT, Count, Time, TraceError, TraceLine, decode_row
+from kvstore.eviction.trace_replay import TraceRequest
+
+BLOCK_TOKENS = 512
+
+
+class TraceTurn(Struct, frozen=True):
+    """One request of a session."""
+
+    request: TraceRequest  # its arrival: as recorded, from the session's first
+    after: tuple[int, ...] = ()  # turns of the session whose answers it waits for; by their place in it
+    gap: Nanos = Nanos(0)  # from the last of these answers, or from the session's begin
+
+
+class TraceSession(Struct, frozen=True):
+    """Requests that wait for each other, in an order in which they can be sent."""
+
+    turns: tuple[TraceTurn, ...]
+    begins: Nanos | None = None  # None: when there is room for it
+
+
+class _Delta(Struct, frozen=True):
+    keep: Count
+    add: tuple[tuple[Count, Count], ...] = ()
+
+
+class _Row(Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": "out"}):
+    """A request; or a sub-agent, which has requests of its own."""
+
+    t: Time
+    prompt_tokens: Annotated[int, Meta(ge=0, le=LONGEST_PROMPT)] = 0
+    output_tokens: Count = 0
+    api_time: Time = 0.0
+    hash_delta: _Delta | None = None
+    requests: "tuple[_Row, ...] | None" = None
+
+
+class _SessionRow(Struct, frozen=True):
+    block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS)]
+    requests: Annotated[tuple[_Row, ...], Meta(min_length=1)]
+
+
+class _TimedRequest(Struct, frozen=True):
+    """A request and whose it is."""
+
+    request: TraceRequest
+    end: Nanos  # of its answer
+    agent: int  # 0: the one that has the others
+    parent: int  # agent that started this one; its own for the first
+
+
+def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSession]:
+    """One for each row.
+
+    Raises:
+        TraceRefused: A row is wrong.
+    """
+    for recorded in _rows(path, lines):
+        yield TraceSession(tuple(_turns(recorded)))
+
+
+def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
+    """The requests of all sessions as they were recorded, so many sessions of which run at a time."""
+    return _interleaved(_rows(path, lines), live)
+
+
+def _rows(path: Path, lines: Iterator[TraceLine]) -> Iterator[list[_TimedRequest]]:
+    for session, (number, line) in enumerate(lines, 1):
+        row = decode_row(path, number, line, _SessionRow)
+        if BLOCK_TOKENS % row.block_size:
+            raise TraceError(f"{path}:{number}: block_size: {row.block_size} does not divide {BLOCK_TOKENS}")
+        try:
+            recorded = sorted(
+                _SessionReader(session, row.block_size).of(row.requests, "requests", 0.0, 0), key=_arrival
+            )
+        except ValueError as error:
+            raise TraceError(f"{path}:{number}: {error}") from error
+        if not recorded:
+            raise TraceError(f"{path}:{number}: requests: none of them has a hash_delta")
+        yield recorded
+
+
+def _arrival(recorded: _TimedRequest) -> Nanos:
+    return recorded.request.arrival
+
+
+class _SessionReader:
+    """The requests of an agent and of its sub-agents."""
+
+    def __init__(self, session: int, block_size: int):
+        self._session = session
+        self._block_size = block_size
+        self._gathered = BLOCK_TOKENS // block_size
+        self._agents = 0
+
+    def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
+        """Of one agent.
+
+        Args:
+            rows: Its own.
+            field: Where they stand.
+            start: Of the agent, seconds.
+            parent: Who started it.
+
+        Raises:
+            ValueError: A row is wrong; says in which field.
+        """
+        agent = self._agents
+        self._agents += 1
+        scope = self._session << 48  # ids are below 2⁴⁰
+        names: list[int] = []  # of the last request, one for each block_size tokens
+        for index, row in enumerate(rows):
+            place = f"{field}[{index}]"
+            if row.requests is not None:
+                yield from self.of(row.requests, f"{place}.requests", start + row.t, agent)
+                continue
+            delta = row.hash_delta
+            if delta is None:
+                raise ValueError(f"{place}.hash_delta: is missing")
+            if row.prompt_tokens < 1:
+                raise ValueError(f"{place}.in: a prompt has at least one token")
+            if delta.keep > len(names):
+                raise ValueError(f"{place}.hash_delta.keep: {delta.keep} of {len(names)} ids")
+            if delta.keep + sum(count for _, count in delta.add) > row.prompt_tokens // self._block_size:
+                raise ValueError(f"{place}.hash_delta: more ids than {row.prompt_tokens} tokens fill")
+            names = names[: delta.keep]
+            for first, count in delta.add:
+                names.extend(range(scope + first, scope + first + count))
+            chain = names[self._gathered - 1 :: self._gathered]
+            if len(names) % self._gathered:
+                chain.append(names[-1])
+            if len(set(chain)) < len(chain):
+                raise ValueError(f"{place}.hash_delta: an id is there twice, so it cannot name a prefix")
+            arrival = Nanos(round((start + row.t) * SECOND))
+            request = TraceRequest(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
+            yield _TimedRequest(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)
+
+
+def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
+    """What each request waited for."""
+    final = {each.agent: index for index, each in enumerate(recorded)}
+    latest: dict[int, int] = {}  # agent -> its latest turn
+    started: dict[int, list[int]] = {}  # agent -> agents that it started and has not heard of yet
+    for index, each in enumerate(recorded):
+        arrival, agent = each.request.arrival, each.agent
+        waits = []
+        if agent in latest:
+            waits.append(latest[agent])
+        elif agent != each.parent:
+            started.setdefault(each.parent, []).append(agent)
+            if each.parent in latest:
+                waits.append(latest[each.parent])
+        for child in list(started.get(agent, ())):
+            if final[child] < index and recorded[final[child]].end <= arrival:
+                waits.append(final[child])
+                started[agent].remove(child)
+        latest[agent] = index
+        ready = max((recorded[turn].end for turn in waits), default=recorded[0].request.arrival)
+        yield TraceTurn(each.request, tuple(waits), Nanos(max(0, arrival - ready)))
+
+
+def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[TraceRequest]:
+    upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []  # arrival, session, index, begin, requests
+
+    def begin(now: int) -> None:
+        session = next(sessions, None)
+        if session is not None:
+            first = session[0].request
+            heapq.heappush(upcoming, (now, first.session, 0, now - first.arrival, session))
+
+    for _ in range(live):
+        begin(0)
+    while upcoming:
+        now, number, index, began, session = heapq.heappop(upcoming)
+        request = session[index].request
+        yield TraceRequest(Nanos(now), request.prompt_tokens, request.chain, request.output_tokens, number)
+        if index + 1 < len(session):
+            heapq.heappush(upcoming, (began + session[index + 1].request.arrival, number, index + 1, began, session))
+        else:
+            begin(now)

@@ -1,0 +1,183 @@
+"""Recordings, read back (`fleet.recording.format` says what is in one): each event as the machine heard it, and what it said.
+
+Compressed by gzip too; lines that are empty are passed over.
+"""
+
+import struct
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, get_args
+
+import msgspec
+from msgspec import Raw, Struct, structs
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import ConfigurationRefused, split_validation_error
+from fleet.core.requests import TOKEN_BYTES
+from fleet.core.work import Progress
+from fleet.recording.format import (
+    FORMAT,
+    Keys,
+    RecordedCommand,
+    RecordedSteps,
+    RecordingEnd,
+    RecordingEntry,
+    RecordingHead,
+    written_name,
+)
+from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
+from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
+
+MAX_LINE_BYTES = 64 << 20  # a cache of a million blocks that a worker tells at once has 30 MB
+
+
+class RecordingError(ConfigurationRefused):
+    """It cannot be read; the message names file, line and field."""
+
+
+class RecordedEvent(Struct, frozen=True, kw_only=True):
+    """An event, read back; its prompt is as long as it was, and blank."""
+
+    line: int
+    now: Nanos
+    event: RouterEvent
+    keys: Sequence[Keys]
+    commands: Sequence[RecordedCommand] | None
+
+
+class Recording:
+    """A file, read from its beginning: `head`, then `entries`, once; then `end` and `torn`."""
+
+    def __init__(self, path: Path):
+        """Opens it and reads the head.
+
+        Raises:
+            RecordingRefused: There is none, or it is no recording of this format.
+        """
+        self._path = path
+        self._number = 0
+        self.end: str | None = None
+        self.torn = False  # the last line is cut off
+        try:
+            with open_plain_or_gzip(path) as file:
+                first = self._next(file)
+        except READ_ERRORS as error:
+            raise RecordingError(f"{path}: {read_error_cause(error)}") from error
+        if first is None:
+            raise RecordingError(f"{path}: is empty, or cut off within its first line")
+        version = self._decoded(first, _VERSION)
+        if version.recording != FORMAT:
+            raise RecordingError(
+                f"{path}: line 1: recording: is of format {version.recording}, and this Fleet reads {FORMAT}"
+            )
+        self.head = self._decoded(first, _HEAD)
+
+    def entries(self) -> Iterator[RecordedEvent]:
+        """All events, in order.
+
+        Raises:
+            RecordingRefused: A line is none; those before it were.
+        """
+        try:
+            yield from self._entries()
+        except READ_ERRORS as error:
+            raise RecordingError(f"{self._path}: {read_error_cause(error)}") from error
+
+    def _entries(self) -> Iterator[RecordedEvent]:
+        now = self.head.began
+        self._number = 0
+        with open_plain_or_gzip(self._path) as file:
+            self._next(file)
+            while (line := self._next(file)) is not None:
+                if self.end is not None:
+                    raise self._refused("follows the end")
+                if line.startswith(b'{"end":'):
+                    self.end = self._decoded(line, _END).end
+                    continue
+                entry = self._decoded(line, _ENTRY)
+                if entry.now < now:
+                    raise self._refused(f"now: {entry.now} is before {now}, that of the line before")
+                now = entry.now
+                yield self._recorded(entry)
+
+    def _recorded(self, entry: RecordingEntry) -> RecordedEvent:
+        if (decoder := _events().get(entry.name)) is None:
+            raise self._refused(f"name: {entry.name!r} is no event of a router")
+        event = self._decoded(entry.event, decoder, "event")
+        if isinstance(event, RecordedSteps):
+            event = _stepped(event)
+        elif isinstance(event, Arrived):
+            event = structs.replace(event, tokens=bytes(TOKEN_BYTES * entry.prompt_tokens))
+        try:
+            keys = [_unpacked(each) for each in entry.keys]
+        except (ValueError, struct.error) as error:
+            raise self._refused("keys: are no base64 of 8 bytes each") from error
+        return RecordedEvent(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
+
+    def _next(self, file: BinaryIO) -> bytes | None:
+        """The next whole line that is not empty; None when there is none."""
+        while True:
+            self._number += 1
+            line = file.readline(MAX_LINE_BYTES)
+            if line and not line.endswith(b"\n"):
+                if len(line) == MAX_LINE_BYTES:
+                    raise self._refused(f"is longer than {MAX_LINE_BYTES} bytes")
+                self.torn = True
+                return None
+            if not line.isspace():
+                return line or None
+
+    def _decoded(self, line: bytes | Raw, decoder: "msgspec.json.Decoder[Any]", where: str = "") -> Any:
+        try:
+            return decoder.decode(line)
+        except msgspec.ValidationError as error:
+            cause, path = split_validation_error(error)
+            field = f"{where}{path}".removeprefix(".")
+            raise self._refused(f"{field}: {cause}" if field else cause) from error
+        except AssertionError as error:  # of a value that checks itself
+            raise self._refused(f"{where}: contradicts itself: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._refused(f"{where}: {error}" if where else str(error)) from error
+
+    def _refused(self, why: str) -> RecordingError:
+        return RecordingError(f"{self._path}: line {self._number}: {why}")
+
+
+class _RecordingVersion(Struct, frozen=True):
+    recording: int
+
+
+def _stepped(steps: RecordedSteps) -> WorkerStepped:
+    progress = [
+        Progress(
+            request_id=step.work_id,
+            token_ids=(0,) * step.tokens,
+            finish=step.finish,
+            kv=step.kv,
+            handoff=step.handoff,
+        )
+        for step in steps.progress
+    ]
+    return WorkerStepped(worker_id=steps.worker_id, progress=tuple(progress))
+
+
+def _unpacked(text: str) -> Keys:
+    data = b64decode(text, validate=True)
+    return struct.unpack(f"<{len(data) // 8}Q", data)
+
+
+_VERSION = msgspec.json.Decoder(_RecordingVersion)
+_HEAD = msgspec.json.Decoder(RecordingHead)
+_ENTRY = msgspec.json.Decoder(RecordingEntry)
+_END = msgspec.json.Decoder(RecordingEnd)
+
+
+@cache
+def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
+    """By name; made when a recording is read, since that takes msgspec a while."""
+    kinds = get_args(RouterEvent)
+    return {
+        written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds
+    }

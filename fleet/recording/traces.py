@@ -1,0 +1,283 @@
+"""Recorded requests from files, as chains of blocks. Plain lines, or the same compressed by gzip.
+
+Formats are told apart by their first line:
+
+- *mooncake*: a request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids`: one id for each
+  512 tokens begun, equal ids for equal prefixes. From the paper "Mooncake" (FAST 2025).
+- *agentic*: a session a line; see `fleet.recording.agentic_traces`.
+- *azure*: CSV of times and lengths; see `fleet.recording.azure_traces`.
+- *records*: what `fleet sim run --requests` writes, a request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
+  `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They come in the order of their
+  ends, so that all of them are in memory while they are read.
+- *recording*: of a live router; see `fleet.recording.traffic`.
+
+Rows are read one after the other, in memory that does not grow with the file, unless they have to be sorted.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain as chained
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.recording import agentic_traces, azure_traces
+from fleet.recording import traffic as recorded_traffic
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
+from fleet.recording.trace_rows import (
+    Count,
+    RowSelection,
+    Time,
+    Tokens,
+    TraceError,
+    TraceLine,
+    decode_object,
+    decode_row,
+    read_lines,
+    read_rows,
+)
+from kvstore.block import blocks_for
+from kvstore.eviction.trace_replay import TraceRequest
+
+__all__ = [
+    "LIVE_SESSIONS",
+    "RowSelection",
+    "Trace",
+    "TraceError",
+    "TraceFile",
+    "TraceSession",
+    "TraceTurn",
+    "open_trace",
+    "read_trace",
+]
+
+BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
+LIVE_SESSIONS = 64
+FIRST_UNSHARED_NAME = 1 << 62
+"""From here on blocks are named of which nothing is known: above all names that a trace may use."""
+
+ALL_ROWS = RowSelection()
+
+Instant = Annotated[int, Meta(ge=0, lt=FIRST_UNSHARED_NAME)]
+
+
+class TraceFile(Struct, frozen=True, kw_only=True):
+    """A trace whose first row has been looked at. Each call reads it anew, and may raise `TraceError` at any row."""
+
+    format: str  # "mooncake", "agentic", "azure", "records" or "recording"
+    block_tokens: int
+    requests: Callable[[], Iterator[TraceRequest]]  # in the order of their arrival
+    sessions: Callable[[], Iterator[TraceSession]] | None  # None: the format knows none
+    count: Callable[[], int] | None  # requests, without looking into rows; None: a row is more than one
+
+
+class Trace(Struct, frozen=True, kw_only=True):
+    """Requests in the order of their arrival."""
+
+    format: str
+    block_tokens: int
+    requests: list[TraceRequest]
+
+
+class _MooncakeRow(Struct, frozen=True):
+    timestamp: Time
+    input_length: Tokens
+    output_length: Count
+    hash_ids: tuple[Count, ...]
+
+
+class _Record(Struct, frozen=True):
+    arrival: Instant
+    prompt_tokens: Tokens
+    output_tokens: Count = 0
+    max_tokens: Count = 0  # what the answer was to have
+    session: Count = 0
+    block_tokens: Tokens | None = None
+    hash_ids: tuple[Instant, ...] | None = None
+
+
+def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
+    """All requests of a file.
+
+    Args:
+        path: Of the file.
+        live_sessions: Kept running at a time, where the format knows sessions.
+
+    Raises:
+        TraceRefused: It cannot be read, or a row is wrong.
+    """
+    file = open_trace(path, live_sessions=live_sessions)
+    return Trace(format=file.format, block_tokens=file.block_tokens, requests=list(file.requests()))
+
+
+def open_trace(
+    path: Path,
+    *,
+    live_sessions: int = LIVE_SESSIONS,
+    cut: RowSelection = ALL_ROWS,
+    sort: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
+) -> TraceFile:
+    """Look at a trace.
+
+    Args:
+        path: Of the file.
+        live_sessions: Kept running at a time, where the format knows sessions.
+        cut: Which of its rows count. Where some at its start do not, arrivals are counted from the first that does.
+        sort: Whether rows may be in any order; all of them are then in memory while they are read.
+        block_tokens: Of a block, where the format names none.
+
+    Raises:
+        TraceRefused: It cannot be read, or the first row is wrong.
+    """
+    lines = read_lines(path)
+    first = next(lines, None)
+    del lines  # and with it the file is closed
+    if first is None:
+        raise TraceError(f"{path}: is empty")
+    if azure_traces.is_header(first[1]):
+        return _of_requests(
+            "azure",
+            block_tokens,
+            rows=lambda: read_rows(path, cut, header=1),
+            read=lambda rows: azure_traces.azure_requests(
+                path, first, rows, _UnsharedNames(block_tokens), ordered=not sort
+            ),
+            sort=sort,
+            from_first=sort or cut.begin > 0,
+        )
+    keys = decode_object(path, *first)
+    if "hash_ids" in keys and "arrival" not in keys:
+        return _of_requests(
+            "mooncake",
+            BLOCK_TOKENS,
+            rows=lambda: read_rows(path, cut),
+            read=lambda rows: _mooncake(path, rows, ordered=not sort),
+            sort=sort,
+            from_first=cut.begin > 0,
+        )
+    if "recording" in keys:
+        return _of_recording(path, cut, block_tokens)
+    if "requests" in keys:
+        return TraceFile(
+            format="agentic",
+            block_tokens=BLOCK_TOKENS,
+            requests=lambda: agentic_traces.agentic_requests(path, read_rows(path, cut), live_sessions),
+            sessions=lambda: agentic_traces.agentic_sessions(path, read_rows(path, cut)),
+            count=None,
+        )
+    if "arrival" in keys and "prompt_tokens" in keys:
+        size = decode_row(path, *first, _Record).block_tokens or block_tokens
+        return _of_requests(
+            "records",
+            size,
+            rows=lambda: read_rows(path, cut),
+            read=lambda rows: _records(path, rows, size),
+            sort=True,
+            from_first=cut.begin > 0,
+        )
+    raise TraceError(
+        f"{path}:{first[0]}: has neither hash_ids (mooncake) nor requests (agentic), nor arrival (records of a simulation),"
+        f" nor recording, and no column {azure_traces.TIME} (azure)"
+    )
+
+
+def _of_requests(
+    format_: str,
+    block_tokens: int,
+    *,
+    rows: Callable[[], Iterator[TraceLine]],
+    read: Callable[[Iterator[TraceLine]], Iterator[TraceRequest]],
+    sort: bool,
+    from_first: bool,
+) -> TraceFile:
+    """A format in which a row is a request."""
+
+    def requests() -> Iterator[TraceRequest]:
+        each = read(rows())
+        ordered = iter(sorted(each, key=_arrival)) if sort else each
+        yield from _from_first(ordered) if from_first else ordered
+
+    return TraceFile(
+        format=format_,
+        block_tokens=block_tokens,
+        requests=requests,
+        sessions=None,
+        count=lambda: sum(1 for _ in rows()),
+    )
+
+
+def _of_recording(path: Path, cut: RowSelection, block_tokens: int) -> TraceFile:
+    if not cut.is_whole:
+        raise TraceError(f"{path}: part and sample are of rows, and lines of a recording are events: cut by its time")
+    size = recorded_traffic.recorded_block_tokens(path) or block_tokens
+    return TraceFile(
+        format="recording",
+        block_tokens=size,
+        requests=lambda: recorded_traffic.recorded_requests(path, size, _UnsharedNames(size)),
+        sessions=None,
+        count=None,
+    )
+
+
+def _arrival(request: TraceRequest) -> Nanos:
+    return request.arrival
+
+
+def _from_first(requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+    first = next(requests, None)
+    if first is None:
+        return
+    for each in chained((first,), requests):
+        arrival = Nanos(each.arrival - first.arrival)
+        yield TraceRequest(arrival, each.prompt_tokens, each.chain, each.output_tokens, each.session)
+
+
+class _UnsharedNames:
+    """Names for blocks that no other prompt has."""
+
+    def __init__(self, block_tokens: int):
+        self._block_tokens = block_tokens
+        self._next = FIRST_UNSHARED_NAME
+
+    def __call__(self, tokens: int) -> tuple[int, ...]:
+        first = self._next
+        self._next += blocks_for(tokens, self._block_tokens)
+        return tuple(range(first, self._next))
+
+
+def _mooncake(path: Path, lines: Iterator[TraceLine], *, ordered: bool) -> Iterator[TraceRequest]:
+    latest = 0.0
+    for number, line in lines:
+        row = decode_row(path, number, line, _MooncakeRow)
+        if ordered and row.timestamp < latest:
+            raise TraceError(f"{path}:{number}: timestamp: {row.timestamp:g} is before that of the row above")
+        latest = row.timestamp
+        _check_chain(path, number, row.hash_ids, row.input_length, BLOCK_TOKENS)
+        yield TraceRequest(Nanos(round(row.timestamp * MILLISECOND)), row.input_length, row.hash_ids, row.output_length)
+
+
+def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Iterator[TraceRequest]:
+    names = _UnsharedNames(block_tokens)
+    for number, line in lines:
+        row = decode_row(path, number, line, _Record)
+        if row.hash_ids is None:
+            chain = names(row.prompt_tokens)
+        elif row.block_tokens == block_tokens:
+            chain = row.hash_ids
+            _check_chain(path, number, chain, row.prompt_tokens, block_tokens)
+        else:
+            raise TraceError(
+                f"{path}:{number}: block_tokens: {row.block_tokens} is not {block_tokens}, as in the first row"
+            )
+        yield TraceRequest(
+            Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session
+        )
+
+
+def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, block_tokens: int) -> None:
+    if len(chain) > blocks_for(tokens, block_tokens):
+        raise TraceError(f"{path}:{number}: hash_ids: {len(chain)} blocks are more than {tokens} tokens fill")
+    if len(set(chain)) < len(chain):
+        raise TraceError(f"{path}:{number}: hash_ids: an id is there twice, so it cannot name a prefix")

@@ -1,0 +1,115 @@
+"""The requests of a live router's recording (`fleet serve router --record`), as traffic for a simulation.
+
+A request takes the tokens that it was answered; one that was refused, given up or not yet over takes what it asked for. Requests
+come in the order of their arrival, so that those behind one that lasts are held until it is over. All models are one.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import RequestId
+from fleet.core.requests import TOKEN_BYTES
+from fleet.recording.format import RecordedCompletion, RecordedEmit, RecordedRejection
+from fleet.recording.reader import RecordedEvent, Recording, RecordingError
+from fleet.recording.trace_rows import TraceError, UnsharedNames
+from fleet.router.messages import Arrived, RequestCancelled, WorkerJoined
+from kvstore.eviction.trace_replay import TraceRequest
+
+
+class _HeldRequest(Struct):
+    """A request that is not over, or waits for one before it."""
+
+    arrival: Nanos
+    prompt_tokens: int
+    chain: tuple[int, ...]
+    asked_tokens: int
+    session: int
+    answered: int = 0
+    over: bool = False
+    complete: bool = False
+
+
+def recorded_block_tokens(path: Path) -> int | None:
+    """Of the first worker that joined; None: none did.
+
+    Raises:
+        TraceRefused: That is no recording.
+    """
+    for entry in _entries(path):
+        if isinstance(entry.event, WorkerJoined):
+            return entry.event.description.block_tokens
+    return None
+
+
+def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
+    """In the order of their arrival, counted from the recording's begin.
+
+    Args:
+        path: Of the recording.
+        block_tokens: Of the blocks whose names count.
+        chain: Names the blocks of prompts of which the recording knows none of that size.
+
+    Raises:
+        TraceRefused: A line is wrong.
+    """
+    held: deque[_HeldRequest] = deque()
+    live: dict[RequestId, _HeldRequest] = {}
+    sessions: dict[str, int] = {}
+    began: Nanos | None = None
+    for entry in _entries(path):
+        began = entry.now if began is None else began
+        event = entry.event
+        if isinstance(event, Arrived):
+            tokens = len(event.tokens) // TOKEN_BYTES
+            held.append(
+                _HeldRequest(
+                    arrival=Nanos(entry.now - began),
+                    prompt_tokens=tokens,
+                    chain=_names(entry, event, tokens, block_tokens) or chain(tokens),
+                    asked_tokens=event.sampling.max_tokens,
+                    session=sessions.setdefault(event.session, len(sessions) + 1) if event.session else 0,
+                )
+            )
+            live[event.request_id] = held[-1]
+        elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
+            gone.over = True
+            gone.complete = gone.answered > 0  # a stop string was reached
+        _apply_commands(live, entry)
+        while held and held[0].over:
+            yield _request(held.popleft())
+    yield from map(_request, held)
+
+
+def _entries(path: Path) -> Iterator[RecordedEvent]:
+    try:
+        yield from Recording(path).entries()
+    except RecordingError as error:
+        raise TraceError(str(error)) from error
+
+
+def _names(entry: RecordedEvent, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
+    """Of the prompt's full blocks, as the router asked for them."""
+    full = tokens // block_tokens
+    told = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
+    return next((tuple(keys) for keys in told if len(keys) == full and len(set(keys)) == full), ())
+
+
+def _apply_commands(live: dict[RequestId, _HeldRequest], entry: RecordedEvent) -> None:
+    for command in entry.commands or ():
+        if isinstance(command, RecordedEmit) and (held := live.get(command.request_id)) is not None:
+            held.answered += command.tokens
+        elif (
+            isinstance(command, RecordedCompletion | RecordedRejection)
+            and (held := live.pop(command.request_id, None)) is not None
+        ):
+            held.over = True
+            held.complete = isinstance(command, RecordedCompletion)
+
+
+def _request(held: _HeldRequest) -> TraceRequest:
+    tokens = held.answered if held.complete else held.asked_tokens
+    return TraceRequest(held.arrival, held.prompt_tokens, held.chain, tokens, held.session)

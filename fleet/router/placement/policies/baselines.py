@@ -1,0 +1,118 @@
+"""Policies that know little, to compare with."""
+
+from bisect import bisect_left
+from math import ceil, isfinite
+
+import numpy as np
+import xxhash
+from msgspec import Struct
+
+from fleet.core.roles import Phase
+from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest, RandomSource
+from fleet.router.placement.policies.pickers import InTurn, TwoChoices
+from fleet.router.placement.policies.pipeline import Pipeline
+
+RING_POINTS = 64  # a worker; the shares of the key space are then within about an eighth of each other
+
+
+class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests that the worker has."""
+
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+        return candidates.requests.copy()
+
+
+class RoundRobin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker after the other."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("round_robin", picker=InTurn())
+
+
+class Uniform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Any worker, uniformly."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("random")
+
+
+class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one with fewer requests of two drawn at random."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
+
+
+class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The worker with the fewest requests."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("least_loaded", scorers=[("requests", 1.0, RequestsScorer())])
+
+
+class BoundedRing:
+    """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
+
+    The first worker clockwise from the key that has fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is the session, else the prompt's first block, else chance.
+    """
+
+    def __init__(self, load_factor: float):
+        self._load_factor = load_factor
+        self._members: tuple[str, ...] = ()  # candidates or not, so that the ring is seldom laid out anew
+        self._points: list[int] = []
+        self._owners: list[int] = []  # rows in `_members`
+
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+        members = tuple(candidates.everybody)
+        if members != self._members:
+            self._members = members
+            points = sorted(
+                (xxhash.xxh3_64_intdigest(f"{member}#{point}".encode()), place)
+                for place, member in enumerate(members)
+                for point in range(RING_POINTS)
+            )
+            self._points = [point for point, _ in points]
+            self._owners = [place for _, place in points]
+        bound = ceil(self._load_factor * (float(candidates.requests.sum()) + 1) / len(candidates))
+        if asked.session:
+            key = xxhash.xxh3_64_intdigest(asked.session.encode())
+        else:
+            key = asked.first_key or chance.randrange(1 << 64)
+        requests = candidates.requests.tolist()
+        rows = range(len(requests)) if candidates.rows is None else candidates.rows.tolist()
+        places = {row: place for place, row in enumerate(rows) if requests[place] < bound}
+        start = bisect_left(self._points, key)
+        count = len(self._points)
+        for step in range(count):
+            if (place := places.get(self._owners[(start + step) % count])) is not None:
+                return place
+        raise AssertionError("some worker has no more than the average")
+
+
+class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same worker for the same session or prompt start, as long as its load is within bounds."""
+
+    load_factor: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.load_factor) and self.load_factor >= 1):
+            raise ValueError("load_factor: must be 1 or more")
+
+    def policy(self) -> Pipeline:
+        return Pipeline("consistent_hash", picker=BoundedRing(self.load_factor))
+
+
+class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keeps the worker that had this session's last request."""
+
+    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if asked.bound is None:
+            return None
+        return np.array([worker_id == asked.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
+
+
+class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A session stays where it is while that worker has room; new ones go to the worker with the fewest requests."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

@@ -1,0 +1,120 @@
+"""The policies of this package by name, and the parts that they are made of."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.router.placement.policies.baselines import (
+    ConsistentHash,
+    LeastLoaded,
+    PowerOfTwo,
+    RequestsScorer,
+    RoundRobin,
+    SessionFilter,
+    Sticky,
+    Uniform,
+)
+from fleet.router.placement.policies.composed import Composed, PolicyCatalog
+from fleet.router.placement.policies.fleet import Fleet, FleetCost, HeadroomFilter
+from fleet.router.placement.policies.pickers import Lowest, Softmax, TwoChoices
+from fleet.router.placement.policies.price import PriceScorer
+from fleet.router.placement.policies.published.aibrix import Aibrix
+from fleet.router.placement.policies.published.dynamo import Dynamo, DynamoCost
+from fleet.router.placement.policies.published.infera import Infera
+from fleet.router.placement.policies.published.llm_d import LlmD, LlmDKvUse, LlmDPrefix, LlmDQueue
+from fleet.router.placement.policies.published.mooncake import Mooncake, MooncakeTime
+from fleet.router.placement.policies.published.preble import Preble
+from fleet.router.placement.policies.published.smg import Smg
+from fleet.router.policy import PlacementPolicy
+from fleet.router.settings.router import RouterSettings
+
+DEFAULT = "fleet"
+LARGEST = 1e24  # of a parameter: products of some of them, and of the tokens of a prompt, are finite
+
+BUILT_IN = PolicyCatalog(
+    policies={
+        DEFAULT: Fleet,
+        "round_robin": RoundRobin,
+        "random": Uniform,
+        "p2c": PowerOfTwo,
+        "least_loaded": LeastLoaded,
+        "consistent_hash": ConsistentHash,
+        "sticky": Sticky,
+        "dynamo": Dynamo,
+        "mooncake": Mooncake,
+        "llm_d": LlmD,
+        "aibrix": Aibrix,
+        "smg": Smg,
+        "infera": Infera,
+        "preble": Preble,
+        "composed": Composed,
+    },
+    filters={"session": SessionFilter, "headroom": HeadroomFilter},
+    scorers={
+        "fleet": FleetCost,
+        "dynamo": DynamoCost,
+        "mooncake": MooncakeTime,
+        "queue": LlmDQueue,
+        "kv": LlmDKvUse,
+        "prefix": LlmDPrefix,
+        "requests": RequestsScorer,
+        "price": PriceScorer,
+    },
+    pickers={"lowest": Lowest, "softmax": Softmax, "two_choices": TwoChoices},
+)
+
+
+def parameters(settings: RouterSettings) -> dict[str, Any]:
+    """Of the policy that settings name. Those of the default policy that settings have of their own come first."""
+    table = settings.policies.get(settings.policy, {})
+    if settings.policy != DEFAULT:
+        return table
+    shared = {name: getattr(settings, name) for name in Fleet.__struct_fields__ if hasattr(settings, name)}
+    return shared | table
+
+
+def check_numbers(value: Any, name: str = "") -> None:
+    """Assert that no number in parameters is so large, infinite or none that costs could be, which no router survives.
+
+    Args:
+        value: The parameters, or what is in them.
+        name: Where.
+
+    Raises:
+        ValueError: One is; the message begins with its name.
+    """
+    inner: Iterable[tuple[Any, Any]] = ()
+    match value:
+        case float() | int() if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"{name}: must be a number from -{LARGEST:g} to {LARGEST:g}")
+        case Mapping():
+            inner = value.items()
+        case list() | tuple():
+            inner = enumerate(value)
+        case _:
+            pass
+    for key, each in inner:
+        check_numbers(each, f"{name}.{key}" if name else str(key))
+
+
+def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = BUILT_IN) -> PlacementPolicy:
+    """A new policy of that name.
+
+    Args:
+        name: One of the catalogue's policies.
+        parameters: Its fields, as an operator wrote them.
+        catalogue: Where to look.
+
+    Raises:
+        ConfigurationRefused: There is none, or it does not take these parameters.
+    """
+    if (kind := catalogue.policies.get(name)) is None:
+        raise ConfigurationRefused(f"router.policy: {name!r} is not one of {', '.join(catalogue.policies)}")
+    try:
+        check_numbers(parameters)
+        plugin = msgspec.convert(dict(parameters), kind)
+        return plugin.of(catalogue) if isinstance(plugin, Composed) else plugin.policy()
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigurationRefused(f"router.policies.{name}: {error}") from error

@@ -1,0 +1,67 @@
+"""A policy put together in settings: filters, weighted scorers and a picker, ours or from entry points."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Filter, Picker, PolicyPlugin, Scorer
+
+Kind = TypeVar("Kind")
+
+
+class PolicyCatalog(Struct, frozen=True, kw_only=True):
+    """Plug-ins by name: Structs whose fields are their parameters."""
+
+    policies: Mapping[str, type[PolicyPlugin]] = {}
+    filters: Mapping[str, type[Filter]] = {}
+    scorers: Mapping[str, type[Scorer]] = {}
+    pickers: Mapping[str, type[Picker]] = {}
+
+
+class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One filter, scorer or picker."""
+
+    name: str
+    weight: float = 1.0
+    """Of a scorer."""
+
+    parameters: dict[str, Any] = {}
+    """Its fields."""
+
+
+class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Filters, weighted scorers and a picker of your choice."""
+
+    filters: tuple[PolicyPart, ...] = ()
+    scorers: tuple[PolicyPart, ...] = ()
+    picker: PolicyPart = PolicyPart(name="lowest")
+
+    def policy(self) -> Pipeline:
+        return self.of(PolicyCatalog())
+
+    def of(self, catalogue: PolicyCatalog) -> Pipeline:
+        """The policy, of parts in a catalogue.
+
+        Raises:
+            ConfigurationRefused: There is no such part, or it does not take these parameters.
+        """
+        return Pipeline(
+            "composed",
+            filters=[_made("filters", part, catalogue.filters) for part in self.filters],
+            scorers=[(part.name, part.weight, _made("scorers", part, catalogue.scorers)) for part in self.scorers],
+            picker=_made("picker", self.picker, catalogue.pickers),
+        )
+
+
+def _made(where: str, part: PolicyPart, known: Mapping[str, type[Kind]]) -> Kind:
+    path = f"router.policies.composed.{where}"
+    if (kind := known.get(part.name)) is None:
+        raise ConfigurationRefused(f"{path}: {part.name!r} is not one of {', '.join(known)}")
+    try:
+        return msgspec.convert(part.parameters, kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigurationRefused(f"{path}.{part.name}: {error}") from error

@@ -1,0 +1,210 @@
+"""The default policy: what a request takes from a worker, in blocks of prefill.
+
+    cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
+           -  session
+
+1. *prefill* is (backlog + prompt tokens) / block.
+2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
+   0.75, in a tier below that 0.5. The difference to 1 is the transfer, in blocks of prefill; where blocks from the store have
+   to be converted, that goes off too.
+3. Blocks that live requests hold on the worker, or are about to compute there, count as the engine's before its cache has told
+   of them, so that siblings which arrive together find each other. The backlog that is those very blocks counts for nobody
+   who needs them: whoever waits for them waits for what it would have to compute anywhere.
+4. *work* is the blocks that the request has to compute there: prompt less credit. Until here the cost is its own wait. Work is
+   what others wait for, and its *price* says how long: those who come later, by a share of the workers that are computing prompts
+   now, busy / (workers + 1 - busy); and those who run on that worker, held up by a step for each. An idle cluster computes a prompt
+   again to save a moment, a busy one waits for the worker that has it. Without a price every request is placed where its own
+   first token comes soonest, and together they compute shared prefixes several times over (ADR 0014).
+5. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
+   counts for less.
+6. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
+   worker more, before it waits for one.
+7. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
+   than computing it there.
+8. The worker that had this session's last request is preferred by `session_blocks`.
+9. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
+
+1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding. The price is queueing theory's:
+work x that joins a queue with work u in it keeps those who come later waiting for λ / (1 - ρ) · x · (u + x / 2) together, which with
+about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
+problem with queue-specific job sizes", EJOR 217, 2012). ρ is read off the table, with one idle worker more than there is, so
+that it is never 1. The others are ours.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.roles import Phase
+from fleet.router.candidates import (
+    ACTIVE_BLOCKS,
+    BACKLOG_TOKENS,
+    BLOCK_TOKENS,
+    DECODE_SPEED,
+    NEW_BLOCKS,
+    PREFILL_SPEED,
+    REQUESTS,
+    Candidates,
+    Flags,
+    Floats,
+    PlacementRequest,
+)
+from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
+from fleet.router.native.twin import credit_of, price_of
+from fleet.router.placement.policies.pickers import Lowest, Softmax
+from fleet.router.placement.policies.pipeline import Pipeline
+
+_PREFILL = Phase.PREFILL  # looked up in its enum it takes ten times as long
+
+
+class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The formula above."""
+
+    engine_hit_credit: float = 1.0
+    store_hit_credit: float = 0.75
+    lower_tier_hit_credit: float = 0.5
+    running_request_blocks: float = 1.0
+    decode_weight: float = 1.0
+    spread: float = 2.0
+    others_weight: float = 1.0
+    stall_weight: float = 0.1
+    session_blocks: float = 1.0
+
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        columns = candidates.columns
+        costs = np.empty(columns.shape[1])
+        fleet_costs(columns, costs, *self._weights(asked, candidates, phase))
+        if asked.bound is not None:
+            costs -= self._session(asked, candidates)
+        return costs
+
+    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
+        if asked.bound is not None:
+            return lowest(self.costs(asked, candidates, phase))
+        return fleet_lowest(candidates.columns, *self._weights(asked, candidates, phase))
+
+    def _weights(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase
+    ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
+        """What the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
+        return (
+            asked.prompt_tokens,
+            self.engine_hit_credit,
+            self.store_hit_credit,
+            self.lower_tier_hit_credit,
+            self.running_request_blocks,
+            self.decode_weight,
+            self.spread,
+            self.others_weight,
+            self.stall_weight,
+            candidates.warm,
+            candidates.even,
+            phase is _PREFILL,
+        )
+
+    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        columns = candidates.columns
+        credit, shared = credit_of(
+            columns,
+            self.engine_hit_credit,
+            self.store_hit_credit,
+            self.lower_tier_hit_credit,
+            self.spread,
+            candidates.even,
+        )
+        prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
+        left = np.maximum(0.0, (prefill - credit - shared) / columns[PREFILL_SPEED])
+        work = np.maximum(0.0, asked.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
+        prefill = prefill / columns[PREFILL_SPEED]
+        speed = columns[DECODE_SPEED]
+        parts = {"prefill": prefill, "credit": left - prefill}
+        parts["others"] = work * price_of(columns, self.others_weight, self.stall_weight, phase is Phase.PREFILL)
+        if phase is not Phase.PREFILL:
+            parts["decode"] = self.decode_weight * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
+        parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
+        if asked.bound is not None:
+            parts["session"] = -self._session(asked, candidates)
+        return parts
+
+    def _session(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
+        preferred = np.zeros(len(candidates))
+        if asked.bound in candidates.worker_ids:
+            preferred[candidates.worker_ids.index(asked.bound)] = self.session_blocks
+        return preferred
+
+
+class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keeps those whose first token should come in time; where nothing is known yet, it should."""
+
+    ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
+
+    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
+            return None
+        goals = [self.ttft_goal_seconds] if self.ttft_goal_seconds else []
+        if asked.seconds_left is not None:
+            goals.append(asked.seconds_left)
+        tokens = candidates.backlog_tokens + candidates.uncached_tokens(asked.prompt_tokens)
+        in_time: Flags = tokens * candidates.token_seconds <= min(goals)
+        return in_time
+
+
+class Fleet(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The least blocks of prefill and decoding, with hits by tier, siblings, sessions, speeds and a goal for the first token."""
+
+    engine_hit_credit: float = 1.0
+    """Credit for a block in the engine's own cache, in blocks of prefill."""
+
+    store_hit_credit: float = 0.75
+    """Credit for a block that has to be loaded from the store (NVIDIA Dynamo's weight of a host cache hit)."""
+
+    lower_tier_hit_credit: float = 0.5
+    """Credit for a block that the store has to fetch from below its memory first."""
+
+    running_request_blocks: float = 1.0
+    """What a request on a worker costs there besides its blocks: its share of each decode step."""
+
+    decode_weight: float = 0.3
+    """What a block that live requests hold costs, in blocks of prefill: it is read once a step, which for an answer of some
+    hundred tokens takes a tenth to a third of computing it. With 1, as Dynamo has it, a chain that is held counts against its
+    worker for as much as finding it there is worth, and shared prefixes are torn apart."""
+
+    spread: float = 2.0
+    """How fast a hit loses its worth on a worker whose batch is full: with 2, all of it when half a batch waits."""
+
+    others_weight: float = 1.0
+    """What the waiting of those who come later counts, against one's own; 0: nothing, so that each request is placed where its own
+    first token comes soonest."""
+
+    stall_weight: float = 0.3
+    """What a running request counts that is held up by a prefill, against one that waits for its first token. Answers last
+    about ten times as long as people wait for them to begin, but a short one is late after a single long prompt (ADR 17)."""
+
+    session_blocks: float = 1.0
+    """By how much the worker of a session's last request is preferred: little, since what it holds is known block by block."""
+
+    ttft_goal_seconds: float = 0.0
+    """Goal for the first token; 0: only a request's own deadline counts."""
+
+    temperature: float = 0.0
+    """Of the choice (`Softmax`); 0 takes the lowest cost."""
+
+    def policy(self) -> Pipeline:
+        cost = FleetCost(
+            engine_hit_credit=self.engine_hit_credit,
+            store_hit_credit=self.store_hit_credit,
+            lower_tier_hit_credit=self.lower_tier_hit_credit,
+            running_request_blocks=self.running_request_blocks,
+            decode_weight=self.decode_weight,
+            spread=self.spread,
+            others_weight=self.others_weight,
+            stall_weight=self.stall_weight,
+            session_blocks=self.session_blocks,
+        )
+        return Pipeline(
+            "fleet",
+            filters=[HeadroomFilter(ttft_goal_seconds=self.ttft_goal_seconds)],
+            scorers=[("fleet", 1.0, cost)],
+            picker=Softmax(temperature=self.temperature) if self.temperature else Lowest(),
+        )

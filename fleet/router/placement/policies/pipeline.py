@@ -1,0 +1,75 @@
+"""Filters → weighted scores → choice: the one shape that all policies have."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fleet.core.roles import Phase
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
+from fleet.router.placement.policies.pickers import Lowest, drawn
+from fleet.router.policy import Filter, ItemizedScorer, Picker, PlacementPolicy, RankingScorer, Scorer
+
+
+class Pipeline:
+    """A policy put together from parts."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        filters: Sequence[Filter] = (),
+        scorers: Sequence[tuple[str, float, Scorer]] = (),
+        picker: Picker | None = None,
+    ):
+        """A policy of these parts.
+
+        Args:
+            name: As settings name it.
+            filters: Applied in order; each sees what the one before has left.
+            scorers: Name, weight, scorer.
+            picker: The lowest cost by default, ties drawn.
+        """
+        self.name = name
+        self._filters = tuple(filters)
+        self._scorers = tuple(scorers)
+        self._picker: Picker = picker or Lowest()
+        self._total = self._sum
+        self._ranking: RankingScorer | None = None  # where all is said by who has the lowest cost
+        if len(self._scorers) == 1 and self._scorers[0][1] == 1:
+            scorer = self._scorers[0][2]
+            self._total = scorer.costs
+            if isinstance(self._picker, Lowest) and isinstance(scorer, RankingScorer):
+                self._ranking = scorer
+
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
+        rows: Rows | None = None
+        for each in self._filters:
+            if (flags := each.keep(asked, candidates, phase)) is None:
+                continue
+            keep = flags.nonzero()[0]
+            if 0 < len(keep) < len(candidates):
+                rows, candidates = keep if rows is None else rows[keep], candidates.only(keep)
+        if self._ranking is None:
+            picked = self._picker.pick(self._total(asked, candidates, phase), asked, candidates, chance)
+        else:
+            picked = drawn(self._ranking.lowest(asked, candidates, phase), chance)
+        return picked if rows is None else int(rows[picked]), self
+
+    def _sum(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        total = np.zeros(len(candidates))
+        for _, weight, scorer in self._scorers:
+            total += weight * scorer.costs(asked, candidates, phase)
+        return total
+
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        parts: dict[str, Floats] = {}
+        for name, weight, scorer in self._scorers:
+            if isinstance(scorer, ItemizedScorer):
+                found = scorer.parts(asked, candidates, phase)
+            else:
+                found = {name: scorer.costs(asked, candidates, phase)}
+            for part, costs in found.items():
+                parts[part] = parts.get(part, 0.0) + weight * costs
+        return parts

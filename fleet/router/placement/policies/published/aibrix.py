@@ -1,0 +1,39 @@
+"""AIBrix's prefix-cache rule (vllm-project/aibrix v0.7), with the defaults of its code.
+
+    if most requests - least > imbalance:  the worker with the fewest requests
+    else: by match, then by requests, the first that has no more than mean + deviations × standard deviation of them
+
+Where nobody is below that bound, the worker with the fewest requests. Its documentation says 16 requests and 2 deviations.
+"""
+
+from msgspec import Struct
+
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
+from fleet.router.placement.policies.pickers import lowest
+from fleet.router.placement.policies.pipeline import Pipeline
+
+
+class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rule above, as a choice: what others have scored is not looked at."""
+
+    imbalance: int = 8
+    deviations: float = 1.0
+
+    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+        requests = candidates.requests
+        if float(requests.max() - requests.min()) <= self.imbalance:
+            bound = float(requests.mean()) + self.deviations * float(requests.std())
+            matched = candidates.engine_blocks * candidates.block_tokens
+            calm = [place for place, count in enumerate(requests.tolist()) if count <= bound]
+            if calm:
+                best = max((matched[place], -requests[place]) for place in calm)
+                among = [place for place in calm if (matched[place], -requests[place]) == best]
+                return among[0] if len(among) == 1 else among[chance.randrange(len(among))]
+        return lowest(requests.copy(), chance)
+
+
+class Aibrix(PrefixMatch, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AIBrix's prefix-cache rule: the longest match among those that have not many more requests than the others."""
+
+    def policy(self) -> Pipeline:
+        return Pipeline("aibrix", picker=self)

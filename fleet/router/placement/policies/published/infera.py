@@ -1,0 +1,65 @@
+"""AMD Infera's cost (AMD-AGI/Infera v0.1), with its weight for workers that do whole requests.
+
+    cost = weight × (prompt blocks - hits)  +  distinct blocks of requests in flight  +  recent
+
+*recent* is the sum of the blocks that a worker did not have when it was picked, times 0.97 for every pick since, by whomever: so a
+worker that has just been given much is spared before any load shows it. Its weight is 20 for prefill workers, 2 for decode workers.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.roles import Phase
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
+from fleet.router.placement.policies.pickers import lowest
+from fleet.router.policy import PlacementPolicy
+
+FADES = 0.97  # a pick; half is left after 23
+PREFILL_WEIGHT = 20.0
+NOTHING = 1e-3  # blocks, and less
+
+
+class RecentMisses:
+    """The rule with its memory. A policy of its own, since it changes with every choice."""
+
+    name = "infera"
+
+    def __init__(self, weight: float):
+        self._weight = weight
+        self._recent: dict[str, float] = {}
+
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
+        parts = self.costs(asked, candidates, phase)
+        place = lowest(sum(parts.values(), start=np.zeros(len(candidates))), chance)
+        faded = {worker_id: left * FADES for worker_id, left in self._recent.items() if left * FADES > NOTHING}
+        worker_id = candidates.worker_ids[place]
+        missed = float(self._missed(asked, candidates)[place])
+        faded[worker_id] = faded.get(worker_id, 0.0) + max(1.0, missed)
+        self._recent = faded
+        return place, self
+
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+        weight = PREFILL_WEIGHT if phase is Phase.PREFILL else self._weight
+        return {
+            "missed": weight * self._missed(asked, candidates),
+            "active": candidates.active_blocks.copy(),
+            "recent": np.array([self._recent.get(worker_id, 0.0) for worker_id in candidates.worker_ids]),
+        }
+
+    def _missed(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
+        blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
+        missed: Floats = np.maximum(0.0, blocks - candidates.engine_blocks)
+        return missed
+
+
+class Infera(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AMD Infera's cost: missed blocks, blocks in flight, and what was missed lately."""
+
+    weight: float = 1.0
+
+    def policy(self) -> RecentMisses:
+        return RecentMisses(self.weight)

@@ -1,0 +1,195 @@
+"""Preble's E2 scheduling (V. Srivatsa, Z. He, R. Abhyankar, D. Li, Y. Zhang, "Preble", ICLR 2025, section 3.2, algorithms 1 and 2).
+
+    exploit, where more of the prompt is cached than is not:  of the workers with the longest match, the one of least cost
+    explore, elsewhere:                                       of all workers, the one of least cost
+
+    cost    = load + evicted + prefill, in seconds of that worker
+    load    = over the requests that it got in the last `window_seconds`: prefill(what it had not) + decode(answer)
+    evicted = over the prefixes that have to make room: prefill(their tokens) × the share of its requests of the window that had them
+    prefill = prefill(tokens of this prompt that it has not)
+
+After that, the paper's two adjustments of what would be exploited, in its order:
+
+1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded one, requests that would
+   exploit it go to that one instead, which computes the prefix and has it from then on. Not before there have been 50 requests a worker.
+2. Copies. Where that is not so, and the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
+   that over the earlier half), the least loaded worker that has none gets a copy: this request computes it. From then on requests with
+   that prefix go to whichever of its workers costs the least, also where another one has a longer match. It ends when the copy has had
+   no request for a window.
+
+Before exploring comes the paper's third rule: a worker whose load is decoding by more than `decode_share` has computing to spare, and the
+request goes there. The paper gives neither that ratio's formula nor the bound, and its code has no such rule: by default it never applies.
+
+The window, `imbalance`, the 50 requests and the halves are those of the code (WukLab/preble, global_scheduler_with_time.py).
+
+What the interface of policies does not say, and what is done instead:
+
+- When first tokens came, by which the code measures queues: no policy hears of a request after it has been placed. Taken instead: the
+  prompt tokens booked at the worker and not computed, with its own, at the time of placement. Prefill times being proportional to
+  tokens, these double when queueing does.
+- How long answers were, of which the paper takes a worker's mean: they count as long as they may become, as in the code at first.
+- The tree of prompts: known are the first block's key and how many leading blocks each worker has. So the worker "with the longest node"
+  is that with the longest match; a subtree are all prompts with one first block, split between its copies request by request.
+- Times are fitted offline in the paper; here they are a number of seconds a token each, and `quadratic_seconds` for attention.
+- The decode worker of a pair is given the prompt's time as well: it is chosen as if it did everything.
+
+The order of requests inside a worker (section 3.3) is not a router's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from fleet.core.roles import Phase
+from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
+from fleet.router.placement.policies.pickers import lowest
+from fleet.router.placement.policies.published.preble_window import RequestWindow
+from fleet.router.policy import PlacementPolicy
+
+BALANCED_AFTER = 50  # requests a worker
+
+
+class PrebleTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the rule goes by."""
+
+    window_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 180.0
+    imbalance: Annotated[float, Meta(ge=1)] = 1.5
+    decode_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    prefill_seconds_per_token: Annotated[float, Meta(ge=0)] = 1e-4
+    quadratic_seconds: Annotated[float, Meta(ge=0)] = 1e-9
+    decode_seconds_per_token: Annotated[float, Meta(ge=0)] = 0.02
+
+
+class ExploitExplore:
+    """The rule with its window. A policy of its own, since it changes with every choice."""
+
+    name = "preble"
+
+    def __init__(self, times: PrebleTimes):
+        self._times = times
+        self._window = RequestWindow(times.window_seconds)
+
+    def choose(
+        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+    ) -> tuple[int, PlacementPolicy]:
+        self._window.fade(asked.now)
+        matched = _matched(asked, candidates)
+        if _exploits(asked, matched):
+            place = self._exploited(asked, candidates, matched, chance)
+        elif (decoding := self._decoding(candidates)) is not None:
+            place = decoding
+        else:
+            place = lowest(self._cost(asked, candidates, matched, range(len(candidates))), chance)
+        self._note(asked, candidates, place, float(matched[place]), phase)
+        return place, self
+
+    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+        """Of exploring; the other rules are by cases, and their terms do not add up to anything."""
+        matched = _matched(asked, candidates)
+        if _exploits(asked, matched) or self._decoding(candidates) is not None:
+            return {}
+        return self._parts(asked, candidates, matched, range(len(candidates)))
+
+    def _exploited(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, chance: RandomSource) -> int:
+        key, names = asked.first_key, candidates.worker_ids
+        owners = self._owners(key, candidates, matched)
+        place = int(owners[lowest(self._cost(asked, candidates, matched, owners.tolist()), chance)])
+        loads = self._loads(candidates)
+        if self._unbalanced(loads, place):
+            return lowest(loads, chance)
+        prefix = self._window.prefix(names[place], key)
+        others = np.setdiff1d(np.arange(len(names)), owners)
+        if prefix is None or not prefix.tokens.doubled() or not len(others):
+            return place
+        copy = int(others[lowest(loads[others], chance)])
+        self._window.note_copy(key, names[place], names[copy])
+        return copy
+
+    def _owners(self, key: int, candidates: Candidates, matched: Floats) -> Rows:
+        """Places of those with the longest match, and with a copy that was made on purpose."""
+        owning = matched == matched.max()
+        for place, worker_id in enumerate(candidates.worker_ids):
+            prefix = self._window.prefix(worker_id, key)
+            if prefix is not None and prefix.is_copy:
+                owning[place] = True
+        owners: Rows = owning.nonzero()[0]
+        return owners
+
+    def _unbalanced(self, loads: Floats, place: int) -> bool:
+        """Whether it is the most loaded of all, and by too much."""
+        return bool(
+            self._window.given >= BALANCED_AFTER * len(loads)
+            and loads[place] == loads.max()
+            and loads[place] > self._times.imbalance * loads.min()
+        )
+
+    def _decoding(self, candidates: Candidates) -> int | None:
+        """The place of the one whose load is decoding the most, if that is by more than the bound."""
+        if self._times.decode_share >= 1:
+            return None
+        recent = [self._window.recent.get(worker_id) for worker_id in candidates.worker_ids]
+        shares = [each.decode / each.seconds if each is not None and each.seconds > 0 else 0.0 for each in recent]
+        most = max(shares)
+        return shares.index(most) if most > self._times.decode_share else None
+
+    def _cost(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]) -> Floats:
+        parts = self._parts(asked, candidates, matched, places)
+        return sum(parts.values(), start=np.zeros(len(places)))
+
+    def _parts(
+        self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
+    ) -> Mapping[str, Floats]:
+        """Algorithm 2, for some of the candidates."""
+        names = candidates.worker_ids
+        matched = matched[places]
+        missed = asked.prompt_tokens - matched
+        capacity = (candidates.kv_blocks * candidates.block_tokens)[places]
+        evicted = [
+            sum(self._prefill(held, held) * share for held, share in self._window.evicted(names[place], tokens, room))
+            for place, tokens, room in zip(places, missed.tolist(), capacity.tolist(), strict=True)
+        ]
+        prefill: Floats = self._times.prefill_seconds_per_token * missed + self._times.quadratic_seconds * (
+            asked.prompt_tokens**2 - matched**2
+        )
+        return {"load": self._loads(candidates)[places], "evicted": np.array(evicted, dtype=float), "prefill": prefill}
+
+    def _loads(self, candidates: Candidates) -> Floats:
+        recent = self._window.recent
+        return np.array([recent[name].seconds if name in recent else 0.0 for name in candidates.worker_ids])
+
+    def _prefill(self, missed: float, prompt: float) -> float:
+        times = self._times
+        return times.prefill_seconds_per_token * missed + times.quadratic_seconds * (prompt**2 - (prompt - missed) ** 2)
+
+    def _note(self, asked: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase) -> None:
+        missed = asked.prompt_tokens - matched
+        decoding = phase is not Phase.PREFILL
+        self._window.note(
+            asked.now,
+            candidates.worker_ids[place],
+            asked.first_key,
+            missed=missed,
+            ahead=float(candidates.backlog_tokens[place]),
+            prefill=self._prefill(missed, asked.prompt_tokens),
+            decode=self._times.decode_seconds_per_token * asked.answer_tokens if decoding else 0.0,
+            capacity=float(candidates.kv_blocks[place] * candidates.block_tokens[place]),
+        )
+
+
+def _matched(asked: PlacementRequest, candidates: Candidates) -> Floats:
+    """Leading tokens of the prompt that each has."""
+    matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
+    return matched
+
+
+def _exploits(asked: PlacementRequest, matched: Floats) -> bool:
+    return bool(2 * matched.max() > asked.prompt_tokens)
+
+
+class Preble(PrebleTimes, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Preble's E2: where most of the prompt is cached, else the least load, eviction and prefill, in seconds."""
+
+    def policy(self) -> ExploitExplore:
+        return ExploitExplore(self)

@@ -1,0 +1,173 @@
+"""What becomes of a request that nobody can be chosen for: it waits, or is refused with a cause of its own.
+
+Rules:
+
+1. Where somebody is only at its limit, the request waits: time mends that, whatever else there is against the others.
+2. Else it is refused. The cause that is named is the most particular to this request: what the client asked for (a worker, a form,
+   a session, a pair, a length) before what has become of the workers.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from fleet.core.errors import Reason
+from fleet.core.ids import WorkerId
+from fleet.core.roles import Placement, Role
+from fleet.router.candidates import PlacementRequest
+from fleet.router.placement.candidate_table import CandidateTable
+from fleet.router.placement.eligibility import IneligibleReason, unfit
+
+
+class RejectionCause(StrEnum):
+    """Why nobody can serve a request. Public and stable, as `Reason` is; finer."""
+
+    NO_WORKER = "no_worker"
+    ALL_DRAINING = "all_draining"
+    ALL_FAILED = "all_failed"
+    TOO_LARGE = "too_large"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    NO_PAIR = "no_pair"
+    NO_PATH = "no_path"
+    PIN_UNKNOWN = "pin_unknown"
+    PIN_UNFIT = "pin_unfit"
+    NO_LABEL = "no_label"
+    NONE_AMONG = "none_among"
+    NO_ADAPTER = "no_adapter"
+    NO_FORM = "no_form"
+    SESSION_LOST = "session_lost"
+
+
+_SESSION_GONE = {IneligibleReason.OTHER_SESSION, IneligibleReason.DRAINING, IneligibleReason.FAILED_BEFORE}
+
+
+class WaitForRoom(Struct, frozen=True):
+    """All who could serve it are at their limits."""
+
+    busy: frozenset[WorkerId] = frozenset()
+    """These; nothing else will help but one of them. None at all where a pair was asked for: who is at its limit may be either."""
+
+
+class Rejection(Struct, frozen=True, kw_only=True):
+    reason: Reason
+    cause: RejectionCause
+    message: str
+    field: str = ""
+
+
+def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> WaitForRoom | Rejection:
+    """Why there is no candidate: the cause that time can mend comes first."""
+    members = standings.members
+    others = unfit(asked, standings, set())
+    causes = set(others.values())
+    if IneligibleReason.AT_LIMIT in causes:
+        if asked.placement is Placement.DISAGGREGATED:
+            return WaitForRoom()
+        return WaitForRoom(
+            frozenset([worker_id for worker_id, cause in others.items() if cause is IneligibleReason.AT_LIMIT])
+        )
+    if asked.pin is not None and asked.pin not in others:
+        return Rejection(
+            reason=Reason.INVALID_ARGUMENT,
+            cause=RejectionCause.PIN_UNKNOWN,
+            message=f"pin: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
+            field="pin",
+        )
+    if asked.pin is None and causes == {IneligibleReason.NOT_AMONG}:
+        return Rejection(
+            reason=Reason.NO_WORKER,
+            cause=RejectionCause.NONE_AMONG,
+            message="none of the workers that may be chosen serves this model now; retry when one does",
+        )
+    causes.discard(IneligibleReason.NOT_AMONG)  # those that may not be chosen do not tell why the others cannot be
+    if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
+        IneligibleReason.KEEPS_NO_FORM,
+        IneligibleReason.NOT_PINNED,
+    }:
+        return Rejection(
+            reason=Reason.INVALID_ARGUMENT,
+            cause=RejectionCause.NO_FORM,
+            message="sampling.form: no worker of this model, or not the one that was asked for, can keep an answer to a form",
+            field="sampling.form",
+        )
+    if asked.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
+        return Rejection(
+            reason=Reason.WORKER_LOST,
+            cause=RejectionCause.SESSION_LOST,
+            message=f"session: its worker {asked.bound} is gone; the next request of the session starts on another",
+            field="session",
+        )
+    if asked.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
+        return Rejection(
+            reason=Reason.NO_WORKER,
+            cause=RejectionCause.PIN_UNFIT,
+            message=f"pin: {asked.pin} takes no requests now ({others[asked.pin].value}); name another or none",
+            field="pin",
+        )
+    if IneligibleReason.NO_PAIR in causes:
+        roles = zip(members.descriptions, standings.draining.tolist(), strict=True)
+        if not any(each.role is not Role.DECODE and not draining for each, draining in roles):
+            return Rejection(
+                reason=Reason.NO_WORKER,
+                cause=RejectionCause.NO_PREFILL_WORKER,
+                message="no prefill worker is up",
+                field="placement",
+            )
+        return reject_without_pair(asked)
+    if IneligibleReason.TOO_SMALL in causes:
+        longest = max(each.max_model_len for each in members.descriptions if each.role is not Role.PREFILL)
+        return Rejection(
+            reason=Reason.TOO_LARGE,
+            cause=RejectionCause.TOO_LARGE,
+            message=f"prompt: {asked.prompt_tokens} tokens and {asked.answer_tokens} to generate fit no worker of this "
+            f"model (longest: {longest})",
+            field="prompt",
+        )
+    if IneligibleReason.FAILED_BEFORE in causes:
+        return Rejection(
+            reason=Reason.WORKER_LOST,
+            cause=RejectionCause.ALL_FAILED,
+            message="every worker of this model has failed the request",
+        )
+    if IneligibleReason.LABEL_MISSING in causes:
+        return Rejection(
+            reason=Reason.NO_WORKER,
+            cause=RejectionCause.NO_LABEL,
+            message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
+            field="labels",
+        )
+    if IneligibleReason.DRAINING in causes:
+        return Rejection(
+            reason=Reason.NO_WORKER,
+            cause=RejectionCause.ALL_DRAINING,
+            message="all workers of this model are going away; retry when another is up",
+        )
+    if asked.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
+        return Rejection(
+            reason=Reason.NO_WORKER,
+            cause=RejectionCause.NO_ADAPTER,
+            message=f"model: no worker has the adapter {asked.adapter.identity} now; retry when one is up",
+            field="model",
+        )
+    return Rejection(
+        reason=Reason.NO_WORKER,
+        cause=RejectionCause.NO_WORKER,
+        message="no worker serves this model now; retry when one is up",
+    )
+
+
+def reject_without_pair(asked: PlacementRequest) -> Rejection:
+    """Why there is no pair, or none that shares the path that was asked for."""
+    if asked.kv_path is None:
+        return Rejection(
+            reason=Reason.KV_MISMATCH,
+            cause=RejectionCause.NO_PAIR,
+            message="placement: no prefill and decode worker fit together",
+            field="placement",
+        )
+    return Rejection(
+        reason=Reason.KV_MISMATCH,
+        cause=RejectionCause.NO_PATH,
+        message=f"kv_path: no prefill and decode worker share the path {asked.kv_path.value}",
+        field="kv_path",
+    )

@@ -1,0 +1,146 @@
+"""The workers of one model: what is fixed until the next one joins or leaves, worked out once."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.ids import WorkerId
+from fleet.core.roles import KvPath, Placement, Role
+from fleet.core.work import LoraAdapter, WorkerDescription
+from fleet.router.candidates import Flags, Floats, Rows
+from fleet.router.settings.router import RouterSettings
+
+
+class PrefillPartners(Struct, frozen=True):
+    """The prefill workers of one decode worker."""
+
+    pool: Rows  # that would compute prompts for it, compatible or not
+    rows: Rows  # of those, the compatible ones
+    paths: Mapping[int, KvPath]  # for the blocks, by row
+
+
+class WorkerSizes(Struct, frozen=True):
+    """Of some workers, in tokens, each once and in order."""
+
+    lengths: tuple[int, ...] = ()  # of their models
+    capacities: tuple[int, ...] = ()  # of their caches
+
+    def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
+        """The same for requests that fit the same of these workers, whether for all or as a prompt only.
+
+        Args:
+            prompt_tokens: Of the prompt.
+            whole_tokens: Of the prompt and the longest answer.
+        """
+        lengths, capacities = self.lengths, self.capacities
+        if lengths and whole_tokens <= lengths[0] and prompt_tokens < capacities[0]:
+            return 0, 0, 0  # as most do
+        return (
+            bisect_left(lengths, whole_tokens),
+            bisect_left(lengths, prompt_tokens + 1),
+            bisect_right(capacities, prompt_tokens),
+        )
+
+
+_PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
+
+
+class PoolTopology:
+    """Workers in order of joining; a *row* is a worker's place in that order."""
+
+    def __init__(self, descriptions: Sequence[WorkerDescription], settings: RouterSettings):
+        self._settings = settings
+        self.descriptions = tuple(descriptions)
+        self.worker_ids = tuple(each.worker_id for each in descriptions)
+        self.rows = {worker_id: row for row, worker_id in enumerate(self.worker_ids)}
+        self.decodes: Flags = np.array([each.role is not Role.PREFILL for each in descriptions], dtype=np.bool_)
+        self.lengths: Floats = np.array([each.max_model_len for each in descriptions], dtype=np.float64)
+        self.capacities: Floats = np.array([each.kv_blocks * each.block_tokens for each in descriptions], np.float64)
+        self.shortest = min((each.max_model_len for each in descriptions), default=0)
+        self.smallest = min((each.kv_blocks * each.block_tokens for each in descriptions), default=0)
+        self.sizes = WorkerSizes(
+            tuple(sorted({each.max_model_len for each in descriptions})),
+            tuple(sorted({each.kv_blocks * each.block_tokens for each in descriptions})),
+        )
+        self.keeping_forms: Flags = np.array([each.keeps_forms for each in descriptions], dtype=np.bool_)
+        self.even = all(each.prefill_speed == 1 and each.decode_speed == 1 for each in descriptions)
+        self._partners: dict[tuple[int, bool, KvPath | None], PrefillPartners] = {}
+        self._with_adapter: dict[LoraAdapter, Flags] = {}
+
+    def __len__(self) -> int:
+        return len(self.descriptions)
+
+    def all_fit(self, prompt_tokens: int, answer_tokens: int) -> bool:
+        """Whether `fit` is true of all."""
+        return prompt_tokens + answer_tokens <= self.shortest and prompt_tokens < self.smallest
+
+    def fit(self, prompt_tokens: int, answer_tokens: int) -> Flags:
+        """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
+        fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
+        return fit
+
+    def with_adapter(self, adapter: LoraAdapter) -> Flags:
+        """Who has an adapter or can load it: the very same, if one of this name has several revisions."""
+        if (flags := self._with_adapter.get(adapter)) is None:
+            able = [adapter in each.adapters for each in self.descriptions]
+            flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
+        return flags
+
+    def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
+        """Who is one of these."""
+        meant = frozenset(worker_ids)
+        flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
+        return flags
+
+    def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> PrefillPartners:
+        """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement.decision`)."""
+        key = (decode_row, placement is _PAIR, kv_path)
+        if (known := self._partners.get(key)) is None:
+            known = self._partners[key] = self._found(decode_row, placement, kv_path)
+        return known
+
+    def _found(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> PrefillPartners:
+        decode = self.descriptions[decode_row]
+        pool, rows, paths = [], [], {}
+        for row, prefill in enumerate(self.descriptions):
+            if row == decode_row or not _prefills_for(prefill.role, decode.role, placement):
+                continue
+            pool.append(row)
+            if (path := common_path(prefill, decode, kv_path, self._settings)) is not None:
+                rows.append(row)
+                paths[row] = path
+        return PrefillPartners(np.array(pool, dtype=np.intp), np.array(rows, dtype=np.intp), paths)
+
+
+def common_path(
+    prefill: WorkerDescription, decode: WorkerDescription, asked: KvPath | None, settings: RouterSettings
+) -> KvPath | None:
+    """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
+    if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
+        return None
+    open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
+    if KvPath.STORE in open_paths and (prefill.store_id is None or prefill.store_id != decode.store_id):
+        open_paths.remove(KvPath.STORE)
+    if KvPath.DIRECT in open_paths and prefill.kv != decode.kv:
+        open_paths.remove(KvPath.DIRECT)
+    if asked is not None:
+        return asked if asked in open_paths else None
+    preferred = KvPath.DIRECT if settings.prefer_direct else KvPath.STORE
+    return preferred if preferred in open_paths else next(iter(open_paths), None)
+
+
+def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
+    match prefill:
+        case Role.PREFILL:
+            return True
+        case Role.BOTH:
+            return decode is Role.DECODE or placement is Placement.DISAGGREGATED
+        case Role.DECODE:
+            return False
+
+
+def limit(description: WorkerDescription, settings: RouterSettings) -> int:
+    """Requests that may be booked on a worker."""
+    return max(1, int(description.max_running * settings.oversubscribe))

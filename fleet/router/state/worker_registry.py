@@ -1,0 +1,292 @@
+"""The workers that a router knows: what they are, what is booked on them, what they hold."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from msgspec import structs
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import ModelName, StoreId, WorkerId
+from fleet.core.requests import ModelCard
+from fleet.core.roles import KvPath, Role
+from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
+from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
+from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_PROMPTS, PlacedPrompt, PromptAnnouncements
+from fleet.router.kv_index.prefix_index import (
+    PrefixIndex,
+    StoreNamespace,
+    engine_cache_holder,
+    keys_of,
+    store_tier_holder,
+)
+from fleet.router.messages import ReservationTotals, StoreChanged
+from fleet.router.placement.candidate_table import CandidateTable
+from fleet.router.placement.topology import WorkerSizes, limit
+from fleet.router.settings.router import RouterSettings
+from fleet.router.state.live_requests import LiveRequest
+from fleet.router.state.lora import listed
+from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
+from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
+
+
+class WorkerRegistry:
+    """All known workers and stores. Order is that of joining, everywhere, so that histories replay."""
+
+    def __init__(self, settings: RouterSettings):
+        self._settings = settings
+        self.workers: dict[WorkerId, RegisteredWorker] = {}  # others look up in it, and leave it as it is
+        self._pools: dict[ModelName, WorkerTable] = {}
+        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold something
+        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # other routers' bookings
+        self._cards: tuple[ModelCard, ...] | None = (
+            None  # until somebody joins, drains or leaves: asked with each request
+        )
+        self.index = PrefixIndex()
+        self.prompts = PromptAnnouncements()  # what other routers are told, where there are any
+        self._told_prompts = self.prompts if settings.replicas_listen else None
+        self._foretold: dict[str, dict[int, WorkerId]] = {}  # by other routers, by their numbers
+        self._nobody = WorkerTable(settings, self.index)
+        self.get = self.workers.get
+        """The worker of this id, if it is known."""
+
+    def __iter__(self) -> Iterator[RegisteredWorker]:
+        return iter(self.workers.values())
+
+    def __getitem__(self, worker_id: WorkerId) -> RegisteredWorker:
+        return self.workers[worker_id]
+
+    def serving(self, model: ModelName) -> list[RegisteredWorker]:
+        return list(self._pools.get(model, self._nobody).workers.values())
+
+    def join(
+        self,
+        description: WorkerDescription,
+        address: str,
+        knowledge: Knowledge = Knowledge.EXACT,
+        believed_for: Nanos | None = None,
+    ) -> None:
+        worker_id = description.worker_id
+        assert worker_id not in self.workers, worker_id
+        self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
+        if (pool := self._pools.get(description.model)) is None:
+            pool = self._pools[description.model] = WorkerTable(self._settings, self.index, self._told_prompts)
+            pool.share(list(self._replicas.values()))
+        worker = RegisteredWorker(
+            description, address, pool, limit(description, self._settings), knowledge, believed_for
+        )
+        self.workers[worker_id] = worker
+        pool.join(worker)
+        self._cards = None
+
+    def leave(self, worker_id: WorkerId) -> None:
+        """Forget a worker, with its bookings and blocks."""
+        model = self.workers.pop(worker_id).description.model
+        self._cards = None
+        pool = self._pools[model]
+        pool.leave(worker_id)
+        if not pool.workers:
+            del self._pools[model]
+        self.index.remove(engine_cache_holder(worker_id))
+
+    def tune(self, settings: RouterSettings) -> None:
+        """Settings have changed."""
+        self._settings = settings
+        for pool in self._pools.values():
+            pool.tune(settings)
+
+    def drain(self, worker_id: WorkerId) -> None:
+        """A worker takes no more work."""
+        self._cards = None
+        self._pools[self.workers[worker_id].description.model].drain(worker_id)
+
+    def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
+        """Take in by which ways a worker's blocks can go from now on."""
+        worker = self.workers[worker_id]
+        worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
+        self._pools[worker.description.model].describe()
+
+    def resume(self, worker_id: WorkerId) -> None:
+        """Let a draining worker take work again."""
+        self._cards = None
+        self._pools[self.workers[worker_id].description.model].resume(worker_id)
+
+    def cache_changed(self, worker_id: WorkerId, events: Iterable[KvEvent]) -> None:
+        holder = engine_cache_holder(worker_id)
+        for event in events:
+            match event:
+                case KvStored():
+                    self.index.stored(holder, keys_of(event.hashes))
+                case KvRemoved():
+                    self.index.removed(holder, keys_of(event.hashes))
+                case KvCleared():
+                    self.index.cleared(holder)
+
+    def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
+        holder = engine_cache_holder(worker_id)
+        if removed:  # first: it makes the room
+            self.index.removed(holder, removed)
+        self.index.stored(holder, stored)
+
+    def store_changed(self, event: StoreChanged) -> None:
+        name = StoreNamespace(event.store_id, event.fingerprint)
+        tiers = self._stores.setdefault(name, [])
+        if event.reset:
+            for tier in tiers:
+                self.index.cleared(store_tier_holder(*name, tier))
+        holder = store_tier_holder(*name, event.tier)
+        if event.stored and event.tier not in tiers:
+            self.index.add(holder, capacity=self._settings.max_store_blocks)
+            tiers.append(event.tier)
+        if event.tier in tiers:
+            self.index.stored(holder, keys_of(event.stored))
+            self.index.removed(holder, keys_of(event.removed))
+        for tier in [tier for tier in tiers if not self.index.held_by(store_tier_holder(*name, tier))]:
+            self.index.remove(store_tier_holder(*name, tier))
+            tiers.remove(tier)
+        if not tiers:
+            del self._stores[name]
+
+    def known_blocks(self) -> int:
+        """Of which it is known or believed who has them."""
+        return len(self.index) + sum(len(pool.assumed) for pool in self._pools.values())
+
+    def worth_trying(self, model: ModelName) -> bool:
+        """Whether placing a waiting request can have any other outcome than that it waits on."""
+        pool = self._pools.get(model)
+        return pool is None or pool.has_room()
+
+    def has_room(self, worker_id: WorkerId) -> bool:
+        """Whether a worker is below its limit."""
+        worker = self.workers.get(worker_id)
+        return worker is not None and self._pools[worker.description.model].has_room_on(worker_id)
+
+    def sizes(self, model: ModelName) -> WorkerSizes:
+        """Of the workers of a model."""
+        return self._pools.get(model, self._nobody).members.sizes
+
+    def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
+        """What another router has booked, in place of what it had before; returns where that are fewer requests now."""
+        before = self._replicas.get(replica, {})
+        if booked:
+            self._replicas[replica] = booked
+        else:
+            self._replicas.pop(replica, None)
+        for pool in self._pools.values():
+            pool.share(list(self._replicas.values()))
+        return [
+            self.workers[worker_id]
+            for worker_id, was in before.items()
+            if worker_id in self.workers and (worker_id not in booked or booked[worker_id].requests < was.requests)
+        ]
+
+    def foretell(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
+        """What another router has sent to workers, and what of that is over (`fleet.router.kv_index.peer_prompts`)."""
+        told = self._foretold.setdefault(replica, {})
+        for number in over:
+            if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
+                worker.foretold.remove(replica, number)
+        for each in placed:
+            if (worker := self.get(each.worker_id)) is None:
+                continue
+            if not each.number:
+                worker.assume_told(each.keys, now)
+            elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
+                told[each.number] = each.worker_id
+                worker.foretold.add(replica, each.number, each.keys)
+
+    def forget_foretold(self, replica: str) -> None:
+        """Another router is gone, and what it had placed and was not done with."""
+        for number, worker_id in self._foretold.pop(replica, {}).items():
+            if (worker := self.get(worker_id)) is not None:
+                worker.foretold.remove(replica, number)
+
+    def booked(self) -> dict[WorkerId, ReservationTotals]:
+        """What this router has booked, on workers where that is anything."""
+        return {
+            worker_id: ReservationTotals(worker.bookings.prefill_tokens, worker.bookings.blocks, len(worker.bookings))
+            for worker_id, worker in self.workers.items()
+            if len(worker.bookings)
+        }
+
+    def standings(self, live: LiveRequest) -> CandidateTable:
+        """All workers of a request's model, as they stand for it."""
+        return self._pools.get(live.arrived.model, self._nobody).standings(live, self._stores)
+
+    def check(self) -> None:
+        """Assert that index, bookings and tables agree."""
+        self.index.check()
+        for worker in self:
+            worker.bookings.check()
+            worker.assumed.check()
+            worker.truth.check()
+        for pool in self._pools.values():
+            pool.check()
+        assert self._cards is None or self._cards == tuple(self._new_cards())
+
+    # Views.
+
+    def cards(self) -> tuple[ModelCard, ...]:
+        """Models that some worker takes requests for; the longest of its workers says how long a request may be."""
+        if self._cards is None:
+            self._cards = tuple(self._new_cards())
+        return self._cards
+
+    def _new_cards(self) -> list[ModelCard]:
+        cards: list[ModelCard] = []
+        adapters = listed(worker.description for worker in self if not worker.draining)
+        for model, pool in self._pools.items():
+            answering = [
+                worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining
+            ]
+            if not answering:
+                continue
+            longest = max(answering, key=lambda description: description.max_model_len)
+            cards.append(
+                ModelCard(
+                    name=model,
+                    max_model_len=longest.max_model_len,
+                    block_tokens=longest.block_tokens,
+                    workers=len(pool.workers),
+                )
+            )
+            card = cards[-1]
+            for name, (parent, adapter) in adapters.items():  # less those that are called as a model is
+                workers = sum(adapter in description.adapters for description in answering)
+                if parent == model and workers and name not in self._pools:
+                    cards.append(
+                        structs.replace(card, name=name, parent=model, revision=adapter.revision, workers=workers)
+                    )
+        return cards
+
+    def pools(self) -> tuple[PoolSnapshot, ...]:
+        pools: dict[tuple[ModelName, Role], list[WorkerSnapshot]] = {}
+        for worker in self:
+            worker_id, model = worker.description.worker_id, worker.description.model
+            cached = self.index.held_by(engine_cache_holder(worker_id)) + len(worker.assumed)
+            elsewhere = self._pools[model].booked_elsewhere(worker_id)
+            pools.setdefault((model, worker.description.role), []).append(worker.snapshot(cached, elsewhere))
+        return tuple(
+            PoolSnapshot(model=model, role=role, workers=tuple(workers)) for (model, role), workers in pools.items()
+        )
+
+    def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
+        """Of all that answer: requests there, and the seconds that a prompt token takes, as placement sees them."""
+        for pool in self._pools.values():
+            yield from pool.paces()
+
+    def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
+        """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
+        truths = [worker.truth for worker in self if worker.truth.knowledge is knowledge]
+        drifting = sum(truth.drifting for truth in truths)
+        return len(truths), drifting, sum((truth.recent for truth in truths), start=CacheComparison())
+
+    def stores(self) -> tuple[StoreSnapshot, ...]:
+        return tuple(
+            StoreSnapshot(
+                store_id=store_id,
+                fingerprint=name,
+                tier=tier,
+                blocks=self.index.held_by(store_tier_holder(store_id, name, tier)),
+            )
+            for (store_id, name), tiers in self._stores.items()
+            for tier in tiers
+        )

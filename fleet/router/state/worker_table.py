@@ -1,0 +1,377 @@
+"""The workers of one model in a table that is kept as requests come and go, and what each has of a prompt.
+
+A request then costs one copy of the table, and as much more as there are workers that hold something of its prompt.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.roles import KvPath, Role
+from fleet.core.work import LoadReport, WorkerDescription
+from fleet.router.candidates import (
+    ACTIVE_BLOCKS,
+    BACKLOG_TOKENS,
+    BELOW_BLOCKS,
+    BLOCK_TOKENS,
+    BOOKED,
+    COMING_BLOCKS,
+    CONVERSION,
+    DECODE_SPEED,
+    ENGINE_BLOCKS,
+    KV_BLOCKS,
+    LIMIT,
+    MAX_RUNNING,
+    NEW_BLOCKS,
+    PREFILL_SPEED,
+    QUANTITIES,
+    REQUESTS,
+    STORE_BLOCKS,
+    Flags,
+    Floats,
+    Rows,
+    token_seconds,
+)
+from fleet.router.kv_index.assumed_cache import AssumedCache
+from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
+from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
+from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
+from fleet.router.kv_index.radix_tree import Keys, RadixTree
+from fleet.router.messages import ReservationTotals
+from fleet.router.native.costs import spread, spread_live
+from fleet.router.placement.candidate_table import CandidateTable, ServingWorkers
+from fleet.router.placement.topology import PoolTopology, limit
+from fleet.router.settings.router import RouterSettings
+from fleet.router.state.live_requests import LiveRequest
+from fleet.router.state.lora import homes
+from fleet.router.state.reservations import AnnouncedReservations, WorkerReservations
+from fleet.router.state.snapshot import WorkerSnapshot
+from kvstore.block import blocks_for
+from kvstore.messages import POOL_TIER
+
+
+class RegisteredWorker:
+    """One incarnation of a worker."""
+
+    def __init__(
+        self,
+        description: WorkerDescription,
+        address: str,
+        pool: "WorkerTable",
+        request_limit: int,
+        knowledge: Knowledge = Knowledge.EXACT,
+        believed_for: Nanos | None = None,
+    ):
+        self.description = description
+        self.truth = CacheAccuracy(knowledge)
+        self.address = address
+        self.request_limit = request_limit
+        self.draining = False  # changed by `WorkerTable` only
+        self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
+        self.bit = pool.take_bit()
+        self.bookings = self._bookings(pool, believed_for)
+        self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
+        self.foretold = PeerPrompts(pool.foretold, self.bit)
+        self._believed_for = believed_for
+        self._prompts = pool.prompts
+        self.adapters_booked: dict[str, int] = {}  # requests, by adapter
+
+    def book_adapter(self, name: str) -> None:
+        self.adapters_booked[name] = self.adapters_booked.get(name, 0) + 1
+
+    def release_adapter(self, name: str) -> None:
+        self.adapters_booked[name] -= 1
+        if not self.adapters_booked[name]:
+            del self.adapters_booked[name]
+
+    @property
+    def decodes(self) -> bool:
+        return self.description.role is not Role.PREFILL
+
+    def assume(self, live: LiveRequest, now: Nanos) -> None:
+        """A request goes there: where nobody tells what is cached, its prompt is believed to be."""
+        if self._believed_for is not None:
+            keys = live.keys(self.description.block_tokens)
+            self.assumed.sent(keys, Nanos(now + self._believed_for))
+            if self._prompts is not None and keys:
+                self._prompts.sent(self.description.worker_id, keys)
+
+    def assume_told(self, keys: Keys, now: Nanos) -> None:
+        """Another router has sent a prompt there of which nobody else tells."""
+        if self._believed_for is not None:
+            self.assumed.sent(keys, Nanos(now + self._believed_for))
+
+    def _bookings(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
+        size = self.description.block_tokens
+        if pool.prompts is None or believed_for is not None:  # of whom other routers believe what was sent there
+            return WorkerReservations(size, pool.chains, self.bit)
+        return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
+
+    def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
+        return WorkerSnapshot(
+            worker_id=self.description.worker_id,
+            state="draining" if self.draining else "serving",
+            engine=self.description.engine,
+            address=self.address,
+            running=self.load.running,
+            waiting=self.load.waiting,
+            kv_blocks_used=self.load.kv_blocks_used,
+            kv_blocks=self.description.kv_blocks,
+            cached_blocks=cached_blocks,
+            booked_requests=len(self.bookings),
+            booked_elsewhere=booked_elsewhere,
+            booked_blocks=self.bookings.blocks,
+            booked_prefill_tokens=self.bookings.prefill_tokens,
+        )
+
+
+class BlockSizeGroup(Struct, frozen=True, kw_only=True):
+    """The workers of one block size: prompts have other keys for each."""
+
+    block_tokens: int
+    rows: Rows | None  # None: all of the pool
+    engines: Rows  # by the places of their bits in the index; -1: another's
+    live: Rows  # likewise in `WorkerTable.chains` and `WorkerTable.assumed`
+
+
+class WorkerTable:
+    """All workers of one model, in order of joining."""
+
+    def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PromptAnnouncements | None = None):
+        """Nobody has joined.
+
+        Args:
+            settings: The router's.
+            index: Of all that tell what they hold.
+            prompts: What other routers are told; None: there are none.
+        """
+        self._settings = settings
+        self._index = index
+        self.prompts = prompts
+        self.workers: dict[WorkerId, RegisteredWorker] = {}
+        self.chains = RadixTree()  # of live requests
+        self.assumed = RadixTree()  # what is believed to be cached
+        self.foretold = RadixTree()  # marks of what other routers' requests are about to compute
+        self._bits = 0  # in use
+        self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # by other routers
+        self._arrange()
+
+    def take_bit(self) -> int:
+        """A bit for a worker that joins."""
+        bit = ~self._bits & (self._bits + 1)
+        self._bits |= bit
+        return bit
+
+    def join(self, worker: RegisteredWorker) -> None:
+        self.workers[worker.description.worker_id] = worker
+        self._arrange()
+
+    def leave(self, worker_id: WorkerId) -> None:
+        worker = self.workers.pop(worker_id)
+        worker.bookings.close()
+        worker.assumed.clear()
+        worker.foretold.clear()
+        self._bits &= ~worker.bit
+        self._arrange()
+
+    def share(self, booked: Sequence[Mapping[WorkerId, ReservationTotals]]) -> None:
+        """What other routers have booked here, in place of what they had before."""
+        self._shared = booked
+        self._booked_elsewhere = self._sum_of_shared()
+
+    def booked_elsewhere(self, worker_id: WorkerId) -> int:
+        """Requests that other routers have booked on a worker."""
+        return sum(replica[worker_id].requests for replica in self._shared if worker_id in replica)
+
+    def has_room_on(self, worker_id: WorkerId) -> bool:
+        """Whether a worker is below its limit."""
+        worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
+        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.members.rows[worker_id]]
+        return bool(len(worker.bookings) + there < worker.request_limit)
+
+    def has_room(self) -> bool:
+        """Whether some worker that answers is below its limit, or none is left that could be."""
+        elsewhere = self._booked_elsewhere
+        usable = False
+        for row, worker in enumerate(self.workers.values()):
+            if worker.draining or not worker.decodes:
+                continue
+            usable = True
+            requests = len(worker.bookings) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
+            if requests < worker.request_limit:
+                return True
+        return not usable
+
+    def tune(self, settings: RouterSettings) -> None:
+        """Settings have changed."""
+        self._settings = settings
+        for worker in self.workers.values():
+            worker.request_limit = limit(worker.description, settings)
+        self._arrange()
+
+    def describe(self) -> None:
+        """Take in that a worker's description has changed."""
+        self._arrange()
+
+    def drain(self, worker_id: WorkerId) -> None:
+        self.workers[worker_id].draining = True
+        self._serving = self._now_serving()
+
+    def resume(self, worker_id: WorkerId) -> None:
+        self.workers[worker_id].draining = False
+        self._serving = self._now_serving()
+
+    def _now_serving(self) -> ServingWorkers:
+        draining = np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
+        return ServingWorkers.of(self.members, draining)
+
+    def _arrange(self) -> None:
+        """Lay the table out anew: a worker joined or left, or describes itself otherwise."""
+        workers = list(self.workers.values())
+        descriptions = [worker.description for worker in workers]
+        self.members = PoolTopology(descriptions, self._settings)
+        self._serving = self._now_serving()
+        columns: Floats = np.zeros((QUANTITIES, len(workers)))
+        for row, worker in enumerate(workers):
+            each = worker.description
+            columns[LIMIT, row] = worker.request_limit
+            columns[MAX_RUNNING, row] = each.max_running
+            columns[KV_BLOCKS, row] = each.kv_blocks
+            columns[BLOCK_TOKENS, row] = each.block_tokens
+            columns[PREFILL_SPEED, row] = each.prefill_speed
+            columns[DECODE_SPEED, row] = each.decode_speed
+            worker.bookings.keep_in(columns[:, row])
+        self._columns = columns
+        self._booked_elsewhere = self._sum_of_shared()
+        rows_of: dict[int, list[int]] = {}
+        for row, each in enumerate(descriptions):
+            rows_of.setdefault(each.block_tokens, []).append(row)
+        self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
+        self._stores: list[tuple[StoreNamespace, int, Rows]] = []  # namespace, block size, who loads from it
+        self._converts: Floats = np.array(
+            [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
+        )
+        loading: dict[tuple[StoreNamespace, int], list[int]] = {}
+        for row, each in enumerate(descriptions):
+            if each.store_id is not None and KvPath.STORE in each.kv_paths:
+                name = StoreNamespace(each.store_id, each.fingerprint)
+                loading.setdefault((name, each.block_tokens), []).append(row)
+        for (name, size), rows in loading.items():
+            self._stores.append((name, size, np.array(rows, dtype=np.intp)))
+
+    def _sum_of_shared(self) -> Floats | None:
+        if not any(self._shared):
+            return None
+        elsewhere: Floats = np.zeros((BOOKED, len(self.workers)))
+        for row, worker_id in enumerate(self.workers):
+            for replica in self._shared:
+                if (booked := replica.get(worker_id)) is not None:
+                    elsewhere[BACKLOG_TOKENS, row] += booked.prefill_tokens
+                    elsewhere[ACTIVE_BLOCKS, row] += booked.blocks
+                    elsewhere[REQUESTS, row] += booked.requests
+        return elsewhere
+
+    def standings(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
+        """All workers, as they stand for a request.
+
+        Args:
+            live: The request.
+            tiers: Of stores, those that hold something.
+        """
+        columns = self._columns.copy()
+        if self._booked_elsewhere is not None:
+            columns[:BOOKED] += self._booked_elsewhere
+        warm = False
+        prompt_tokens = live.prompt_tokens
+        for size in self._sizes:
+            keys = live.keys(size.block_tokens)
+            new = blocks_for(prompt_tokens, size.block_tokens)
+            if size.rows is None:
+                columns[NEW_BLOCKS] = new
+            else:
+                columns[NEW_BLOCKS, size.rows] = new
+            if not keys:
+                continue
+            booked = self.chains.runs(keys)
+            if self.prompts is not None and self.foretold.begins(keys[0]):
+                booked = deeper(booked, self.foretold, keys)
+            held = self._index.runs(keys)
+            assumed = self.assumed.runs(keys)
+            if not booked and not held and not assumed:
+                continue
+            warm = True
+            if held:
+                spread(held, size.engines, columns[ENGINE_BLOCKS])
+            if assumed:
+                spread(assumed, size.live, columns[ENGINE_BLOCKS])
+            if booked:
+                spread_live(booked, size.live, columns)
+            if self._stores and tiers:
+                self._note_stores(columns, held, size.block_tokens, tiers)
+        failed: Flags | None = None
+        if live.failed_on:
+            failed = np.array(
+                [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
+            )
+        adapter = live.arrived.adapter
+        if adapter is None:
+            return CandidateTable(self.members, columns, self._serving, failed, warm)
+        found = homes(adapter, self.members, self.workers.values(), columns)
+        return CandidateTable(self.members, columns, self._serving, failed, warm=warm, homes=found)
+
+    def _note_stores(
+        self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[StoreNamespace, Sequence[str]]
+    ) -> None:
+        for name, block_tokens, rows in self._stores:
+            if block_tokens != size:
+                continue
+            memory = below = 0
+            for tier in tiers.get(name, ()):
+                bit = self._index.bit(store_tier_holder(*name, tier))
+                depth = next((depth for depth, mask in held if mask & bit), 0)
+                memory, below = (depth, below) if tier == POOL_TIER else (memory, max(below, depth))
+            if not memory and not below:
+                continue
+            there = columns[ENGINE_BLOCKS, rows] + columns[COMING_BLOCKS, rows]
+            loaded = np.maximum(0.0, memory - there)
+            fetched = np.maximum(0.0, below - np.maximum(there, memory))
+            columns[STORE_BLOCKS, rows] = loaded
+            columns[BELOW_BLOCKS, rows] = fetched
+            columns[CONVERSION, rows] = self._settings.conversion_cost * self._converts[rows] * (loaded + fetched)
+
+    def _size(self, block_tokens: int, rows: list[int]) -> "BlockSizeGroup":
+        workers = list(self.workers.values())
+        engines = {self._index.bit(engine_cache_holder(workers[row].description.worker_id)): row for row in rows}
+        return BlockSizeGroup(
+            block_tokens=block_tokens,
+            rows=None if len(rows) == len(workers) else np.array(rows, dtype=np.intp),
+            engines=_row_at(engines),
+            live=_row_at({workers[row].bit: row for row in rows}),
+        )
+
+    def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
+        """Of all that answer: requests there, and the seconds that a prompt token takes."""
+        columns = self._columns
+        for row, worker_id in enumerate(self.members.worker_ids):
+            if self.members.decodes[row]:
+                elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
+                yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
+
+    def check(self) -> None:
+        """Assert that what live requests hold is what they have booked."""
+        self.chains.check([chain for worker in self.workers.values() for chain in worker.bookings.chains()])
+        self.assumed.check([chain for worker in self.workers.values() for chain in worker.assumed.chains()])
+        self.foretold.check([chain for worker in self.workers.values() for chain in worker.foretold.chains()])
+        assert all(worker.bit & self._bits for worker in self.workers.values())
+        assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)
+
+
+def _row_at(rows: Mapping[int, int]) -> Rows:
+    """Rows by place of a bit, out of rows by bit."""
+    found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
+    for bit, row in rows.items():
+        found[bit.bit_length() - 1] = row
+    return found

@@ -1,0 +1,132 @@
+"""The decision log: what a router's machine decided, a line a decision, the same wherever the machine runs.
+
+Rules:
+
+1. A line is an instant in nanoseconds, a verb, and what the verb says. These are all:
+
+       place R on W [with P by PATH]: WHY, compute N of M tokens, W=COST/HITS …[, prefill P=COST/HITS …]
+       book W: N requests, B blocks, T prefill tokens       (and `book W: nothing` when all was given back)
+       send WORK to W: PHASE, N tokens, at most M [, of which N from P by PATH]
+       cancel WORK on W
+       complete R: FINISH, N cached
+       refuse R: REASON
+       drift W: yes | no
+
+2. `place` is a decision with all that it was made on: the candidates in the order of their joining, each with its cost and
+   with the leading blocks of the prompt that it was known to hold. It stands before the `send` that it led to; a `send`
+   without one is a hand-off, whose worker was chosen when the request was placed.
+3. `book` lines are what is booked on a worker after the event, one for each worker where that has changed: bookings, growing
+   answers and releases are all in them.
+4. Costs are printed with nine significant digits: sums of floats may differ in the last bits between two machines.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.requests import TOKEN_BYTES
+from fleet.core.roles import Phase
+from fleet.core.work import Start
+from fleet.router.candidates import Rows
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import (
+    CacheDriftChanged,
+    CancelAttempt,
+    Command,
+    Complete,
+    Dispatch,
+    Emit,
+    Reject,
+    ReservationTotals,
+    RouterEvent,
+    StartedOver,
+    request_of,
+)
+from fleet.router.placement.decision import CostTerms, Decision
+
+
+class DecisionLog:
+    """The log of one machine; implements `fleet.router.observer.Observer`."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.machine: RouterMachine | None = None  # that it is of; what it says before that is known is not noted
+        self._booked: dict[WorkerId, ReservationTotals] = {}
+        self._placed: dict[str, Decision] = {}  # decisions of live requests that are in the log
+
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
+        if self.machine is None or commands is None:
+            return
+        for command in commands:
+            self._command(now, command, self.machine)
+        self._bookings(now, self.machine)
+
+    def _command(self, now: Nanos, command: Command, machine: RouterMachine) -> None:
+        match command:
+            case Dispatch():
+                request_id = request_of(command.start.request_id)
+                decision = machine.decision(request_id)
+                if decision is not None and self._placed.get(request_id) is not decision:
+                    self._placed[request_id] = decision
+                    self.lines.append(f"{now} place {request_id} {_placed(decision)}")
+                self.lines.append(
+                    f"{now} send {command.start.request_id} to {command.worker_id}: {_sent(command.start)}"
+                )
+            case CancelAttempt():
+                self.lines.append(f"{now} cancel {command.request_id} on {command.worker_id}")
+            case StartedOver():
+                self.lines.append(f"{now} start over {command.request_id}")
+            case Complete():
+                self._placed.pop(command.request_id, None)
+                self.lines.append(
+                    f"{now} complete {command.request_id}: {command.finish}, {command.cached_tokens} cached"
+                )
+            case Reject():
+                self._placed.pop(command.request_id, None)
+                self.lines.append(f"{now} refuse {command.request_id}: {command.reason}")
+            case CacheDriftChanged():
+                self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
+            case Emit():
+                pass  # what workers said, passed on: nothing was decided
+            case _:
+                assert_never(command)
+
+    def _bookings(self, now: Nanos, machine: RouterMachine) -> None:
+        booked = machine.booked()
+        for worker_id in sorted(booked.keys() | self._booked.keys()):
+            there = booked.get(worker_id)
+            if there == self._booked.get(worker_id):
+                continue
+            what = "nothing"
+            if there is not None:
+                what = f"{there.requests} requests, {there.blocks} blocks, {there.prefill_tokens} prefill tokens"
+            self.lines.append(f"{now} book {worker_id}: {what}")
+        self._booked = booked
+
+
+def _placed(decision: Decision) -> str:
+    placed = decision.explained()
+    where = f"on {placed.decode}"
+    if placed.prefill is not None:
+        where += f" with {placed.prefill} by {placed.kv_path}"
+    line = f"{where}: {placed.why}, compute {placed.prefill_tokens} of {decision.asked.prompt_tokens} tokens"
+    line += f", {_candidates(placed.candidates, decision, decision.rows)}"
+    if decision.prefill_rows is not None:
+        line += f", prefill {_candidates(placed.prefill_candidates, decision, decision.prefill_rows)}"
+    return line
+
+
+def _candidates(terms: Sequence[CostTerms], decision: Decision, rows: Rows) -> str:
+    hits = decision.standings.candidates(rows).held_blocks().tolist()
+    return " ".join(f"{each.worker_id}={each.cost:.9g}/{blocks:.0f}" for each, blocks in zip(terms, hits, strict=True))
+
+
+def _sent(start: Start) -> str:
+    line = f"{start.phase}, {len(start.tokens) // TOKEN_BYTES} tokens, at most {start.sampling.max_tokens}"
+    if start.phase is Phase.PREFILL:
+        line += f", handed over by {start.kv_path}"
+    if start.handoff is not None:
+        handoff = start.handoff
+        line += f", of which {handoff.num_tokens} from {handoff.prefill_worker} by {handoff.kv_path}"
+    return line

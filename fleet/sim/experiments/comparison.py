@@ -1,0 +1,121 @@
+"""Two scenarios side by side, seed by seed.
+
+Both run with the same seeds: what is drawn by a seed (requests, the router's luck) is the same in both, so that the difference of
+a pair is due to the scenarios, and the differences of many pairs say how sure that is (paired t).
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from msgspec import Struct
+
+from fleet.sim.experiments.confidence_interval import ConfidenceInterval, confidence_interval
+from fleet.sim.results.outcomes import RunOutcome
+
+
+class FigureDirection(Enum):
+    """Which way a figure should go."""
+
+    HIGHER = 1
+    LOWER = -1
+    NEITHER = 0
+
+
+class ComparedFigure(Struct, frozen=True):
+    """One that is compared."""
+
+    name: str
+    of: Callable[[RunOutcome], float]
+    better: FigureDirection
+
+
+def _quantile(times: str, name: str) -> ComparedFigure:
+    return ComparedFigure(
+        f"{times}_{name}", lambda outcome: float(getattr(outcome, times)[name]), FigureDirection.LOWER
+    )
+
+
+def _plain(name: str, better: FigureDirection) -> ComparedFigure:
+    return ComparedFigure(name, lambda outcome: float(getattr(outcome, name)), better)
+
+
+FIGURES = (
+    _plain("attainment", FigureDirection.HIGHER),
+    _plain("goodput_rps", FigureDirection.HIGHER),
+    *(_quantile(times, name) for times in ("ttft_ms", "tpot_ms") for name in ("p50", "p90", "p99")),
+    _quantile("e2e_ms", "p90"),
+    ComparedFigure("refused", lambda outcome: float(sum(outcome.refused.values())), FigureDirection.LOWER),
+    _plain("hit_rate", FigureDirection.HIGHER),
+    _plain("imbalance", FigureDirection.LOWER),
+    _plain("utilisation", FigureDirection.NEITHER),
+    _plain("gpu_hours", FigureDirection.LOWER),
+    _plain("cost_per_million_tokens", FigureDirection.LOWER),
+    _plain("energy_kwh", FigureDirection.LOWER),
+)
+
+
+class FigureDifference(Struct, frozen=True, kw_only=True):
+    """One figure of both."""
+
+    name: str
+    a: float  # mean over seeds
+    b: float
+    difference: ConfidenceInterval  # b - a
+    verdict: str  # of b: "better", "worse", "differs" where neither is; empty where the interval has 0 in it
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """What `fleet sim compare --json` prints."""
+
+    a: str
+    b: str
+    seeds: tuple[int, ...]
+    same_requests: bool  # whether both had the same workload, seed by seed
+    figures: tuple[FigureDifference, ...]
+    runs: tuple[tuple[RunOutcome, RunOutcome], ...]  # a pair for each seed
+
+
+def compare(
+    names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
+) -> Comparison:
+    """Every figure of both.
+
+    Args:
+        names: Of both scenarios.
+        seeds: Of the pairs.
+        runs: What both came to, a pair for each seed.
+        same_requests: Whether both had the same workload.
+    """
+    return Comparison(
+        a=names[0],
+        b=names[1],
+        seeds=tuple(seeds),
+        same_requests=same_requests,
+        figures=tuple(_difference(figure, runs) for figure in FIGURES),
+        runs=tuple(runs),
+    )
+
+
+def means(runs: Sequence[RunOutcome]) -> dict[str, ConfidenceInterval]:
+    """Of the figures of runs that differ in their seeds alone."""
+    return {figure.name: confidence_interval([figure.of(run) for run in runs]) for figure in FIGURES}
+
+
+def _difference(figure: ComparedFigure, runs: Sequence[tuple[RunOutcome, RunOutcome]]) -> FigureDifference:
+    pairs = [(figure.of(a), figure.of(b)) for a, b in runs]
+    difference = confidence_interval([b - a for a, b in pairs])
+    return FigureDifference(
+        name=figure.name,
+        a=sum(a for a, _ in pairs) / len(pairs),
+        b=sum(b for _, b in pairs) / len(pairs),
+        difference=difference,
+        verdict=_verdict(figure.better, difference),
+    )
+
+
+def _verdict(better: FigureDirection, difference: ConfidenceInterval) -> str:
+    if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
+        return ""
+    if better is FigureDirection.NEITHER:
+        return "differs"
+    return "better" if (difference.mean > 0) == (better is FigureDirection.HIGHER) else "worse"

@@ -1,0 +1,116 @@
+"""Work spread over a Ray cluster: a task for each item, results in order.
+
+Nodes need the same Fleet installed; files that the work reads are sent along. Ray is an extra and imported here alone.
+"""
+
+import importlib
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fleet.core.errors import ConfigurationRefused
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+AHEAD = 4
+"""Tasks under way at a time, in units of the cluster's CPUs: no node waits for us, and Ray does not queue thousands."""
+
+KNOCK_SECONDS = 10.0  # for one connection
+
+TASK_SECONDS = 6 * 3600
+"""That the next result may take. Longer than any simulation; a cluster that has lost its nodes ends there."""
+
+
+def map_on_ray(
+    address: str,
+    work: Callable[[Item, bytes], Result],
+    items: Sequence[tuple[Item, Path | None]],
+) -> Iterator[Result]:
+    """What the work makes of each item, in their order.
+
+    Args:
+        address: Of the cluster, as `ray.init` takes it: ``host:6379``, ``ray://host:10001``, ``auto``.
+        work: A function of a module that nodes can import. Gets an item, and the content of its file.
+        items: Each with the file that it needs; none: the content is empty. A file of several items is sent once.
+
+    Raises:
+        ConfigurationRefused: There is no Ray or no such cluster; or what the work raised of that kind.
+    """
+    ray = _joined(address)
+    try:
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if cpus < 1:
+            raise ConfigurationRefused(f"--ray: {address}: the cluster has no CPU to give")
+        contents = _sent(ray, items)
+        task = ray.remote(work).options(num_cpus=1)
+        waiting: deque[Any] = deque()
+        for item, file in items:
+            waiting.append(task.remote(item, contents[file]))
+            if len(waiting) >= AHEAD * cpus:
+                yield _result(ray, waiting.popleft())
+        while waiting:
+            yield _result(ray, waiting.popleft())
+    finally:
+        ray.shutdown()  # what is still under way ends with its driver
+
+
+def _joined(address: str) -> Any:
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigurationRefused("--ray: needs the package ray: pip install 'fleet-serving[ray]'") from error
+    _knock(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise ConfigurationRefused(
+            f"--ray: {address}: {_one_line(str(error))}: is it up, and does it want a token (RAY_AUTH_MODE=token)?"
+        ) from error
+    except (RuntimeError, TimeoutError, ValueError) as error:  # another version, no address
+        raise ConfigurationRefused(f"--ray: {address}: {_one_line(str(error))}") from error
+    return ray
+
+
+def _knock(address: str) -> None:
+    """Ray waits for minutes for a cluster that is not there."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # auto, local, or a cluster by name
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigurationRefused(f"--ray: {address}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _sent(ray: Any, items: Sequence[tuple[Any, Path | None]]) -> Mapping[Path | None, Any]:
+    contents: dict[Path | None, Any] = {}
+    for _, file in items:
+        if file not in contents:
+            try:
+                contents[file] = ray.put(b"" if file is None else file.read_bytes())
+            except OSError as error:
+                raise ConfigurationRefused(f"{file}: {error.strerror}") from error
+    return contents
+
+
+def _result(ray: Any, reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=TASK_SECONDS)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigurationRefused):
+            raise ConfigurationRefused(str(cause)) from error
+        if isinstance(cause, ImportError):
+            raise ConfigurationRefused(
+                f"--ray: nodes need the same Fleet installed: {_one_line(str(cause))}"
+            ) from error
+        raise
+    except ray.exceptions.RayError as error:
+        raise ConfigurationRefused(f"--ray: the cluster failed: {_one_line(str(error))}") from error
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,170 @@
+"""What a run came to, for people: a few lines for a terminal, or one page with plots.
+
+Rules of the page:
+
+1. It opens anywhere: no script, nothing fetched, and its own policy (`Content-Security-Policy`) says so to the browser.
+2. Names come from files that others wrote. They are text: the template escapes all that it is given (`report.jinja`).
+3. It is read on light and dark ground, on paper, and by those who hear it: every chart has its figures in a table.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TextIO
+
+import jinja2
+import msgspec
+from msgspec import Struct, structs
+
+from fleet.sim.experiments.load_curve import LoadPoint
+from fleet.sim.report import sections as report_sections
+from fleet.sim.report.charts import number
+from fleet.sim.results.history import ArrivalWindow
+from fleet.sim.results.outcomes import RunOutcome
+from fleet.sim.run import RunResult
+from fleet.sim.scenario import (
+    Scenario,
+    SimulatedPoolSection,
+    pool_name,
+)
+from fleet.sim.workload.traffic import DrawnWorkload
+
+SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
+"""Of a router's settings: a page is passed on."""
+
+
+class SummaryTile(Struct, frozen=True):
+    value: str
+    what: str
+
+
+def summary(outcome: RunOutcome) -> list[str]:
+    """Lines for a terminal."""
+    refused = sum(outcome.refused.values())
+    pace = f"{outcome.cpu_seconds:.1f} s of CPU, {outcome.requests_per_cpu_second:,.0f} requests a second"
+    per_token = f"${outcome.cost_per_million_tokens:.3f} a million tokens, {outcome.joules_per_token:.1f} J a token"
+    return [
+        f"{outcome.requests:,} requests in {outcome.simulated_seconds:,.0f} s simulated ({pace}); {refused:,} refused",
+        f"ttft ms    {_row(outcome.ttft_ms)}",
+        f"tpot ms    {_row(outcome.tpot_ms)}",
+        f"itl ms     {_row(outcome.itl_ms)}",
+        f"attainment {outcome.attainment:.1%}, goodput {outcome.goodput_rps:.2f} requests a second",
+        f"hit rate   {outcome.hit_rate:.1%}{_tiers(outcome)}, imbalance {outcome.imbalance:.2f}, utilisation {outcome.utilisation:.0%}",
+        f"cost       ${outcome.cost:,.2f} for {outcome.gpu_hours:,.1f} GPU hours, {per_token}",
+    ]
+
+
+def _tiers(outcome: RunOutcome) -> str:
+    """Where hits were, if not all in one place."""
+    tiers = outcome.hit_rate_by_tier
+    return f" ({', '.join(f'{tier} {share:.1%}' for tier, share in tiers.items())})" if len(tiers) > 1 else ""
+
+
+def _row(quantiles: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:,.1f}" for name, value in quantiles.items())
+
+
+def write_report(
+    file: TextIO,
+    name: str,
+    scenario: Scenario,
+    run: RunResult,
+    *,
+    windows: Sequence[ArrivalWindow] = (),
+    curve: Sequence[LoadPoint] = (),
+) -> None:
+    """One page that opens without a network.
+
+    Args:
+        file: Gets it.
+        name: Of the scenario.
+        scenario: That was run.
+        run: What came of it.
+        windows: How it went, by when requests arrived (`History`).
+        curve: What comes of other loads (`load_curve`).
+    """
+    outcome = run.outcome
+    names = [pool_name(pool) for pool in scenario.pools]
+    pools = sorted(outcome.pools, key=lambda pool: names.index(pool.name) if pool.name in names else len(names))
+    sections = (
+        report_sections.load(curve, outcome),
+        report_sections.latency(run, scenario.slo),
+        report_sections.times(run.timeline, windows, scenario),
+        report_sections.pools(pools),
+        report_sections.refusals(outcome),
+        report_sections.trust(pools),
+    )
+    file.write(
+        _template().render(
+            name=name,
+            what=_what(scenario, outcome),
+            when=_when(scenario, outcome),
+            tiles=_tiles(outcome),
+            sections=[section for section in sections if section.charts or section.tables],
+            scenario=msgspec.json.format(msgspec.json.encode(_chosen(scenario))).decode(),
+            digest=outcome.digest,
+        )
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    text = resources.files(__package__).joinpath("report.jinja").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(text)
+
+
+def _what(scenario: Scenario, outcome: RunOutcome) -> str:
+    pools = ", ".join(_pool_in_words(pool) for pool in scenario.pools)
+    return f"{outcome.requests:,} requests to {scenario.model} on {pools}; policy {scenario.router.policy}."
+
+
+def _pool_in_words(pool: SimulatedPoolSection) -> str:
+    ways = ((name, getattr(pool, name)) for name in ("tp", "pp", "dp", "ep"))
+    cut = " ".join(f"{name} {degree}" for name, degree in ways if degree > 1)
+    return f"{pool.gpus} {pool.gpu} as {pool_name(pool)}{f' ({cut})' if cut else ''}"
+
+
+def _when(scenario: Scenario, outcome: RunOutcome) -> str:
+    workload, slo = scenario.workload, scenario.slo
+    source = "drawn by chance" if isinstance(workload, DrawnWorkload) else f"from {workload.file}"
+    whole = f", the whole answer within {number(slo.e2e_ms)} ms" if slo.e2e_ms is not None else ""
+    return (
+        f"Requests {source}, seed {scenario.seed}; {outcome.simulated_seconds:,.0f} s simulated in "
+        f"{outcome.cpu_seconds:.1f} s of CPU. Good is a request whose first token comes within {number(slo.ttft_ms)} ms and the "
+        f"others within {number(slo.tpot_ms)} ms each{whole}."
+    )
+
+
+def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
+    return [
+        SummaryTile(f"{outcome.attainment:.1%}", "of requests are good"),
+        SummaryTile(f"{outcome.goodput_rps:.3g}", "good requests a second"),
+        SummaryTile(
+            f"{number(outcome.ttft_ms['p50'])} ms", f"to the first token; p99 {number(outcome.ttft_ms['p99'])} ms"
+        ),
+        SummaryTile(
+            f"{number(outcome.tpot_ms['p50'])} ms", f"a token after it; p99 {number(outcome.tpot_ms['p99'])} ms"
+        ),
+        SummaryTile(f"{outcome.hit_rate:.1%}", "of prompt tokens from caches"),
+        SummaryTile(f"${outcome.cost_per_million_tokens:.3f}", "a million tokens, prompts included"),
+        SummaryTile(f"{outcome.joules_per_token:.3g} J", "a generated token"),
+        SummaryTile(f"{outcome.utilisation:.0%}", "of the time GPUs are at work"),
+        SummaryTile(f"{outcome.imbalance:.2f}", "busiest worker over the mean"),
+        SummaryTile(f"{sum(outcome.refused.values()):,}", "requests refused"),
+    ]
+
+
+def _chosen(settings: Struct) -> dict[str, Any]:
+    """Fields that are not as they are by default, without what may be secret."""
+    chosen: dict[str, Any] = {}
+    for field in structs.fields(settings):
+        value = getattr(settings, field.name)
+        if value == field.default or field.name in SECRET:
+            continue
+        if isinstance(value, Struct):
+            value = _chosen(value)
+        elif isinstance(value, tuple):
+            value = [_chosen(each) if isinstance(each, Struct) else each for each in value]
+        chosen[field.name] = value
+    return chosen

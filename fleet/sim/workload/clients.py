@@ -1,0 +1,286 @@
+"""Clients: when a request is sent, and what becomes of one that is refused.
+
+Rules:
+
+1. *Open* clients send when the workload says, whatever became of what they sent before.
+2. *Closed* ones are so many users. Each sends the workload's next request, waits for the whole answer, thinks, and sends the
+   next; arrivals of the workload are not looked at. So benchmarks measure at a fixed concurrency.
+3. *Sessions* are requests that wait for each other's answers (`fleet.recording.traces.Session`). Either so many run at a time,
+   and when one is over the next begins, or each begins when the workload says.
+4. A client that waits for an answer sends what follows in an event of its own: the router is never called within a call.
+5. What is refused for now is sent again, later each time; a request counts once, from its first sending. A client that has a
+   deadline tells the router, and is gone when it has passed.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import Annotated, Protocol, TypeVar
+
+from msgspec import Meta, Struct, structs
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.recording.traces import TraceSession
+from fleet.sim.kernel import Kernel
+from fleet.sim.results.outcomes import EndedRequest
+from fleet.sim.world import World
+from kvstore.eviction.trace_replay import TraceRequest
+
+T = TypeVar("T", TraceRequest, TraceSession)
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
+"""What clients send: sessions for those that are sessions, requests for all others."""
+
+RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
+"""Refusals after which a request may be sent again."""
+
+
+class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all clients have."""
+
+    deadline_seconds: Seconds = 0.0
+    """After its first sending, a request that is not answered is given up; 0: never."""
+
+    retries: Annotated[int, Meta(ge=0, le=100)] = 0
+    """How often a request is sent again that was refused for now (a full queue, no worker)."""
+
+    retry_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    """Before the first of these times; before each further one twice as long."""
+
+
+class OpenClients(ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
+    """Send when the workload says."""
+
+
+class ClosedClients(
+    ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"
+):
+    """A fixed number of users."""
+
+    users: Count = 64
+    think_seconds: Seconds = 0.0
+    """From an answer to the user's next request."""
+
+    ramp_seconds: Seconds = 0.0
+    """Within which users come, at equal distances; 0: all at once."""
+
+
+class SessionClients(
+    ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"
+):
+    """Turns that wait for answers."""
+
+    users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
+    """Sessions that run at a time; 0: each begins when the workload says, which traces do not."""
+
+    longest_gap_seconds: Seconds = 1e9
+    """Between an answer and the next turn; what was longer (a night, say) is as long as that."""
+
+
+ClientSection = OpenClients | ClosedClients | SessionClients
+
+
+class SimulatedClients(Protocol):
+    """What the simulation asks of them."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will be sent any more, and all is answered."""
+        ...
+
+
+def begin(
+    section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
+) -> SimulatedClients:
+    """Have clients send.
+
+    Args:
+        section: Which.
+        kernel: Their time.
+        world: That they send to.
+        traffic: What they send.
+        ended: Told of each request that is over for its client.
+    """
+    sender = _Sender(kernel, world, section, ended)
+    match section:
+        case OpenClients():
+            return _OpenLoop(kernel, sender, _only(TraceRequest, traffic))
+        case ClosedClients():
+            return _ClosedLoop(kernel, sender, section, _only(TraceRequest, traffic))
+        case SessionClients():
+            return _Conversations(kernel, sender, section, _only(TraceSession, traffic))
+
+
+def _only(kind: type[T], traffic: Traffic) -> Iterator[T]:
+    for each in traffic:
+        assert isinstance(each, kind), f"{type(each).__name__} for clients that send {kind.__name__}s"
+        yield each
+
+
+class _Sender:
+    """Sends requests until they are over."""
+
+    def __init__(self, kernel: Kernel, world: World, patience: ClientPatience, ended: Callable[[EndedRequest], None]):
+        self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
+        self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
+        self._patient = bool(self._deadline or patience.retries)
+        self._live = 0  # requests that may be sent again, or that somebody waits for
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was sent is over."""
+        return not self._live and not self._world.live
+
+    def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:
+        """A request arrives now; `over` is called when it is over for its client."""
+        if over is None and not self._patient:
+            self._world.send(request, self._ended)
+        else:
+            self._live += 1
+            self._try(request, over, 0)
+
+    def _try(self, request: TraceRequest, over: Callable[[], None] | None, retries: int) -> None:
+        deadline = Nanos(request.arrival + self._deadline) if self._deadline else None
+        self._world.send(request, partial(self._answered, request, over, retries), deadline)
+
+    def _answered(
+        self, request: TraceRequest, over: Callable[[], None] | None, retries: int, ended: EndedRequest
+    ) -> None:
+        if ended.refused in RETRYABLE and retries < self._patience.retries:
+            wait = Nanos(round(self._patience.retry_seconds * 2**retries * SECOND))
+            self._kernel.after(wait, partial(self._try, request, over, retries + 1))
+            return
+        self._live -= 1
+        self._ended(structs.replace(ended, retries=retries) if retries else ended)
+        if over is not None:
+            over()
+
+
+class _OpenLoop:
+    """One arrival is in the heap at a time."""
+
+    def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
+        self._kernel, self._sender, self._requests = kernel, sender, requests
+        self._ended = False
+        self._next()
+
+    @property
+    def over(self) -> bool:
+        return self._ended and self._sender.idle
+
+    def _next(self) -> None:
+        request = next(self._requests, None)
+        if request is None:
+            self._ended = True
+        else:
+            self._kernel.at(request.arrival, partial(self._send, request))
+
+    def _send(self, request: TraceRequest) -> None:
+        self._sender.send(request)
+        self._next()
+
+
+class _ClosedLoop:
+    """Users, one request each."""
+
+    def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[TraceRequest]):
+        first = list(islice(requests, section.users))  # who finds nothing to send need not come
+        self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
+        self._think = Nanos(round(section.think_seconds * SECOND))
+        self._users = len(first)
+        for user in range(self._users):
+            kernel.after(Nanos(round(section.ramp_seconds * user / section.users * SECOND)), self._send)
+
+    @property
+    def over(self) -> bool:
+        return not self._users
+
+    def _send(self) -> None:
+        request = next(self._requests, None)
+        if request is None:
+            self._users -= 1
+        else:
+            self._sender.send(_at(request, self._kernel.now()), self._answered)
+
+    def _answered(self) -> None:
+        self._kernel.after(self._think, self._send)
+
+
+class _Conversations:
+    """Sessions, so many at a time or as they come."""
+
+    def __init__(self, kernel: Kernel, sender: _Sender, section: SessionClients, sessions: Iterator[TraceSession]):
+        self._kernel, self._sender, self._sessions = kernel, sender, sessions
+        self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
+        self._live = 0
+        self._ended = False
+        self._follows = section.users > 0
+        for _ in range(section.users or 1):
+            self._next()
+
+    @property
+    def over(self) -> bool:
+        return self._ended and not self._live
+
+    def _next(self) -> None:
+        """Have the next session begin: now, or when it says."""
+        session = next(self._sessions, None)
+        if session is None:
+            self._ended = True
+            return
+        self._live += 1
+        if self._follows:
+            _Conversation(self._kernel, self._sender, session, self._longest, self._over)
+        else:
+            assert session.begins is not None, "sessions that come by themselves say when"
+            self._kernel.at(session.begins, partial(self._come, session))
+
+    def _come(self, session: TraceSession) -> None:
+        _Conversation(self._kernel, self._sender, session, self._longest, self._over)
+        self._next()
+
+    def _over(self) -> None:
+        self._live -= 1
+        if self._follows:
+            self._next()
+
+
+class _Conversation:
+    """One session, from its begin."""
+
+    def __init__(
+        self, kernel: Kernel, sender: _Sender, session: TraceSession, longest: Nanos, over: Callable[[], None]
+    ):
+        self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
+        self._turns = session.turns
+        self._left = len(session.turns)
+        self._waits = [len(turn.after) for turn in session.turns]  # answers that each turn still waits for
+        self._followers: list[list[int]] = [[] for _ in session.turns]
+        for index, turn in enumerate(session.turns):
+            for before in turn.after:
+                self._followers[before].append(index)
+            if not turn.after:
+                self._prepare(index)
+
+    def _prepare(self, index: int) -> None:
+        """All that a turn waits for is there but its gap."""
+        self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
+
+    def _send(self, index: int) -> None:
+        self._sender.send(_at(self._turns[index].request, self._kernel.now()), partial(self._answered, index))
+
+    def _answered(self, index: int) -> None:
+        self._left -= 1
+        for follower in self._followers[index]:
+            self._waits[follower] -= 1
+            if not self._waits[follower]:
+                self._prepare(follower)
+        if not self._left:
+            self._over()
+
+
+def _at(request: TraceRequest, now: Nanos) -> TraceRequest:
+    return TraceRequest(now, request.prompt_tokens, request.chain, request.output_tokens, request.session)

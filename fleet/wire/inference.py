@@ -1,0 +1,323 @@
+"""The public protocol (proto/fleet/v1/inference.proto) to and from our values, for both its ends.
+
+What a message cannot say is refused here, with the field; what it says is checked by `fleet.core.validation`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import assert_never
+
+import numpy as np
+from msgspec import structs
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import invalid
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import (
+    Admitted,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    Finish,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    KvOrigin,
+    KvPhase,
+    KvReport,
+    Logprobs,
+    ModelCard,
+    Prompt,
+    Sampling,
+    Source,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
+from fleet.core.roles import KvPath, Phase, Placement
+from fleet.v1 import inference_pb2 as pb
+from fleet.wire.structured_output import decode_structured_output, encode_structured_output
+
+_PLACEMENTS: Mapping[int, Placement] = {
+    pb.PLACEMENT_UNSPECIFIED: Placement.AUTO,
+    pb.PLACEMENT_AGGREGATED: Placement.AGGREGATED,
+    pb.PLACEMENT_DISAGGREGATED: Placement.DISAGGREGATED,
+}
+_KV_PATHS: Mapping[int, KvPath | None] = {
+    pb.KV_PATH_UNSPECIFIED: None,
+    pb.KV_PATH_STORE: KvPath.STORE,
+    pb.KV_PATH_DIRECT: KvPath.DIRECT,
+}
+_FINISHES: Mapping[int, Finish] = {pb.FINISH_REASON_STOP: Finish.STOP, pb.FINISH_REASON_LENGTH: Finish.LENGTH}
+
+_PLACEMENT_NUMBERS = {placement: number for number, placement in _PLACEMENTS.items()}
+_KV_PATH_NUMBERS = {kv_path: number for number, kv_path in _KV_PATHS.items()}
+_FINISH_NUMBERS = {finish: number for number, finish in _FINISHES.items()}
+
+_OPTIONAL = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline: Nanos | None) -> GenerateRequest:
+    """A client's message as a request.
+
+    Args:
+        message: As it came.
+        request_id: For a message that brings none.
+        deadline: Of the call and of `message.timeout_ms`, whichever is earlier.
+
+    Raises:
+        Refused: INVALID_ARGUMENT; there is no prompt, or a choice is none that we know.
+    """
+    if message.placement not in _PLACEMENTS:
+        raise invalid("placement", f"{message.placement} is not a known value")
+    if message.kv_path not in _KV_PATHS:
+        raise invalid("kv_path", f"{message.kv_path} is not a known value")
+    return GenerateRequest(
+        id=RequestId(message.request_id) if message.request_id else request_id,
+        model=ModelName(message.model),
+        prompt=_decode_prompt(message),
+        sampling=_decode_sampling(message.sampling),
+        stop=tuple(message.stop),
+        priority=message.priority,
+        deadline=deadline,
+        session=message.session,
+        tenant=message.tenant,
+        placement=_PLACEMENTS[message.placement],
+        kv_path=_KV_PATHS[message.kv_path],
+        expected_tokens=message.expected_tokens,
+        pin=message.pin,
+        labels=tuple(message.labels),
+    )
+
+
+def encode_request(request: GenerateRequest, sampling: Mapping[str, object], timeout_ms: int) -> pb.GenerateRequest:
+    """A request as a client sends it.
+
+    Args:
+        request: All but its sampling.
+        sampling: Fields of `Sampling` by name; those that are absent take the server's defaults.
+        timeout_ms: 0: none.
+
+    Raises:
+        TypeError, ValueError: A value does not fit its field.
+    """
+    message = pb.GenerateRequest(
+        request_id=request.id,
+        model=request.model,
+        sampling=_encode_sampling(sampling),
+        stop=request.stop,
+        priority=request.priority,
+        timeout_ms=timeout_ms,
+        session=request.session,
+        tenant=request.tenant,
+        placement=_PLACEMENT_NUMBERS[request.placement],  # type: ignore[arg-type]  # an enum's number
+        kv_path=_KV_PATH_NUMBERS[request.kv_path],  # type: ignore[arg-type]  # an enum's number
+        expected_tokens=request.expected_tokens,
+        pin=request.pin,
+        labels=request.labels,
+    )
+    match request.prompt:
+        case TextPrompt(text=text):
+            message.text = text
+        case ChatPrompt(messages=messages, tools=tools):
+            chat = [pb.ChatMessage(**structs.asdict(one)) for one in messages]
+            message.chat.CopyFrom(pb.ChatMessages(messages=chat, tools=tools))
+        case TokenPrompt(tokens=tokens):
+            message.token_ids.CopyFrom(pb.TokenIds(ids=np.frombuffer(tokens, "<u4").tolist()))
+        case _:
+            assert_never(request.prompt)
+    return message
+
+
+def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.GenerateResponse:
+    """What streams back to the client; `token_text` is asked for log probabilities only."""
+    match event:
+        case Delta():
+            response = pb.GenerateResponse()  # filled in place: there is one for each token
+            delta = response.delta
+            delta.SetInParent()
+            delta.text = event.text
+            delta.token_ids.extend(event.token_ids)
+            if event.logprobs:
+                delta.logprobs.extend(_encode_logprobs(one, token_text) for one in event.logprobs)
+            return response
+        case Admitted():
+            admitted = pb.Admitted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+            return pb.GenerateResponse(admitted=admitted)
+        case Finished():
+            return pb.GenerateResponse(
+                finished=pb.Finished(
+                    reason=_FINISH_NUMBERS[event.finish],  # type: ignore[arg-type]  # an enum's number
+                    usage=pb.Usage(
+                        prompt_tokens=event.usage.prompt_tokens,
+                        completion_tokens=event.usage.completion_tokens,
+                        cached_tokens=event.usage.cached_tokens,
+                    ),
+                    kv=pb.KvProof(phases=[_encode_phase(phase) for phase in event.kv]),
+                    text=event.text,
+                )
+            )
+        case _:
+            assert_never(event)
+
+
+def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
+    """What a server sent; None for an event that this version does not know.
+
+    Raises:
+        ValueError: It contradicts itself, or names what this version does not know.
+    """
+    match message.WhichOneof("event"):
+        case "delta":
+            delta = message.delta
+            logprobs = tuple(_decode_logprobs(one) for one in delta.logprobs)
+            return Delta(text=delta.text, token_ids=tuple(delta.token_ids), logprobs=logprobs)
+        case "admitted":
+            admitted = message.admitted
+            return Admitted(
+                request_id=RequestId(admitted.request_id),
+                model=ModelName(admitted.model),
+                prompt_tokens=admitted.prompt_tokens,
+            )
+        case "finished":
+            finished = message.finished
+            usage = finished.usage
+            return Finished(
+                finish=_FINISHES.get(finished.reason, Finish.STOP),
+                usage=Usage(
+                    prompt_tokens=usage.prompt_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    cached_tokens=usage.cached_tokens,
+                ),
+                kv=tuple(_decode_phase(phase) for phase in finished.kv.phases),
+                text=finished.text,
+            )
+        case None:
+            return None
+        case other:
+            assert_never(other)
+
+
+def encode_model(card: ModelCard) -> pb.Model:
+    """A model as `ListModels` gives it."""
+    return pb.Model(
+        name=card.name,
+        max_model_len=card.max_model_len,
+        block_tokens=card.block_tokens,
+        workers=card.workers,
+        parent=card.parent,
+    )
+
+
+def decode_model(message: pb.Model) -> ModelCard:
+    """A model as a client has it."""
+    return ModelCard(
+        name=ModelName(message.name),
+        max_model_len=message.max_model_len,
+        block_tokens=message.block_tokens,
+        workers=message.workers,
+        parent=ModelName(message.parent),
+    )
+
+
+def _decode_prompt(message: pb.GenerateRequest) -> Prompt:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(message.text)
+        case "chat":
+            chat = message.chat
+            return ChatPrompt(tuple(_decode_chat_message(one) for one in chat.messages), tools=chat.tools)
+        case "token_ids":
+            return TokenPrompt(np.fromiter(message.token_ids.ids, "<u4").tobytes())
+        case None:
+            raise invalid("prompt", "one of text, chat and token_ids is needed")
+        case other:
+            assert_never(other)
+
+
+def _decode_chat_message(message: pb.ChatMessage) -> ChatMessage:
+    return ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _decode_sampling(message: pb.Sampling) -> Sampling:
+    given = {field: getattr(message, field) for field in _OPTIONAL if message.HasField(field)}  # type: ignore[arg-type]  # by name
+    form = None
+    if message.HasField("form") and (form := decode_structured_output(message.form)) is None:
+        raise invalid("sampling.form", f"must be one of {', '.join(pb.Form.DESCRIPTOR.fields_by_name)}")
+    return Sampling(stop_token_ids=tuple(message.stop_token_ids), form=form, **given)
+
+
+def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
+    given = dict(sampling)
+    form = given.pop("form", None)
+    return pb.Sampling(**given, form=encode_structured_output(form))  # type: ignore[arg-type]  # by name; protobuf checks
+
+
+def _encode_logprobs(logprobs: Logprobs, token_text: Callable[[int], str]) -> pb.TokenLogprobs:
+    top = [
+        pb.TokenLogprob(token_id=token_id, logprob=logprob, text=token_text(token_id))
+        for token_id, logprob in zip(logprobs.top_ids, logprobs.top, strict=True)
+    ]
+    return pb.TokenLogprobs(logprob=logprobs.chosen, top=top)
+
+
+def _decode_logprobs(message: pb.TokenLogprobs) -> Logprobs:
+    return Logprobs(
+        message.logprob,
+        tuple(one.token_id for one in message.top),
+        tuple(one.logprob for one in message.top),
+    )
+
+
+def _encode_phase(phase: KvPhase) -> pb.KvPhase:
+    return pb.KvPhase(
+        phase=phase.phase,
+        worker_id=phase.worker_id,
+        prompt_blocks=phase.report.prompt_blocks,
+        cached_tokens=phase.report.cached_tokens,
+        origins=[
+            pb.KvOrigin(
+                source=origin.source,
+                blocks=origin.blocks,
+                bytes=origin.bytes,
+                tier=origin.tier,
+                **{"from": origin.origin},
+            )
+            for origin in phase.report.origins
+        ],
+    )
+
+
+def _decode_phase(message: pb.KvPhase) -> KvPhase:
+    origins = tuple(
+        KvOrigin(
+            source=Source(origin.source),
+            origin=getattr(origin, "from"),
+            blocks=origin.blocks,
+            bytes=origin.bytes,
+            tier=origin.tier,
+        )
+        for origin in message.origins
+    )
+    if sum(origin.blocks for origin in origins) != message.prompt_blocks:
+        raise ValueError(f"the origins of a phase do not add up to its {message.prompt_blocks} blocks")
+    report = KvReport(prompt_blocks=message.prompt_blocks, origins=origins, cached_tokens=message.cached_tokens)
+    return KvPhase(phase=Phase(message.phase), worker_id=message.worker_id, report=report)

@@ -1,0 +1,46 @@
+"""What an answer must be (`StructuredOutput` in proto/fleet/v1/inference.proto) to and from our values. Pure."""
+
+from typing import assert_never
+
+from fleet.core.requests import AnyObject, Choice, Grammar, JsonSchema, Pattern, StructuredOutput
+from fleet.v1 import inference_pb2 as pb
+
+
+def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
+    match form:
+        case None:
+            return None
+        case AnyObject():
+            return pb.Form(json_object=True)
+        case JsonSchema(schema=schema):
+            return pb.Form(json_schema=schema)
+        case Pattern(regex=regex):
+            return pb.Form(regex=regex)
+        case Grammar(text=text):
+            return pb.Form(grammar=text)
+        case Choice(strings=strings):
+            return pb.Form(choice=pb.Choice(strings=strings))
+        case _:
+            assert_never(form)
+
+
+def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
+    """The value in `message`, of which nothing is checked; None for one that says nothing, or what this version does not know.
+
+    None must be refused: an answer that may be anything is not what was asked for.
+    """
+    match message.WhichOneof("form"):
+        case "json_object":
+            return AnyObject() if message.json_object else None
+        case "json_schema":
+            return JsonSchema(message.json_schema)
+        case "regex":
+            return Pattern(message.regex)
+        case "grammar":
+            return Grammar(message.grammar)
+        case "choice":
+            return Choice(tuple(message.choice.strings))
+        case None:
+            return None
+        case other:
+            assert_never(other)

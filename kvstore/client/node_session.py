@@ -1,0 +1,158 @@
+"""The handshake of a client with a node, and what comes of it: a way to call it all the time, and one to move bytes."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import grpc
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
+from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
+from kvstore.messages import DataPath
+from kvstore.namespace import KvNamespace
+from kvstore.net.host import host_id
+from kvstore.ports import Transport
+from kvstore.protocol import wire
+from kvstore.protocol.calls import NodeCalls
+from kvstore.security.authentication import AuthenticationKey
+from kvstore.transports.nixl import NixlTransport
+from kvstore.transports.shared_memory import SharedMemoryTransport
+from kvstore.transports.tcp import TcpTransport
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - an answer to look at, not an address to bind
+
+
+class NodeSession(Struct, frozen=True, kw_only=True):
+    """One incarnation of a node, as a client sees it."""
+
+    store_id: str
+    incarnation: str
+    max_lease: Nanos
+    max_reservation: Nanos
+    max_hold: Nanos
+    path: DataPath
+    calls: NodeCalls
+    transport: Transport
+    memory: str = ""  # socket that hands it out, where shared memory is wanted and could not be had; else empty
+
+
+def shake_hands(
+    stub: pb_grpc.BlockStoreStub,
+    address: str,
+    namespace: KvNamespace,
+    prefer: Sequence[DataPath],
+    data_key: AuthenticationKey | None,
+    clock: Clock,
+    deadline: Nanos,
+) -> NodeSession:
+    """Agree on the namespace, and open the first way of `prefer` that works.
+
+    Args:
+        stub: Of the node.
+        address: Of its control plane.
+        namespace: To agree on.
+        prefer: Ways to move bytes, best first.
+        data_key: What both ends of the TCP data plane have to prove; None: nothing.
+        clock: For the deadline.
+        deadline: Of all of it.
+
+    Raises:
+        StoreUnreachable: The node does not answer by the deadline, or none of the ways works.
+        LayoutMismatch: The node does not mean the same bytes; names the field.
+    """
+    request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
+
+    def say_hello(deadline: Nanos) -> pb.HelloResponse:
+        timeout_seconds = max(seconds(deadline - clock.now()), 0.001)
+        try:
+            return stub.Hello(request, timeout=timeout_seconds, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise refusal(address, error) from error
+
+    hello = say_hello(deadline)
+    here = hello.host_id == host_id()
+    failures: dict[DataPath, str] = {}
+    for path in prefer:
+        try:
+            transport = _open(path, hello, say_hello, address, namespace, data_key, clock, deadline)
+        except (StoreUnreachable, NamespaceUnknown) as error:
+            failures[path] = f"{path}: {error}"
+            continue
+        return NodeSession(
+            store_id=hello.store_id,
+            incarnation=hello.incarnation,
+            max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
+            max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
+            max_hold=Nanos(hello.max_hold_ms * MILLISECOND),
+            path=path,
+            calls=NodeCalls(stub, hello.shm_socket if here else "", clock),
+            transport=transport,
+            memory=hello.shm_socket if here and DataPath.SHM in failures else "",
+        )
+    raise StoreUnreachable(f"{address} answers, but no bytes can be moved: {'; '.join(failures.values())}")
+
+
+def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
+    """The same session by shared memory, which could not be had before.
+
+    Raises:
+        StoreUnreachable: It still cannot.
+        NamespaceUnknown: It is another node's by now.
+    """
+    transport = SharedMemoryTransport(session.memory, namespace.digest, namespace.block_bytes, clock, deadline)
+    return replace(session, path=DataPath.SHM, transport=transport, memory="")
+
+
+def refusal(address: str, error: grpc.RpcError) -> Exception:
+    """What a failed Hello means."""
+    details = error.details() or ""
+    metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
+    field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")
+    match error.code():
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return LayoutMismatch(field, details)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidArgument(field, details.removeprefix(f"{field}: "))
+        case code:
+            return StoreUnreachable(f"{address}: {code.name}: {details}")
+
+
+def _open(
+    path: DataPath,
+    hello: pb.HelloResponse,
+    say_hello: Callable[[Nanos], pb.HelloResponse],
+    address: str,
+    namespace: KvNamespace,
+    data_key: AuthenticationKey | None,
+    clock: Clock,
+    deadline: Nanos,
+) -> Transport:
+    match path:
+        case DataPath.SHM:
+            if not hello.shm_socket or hello.host_id != host_id():
+                raise StoreUnreachable("not on the same host, or not offered")
+            return SharedMemoryTransport(hello.shm_socket, namespace.digest, namespace.block_bytes, clock, deadline)
+        case DataPath.NIXL:
+            offer = wire.parse_nixl(hello)
+            if offer is None:
+                raise StoreUnreachable("not offered")
+            return NixlTransport(
+                offer, namespace.block_bytes, clock, deadline, lambda until: wire.parse_nixl(say_hello(until))
+            )
+        case DataPath.TCP:
+            if not hello.tcp_address:
+                raise StoreUnreachable("not offered")
+            data_address = reachable(hello.tcp_address, address)
+            return TcpTransport(data_address, namespace.digest, namespace.block_bytes, clock, deadline, data_key)
+
+
+def reachable(data_address: str, control_address: str) -> str:
+    """The data plane's address; a node that listens everywhere is where its control plane is."""
+    host, _, port = data_address.rpartition(":")
+    if host not in WILDCARDS:
+        return data_address
+    control_host = "127.0.0.1" if control_address.startswith("unix:") else control_address.rpartition(":")[0]
+    return f"{control_host}:{port}"

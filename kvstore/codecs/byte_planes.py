@@ -1,0 +1,83 @@
+"""Lossless: the bytes of all values by significance, each plane compressed by itself where that helps.
+
+The high bytes of neighbouring floating-point values (sign and exponent) resemble each other; the low bytes are noise that
+no compressor gains from. Apart, the first shrink and the second are kept as they are, at the price of a copy.
+
+Body: the length of each plane as 4 little-endian bytes, then the planes, least significant first. A plane of full length
+is not compressed.
+"""
+
+import struct
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.buffers import ByteArray
+from kvstore.codecs.encoded_block import EXACT, EncodedBlock, PayloadForm, pack
+from kvstore.errors import UndecodableBlock
+from kvstore.messages import BlockKey
+from kvstore.namespace import KvNamespace
+from kvstore.native import kernels
+
+
+class Compressor(Protocol):
+    """A general compressor of bytes. Thread-safe."""
+
+    @property
+    def codec_id(self) -> int:
+        """Of the codec that splits bytes and uses this."""
+        ...
+
+    def compress(self, plane: ByteArray) -> bytes: ...
+
+    def decompress(self, packed: ByteArray, length: int) -> ByteArray:
+        """Exactly `length` bytes; allocates no more than that, whatever `packed` claims.
+
+        Raises:
+            UndecodableBlock: These bytes do not decompress to that many.
+        """
+        ...
+
+
+class SplitCodec:
+    """See the module and `kvstore.ports.Codec`."""
+
+    def __init__(self, namespace: KvNamespace, compressor: Compressor):
+        self.codec_id = compressor.codec_id
+        self._compressor = compressor
+        self._block_bytes = namespace.block_bytes
+        self._width = namespace.element_bytes or 1  # of a dtype that nobody knows: bytes as they come
+        self._plane_bytes = self._block_bytes // self._width
+        self._lengths = struct.Struct(f"<{self._width}I")
+
+    def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
+        assert block.nbytes == self._block_bytes, (block.nbytes, self._block_bytes)
+        planes: list[memoryview | bytes] = []
+        by_place = np.empty((self._width, self._plane_bytes), np.uint8)
+        kernels.split(block, by_place)
+        for plane in by_place:
+            packed = self._compressor.compress(plane)
+            planes.append(packed if len(packed) < plane.nbytes else plane.data)
+        lengths = self._lengths.pack(*map(len, planes))
+        return pack(self.codec_id, key, [lengths, *planes], form=PayloadForm.PACKED, bound=EXACT, check=block)
+
+    def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
+        assert into.nbytes == self._block_bytes, (into.nbytes, self._block_bytes)
+        payload = EncodedBlock(self.codec_id, key, encoded)
+        if payload.form is not PayloadForm.PACKED or payload.body.nbytes < self._lengths.size:
+            raise UndecodableBlock("no planes")
+        lengths = self._lengths.unpack_from(payload.body.data)
+        if payload.body.nbytes != self._lengths.size + sum(lengths):
+            raise UndecodableBlock(f"planes of {lengths} bytes in {payload.body.nbytes}")
+        planes = []
+        start = self._lengths.size
+        for length in lengths:
+            planes.append(self._plane(payload.body[start : start + length]))
+            start += length
+        kernels.join(planes, into)
+        payload.check(into)
+
+    def _plane(self, kept: ByteArray) -> ByteArray:
+        if kept.nbytes > self._plane_bytes:
+            raise UndecodableBlock(f"a plane of {kept.nbytes} bytes, not {self._plane_bytes}")
+        return kept if kept.nbytes == self._plane_bytes else self._compressor.decompress(kept, self._plane_bytes)

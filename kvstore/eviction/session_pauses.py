@@ -1,0 +1,304 @@
+"""What becomes of a session's KV while it waits for a tool or for its user, replayed on recorded sessions. Pure.
+
+Rules:
+
+1. Two tiers: memory, least recently used first, and below it one (SSD) that gets what memory evicts, and evicts in the
+   same way. What is not in memory when a session goes on is loaded from below, and what is nowhere is computed again;
+   behind the first block that is nowhere, everything is. That is the cost of the resume.
+2. The length of a pause is predicted from those seen so far, of all sessions whose pause before was of similar length
+   (`GapTimes`). No pause is known before it is over. While too few are known, it is taken to last for `longest_hold`.
+3. Under `HOLD`, a session's chain is held in memory from the end of a request until its deadline: the predicted `LATEST`
+   quantile, but no longer than `longest_hold`. All holds together stay within `held_blocks`: a chain is held from its start
+   as far as it fits, as `kvstore.pool.session_pins` does it. Held blocks are not evicted.
+4. A hold ends with the resume, or with its deadline. Then its blocks are as if just used.
+5. Under `ADAPT`, a chain whose hold has ended by its deadline is demoted instead: it is the next to go down. And a pause of which it is known that it will be long (the `EARLIEST` quantile is beyond `longest_hold`) is
+   not held: its chain is demoted at once, and its blocks are fetched again (prefetch) for the `EARLIEST`
+   quantile, and held from then on as under rule 3.
+6. Requests without a session (0) use memory like others, have no pauses, and are not counted.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+from msgspec import Struct
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.trace_replay import TraceRequest
+
+EARLIEST = 0.25
+LATEST = 0.9
+LEAST_SEEN = 20  # pauses of a class, before its quantiles are believed
+GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
+"""Lengths of pauses: from 0.4 s to two days, in steps of a quarter."""
+
+CLASS_EDGES = tuple(each * SECOND for each in (5, 10, 20, 40, 80, 160, 640))
+
+
+class PausePolicy(StrEnum):
+    NOTHING = "nothing"  # memory and the tier below are just caches
+    HOLD = "hold"
+    ADAPT = "adapt"
+
+
+class BlockCosts(Struct, frozen=True, kw_only=True):
+    """What a block costs to have, in nanoseconds."""
+
+    memory: int  # loading it from memory
+    below: int  # loading it from the tier below
+    compute: int
+
+
+class PauseReport(Struct, frozen=True, kw_only=True):
+    """What resuming cost. A resume is any request of a session but its first."""
+
+    resumes: int
+    mean_seconds: float
+    p90_seconds: float
+    recompute_mean_seconds: float  # if nothing were ever kept
+    memory_blocks: int  # of the chains of resumes, found in memory
+    below_blocks: int
+    computed_blocks: int
+    written_blocks: int  # to the tier below
+    prefetched_blocks: int  # to memory, before they were asked for
+    holds: int
+    overdue: int  # holds that ended before the resume
+    most_held_blocks: int
+
+
+class GapTimes:
+    """Lengths of pauses, counted by the length of the pause before."""
+
+    def __init__(self) -> None:
+        self._counts = [[0] * (len(GAP_EDGES) + 1) for _ in range(len(CLASS_EDGES) + 2)]
+
+    def seen(self, before: Nanos | None, gap: Nanos) -> None:
+        self._counts[_class(before)][bisect_right(GAP_EDGES, gap)] += 1
+
+    def quantile(self, before: Nanos | None, share: float) -> tuple[Nanos, Nanos] | None:
+        """The lengths that the length which so many pauses do not exceed lies between; None while too little is known."""
+        counts = self._counts[_class(before)]
+        total = sum(counts)
+        if total < LEAST_SEEN:
+            return None
+        left = share * total
+        shorter = 0
+        for edge, count in zip(GAP_EDGES, counts, strict=False):
+            left -= count
+            if left <= 0:
+                return Nanos(shorter), Nanos(edge)
+            shorter = edge
+        return Nanos(shorter), Nanos(shorter)
+
+
+class _Session:
+    """What is known of one session, and what it holds."""
+
+    __slots__ = ("chain", "gap", "held", "hold", "last")
+
+    def __init__(self) -> None:
+        self.chain: Sequence[int] = ()
+        self.last: Nanos | None = None  # request
+        self.gap: Nanos | None = None  # before it
+        self.held: Sequence[int] = ()
+        self.hold = 0  # number of its hold or prefetch; what is due for another number is void
+
+
+class _PauseReplay:
+    def __init__(self, policy: PausePolicy, memory_blocks: int, below_blocks: int, held_blocks: int, longest: Nanos):
+        self._policy = policy
+        self._capacity = memory_blocks
+        self._below_capacity = below_blocks
+        self._most_held = held_blocks
+        self._longest = longest
+        self._memory: OrderedDict[int, None] = OrderedDict()  # not held, longest unused first
+        self._pinned: dict[int, int] = {}  # held -> by how many sessions
+        self._below: OrderedDict[int, None] = OrderedDict()
+        self._gaps = GapTimes()
+        self._sessions: dict[int, _Session] = {}
+        self._due: list[tuple[Nanos, int, int, bool]] = []  # when, session, hold's number, whether to prefetch
+        self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
+
+    def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
+        """Blocks found in memory, found below and not found; None when the session only begins."""
+        now = request.arrival
+        while self._due and self._due[0][0] <= now:
+            self._fall_due(*heapq.heappop(self._due))
+        session = self._sessions.setdefault(request.session, _Session())
+        self._release(session)
+        session.hold += 1
+        found = None
+        if not request.session:
+            self._bring(request.chain)
+            return None
+        if session.last is not None:
+            gap = Nanos(now - session.last)
+            self._gaps.seen(session.gap, gap)
+            session.gap = gap
+            found = self._look(request.chain)
+        self._bring(request.chain)
+        session.chain, session.last = request.chain, now
+        if self._policy is not PausePolicy.NOTHING:
+            self._pause(request.session, session, now)
+        return found
+
+    def _look(self, chain: Sequence[int]) -> tuple[int, int, int]:
+        memory = below = 0
+        for block in chain:
+            if block in self._memory or block in self._pinned:
+                memory += 1
+            elif block in self._below:
+                below += 1
+            else:
+                break
+        return memory, below, len(chain) - memory - below
+
+    def _bring(self, chain: Sequence[int]) -> int:
+        """Have a chain in memory, as just used; how many blocks were not there before."""
+        new = [block for block in chain if block not in self._memory and block not in self._pinned]
+        for block in reversed(chain):
+            if block in self._memory:
+                self._memory.move_to_end(block)
+        kept = len(chain) - len(new)
+        del new[max(0, self._capacity - len(self._pinned) - kept) :]
+        self._make_room(len(new))
+        for block in reversed(new):
+            self._memory[block] = None
+        for block in reversed(chain):
+            if block in self._memory:
+                self._memory.move_to_end(block)
+        return len(new)
+
+    def _make_room(self, blocks: int) -> None:
+        while self._memory and len(self._memory) + len(self._pinned) + blocks > self._capacity:
+            block, _ = self._memory.popitem(last=False)
+            self._sink(block)
+
+    def _sink(self, block: int) -> None:
+        if block in self._below:
+            self._below.move_to_end(block)
+            return
+        self._below[block] = None
+        self.written += 1
+        if len(self._below) > self._below_capacity:
+            self._below.popitem(last=False)
+
+    def _pause(self, number: int, session: _Session, now: Nanos) -> None:
+        earliest = self._gaps.quantile(session.gap, EARLIEST)
+        latest = self._gaps.quantile(session.gap, LATEST)
+        if earliest is None or latest is None:
+            self._hold(number, session, Nanos(now + self._longest))
+            return
+        if self._policy is PausePolicy.ADAPT and earliest[0] > self._longest:
+            self._demote(session.chain)
+            heapq.heappush(self._due, (Nanos(now + earliest[0]), number, session.hold, True))
+        else:
+            self._hold(number, session, Nanos(now + min(latest[1], self._longest)))
+
+    def _demote(self, chain: Sequence[int]) -> None:
+        """Those of a chain that are in memory and not held are the next to go, from the tail."""
+        for block in chain:
+            if block in self._memory:
+                self._memory.move_to_end(block, last=False)
+
+    def _hold(self, number: int, session: _Session, until: Nanos) -> None:
+        held: list[int] = []
+        room = self._most_held - len(self._pinned)
+        for block in session.chain:
+            if block in self._pinned:
+                self._pinned[block] += 1
+            elif room > 0 and block in self._memory:
+                del self._memory[block]
+                self._pinned[block] = 1
+                room -= 1
+            else:
+                break
+            held.append(block)
+        if held:
+            session.held = held
+            self.holds += 1
+            self.most_held = max(self.most_held, len(self._pinned))
+            heapq.heappush(self._due, (until, number, session.hold, False))
+
+    def _release(self, session: _Session) -> None:
+        for block in reversed(session.held):
+            self._pinned[block] -= 1
+            if not self._pinned[block]:
+                del self._pinned[block]
+                self._memory[block] = None
+        session.held = ()
+
+    def _fall_due(self, when: Nanos, number: int, hold: int, is_prefetch: bool) -> None:
+        session = self._sessions[number]
+        if session.hold != hold:
+            return  # it has gone on meanwhile
+        if not is_prefetch:
+            self.overdue += 1
+            self._release(session)
+            if self._policy is PausePolicy.ADAPT:
+                self._demote(session.chain)
+            return
+        assert session.last is not None, "who pauses has begun"
+        latest = self._gaps.quantile(session.gap, LATEST)
+        memory, below, _ = self._look(session.chain)
+        fitting = min(memory + below, self._most_held - len(self._pinned))
+        if latest is not None and fitting > 0:
+            self.prefetched += self._bring(session.chain[:fitting])
+            self._hold(number, session, Nanos(min(max(session.last + latest[1], when), when + self._longest)))
+
+
+def replay_pauses(
+    requests: Iterable[TraceRequest],
+    policy: PausePolicy,
+    pace: BlockCosts,
+    *,
+    memory_blocks: int,
+    below_blocks: int,
+    held_blocks: int,
+    longest_hold: Nanos,
+) -> PauseReport:
+    """Run recorded sessions through two empty tiers.
+
+    Args:
+        requests: In the order of their arrival, with their sessions.
+        policy: What is done about pauses.
+        pace: What blocks cost.
+        memory_blocks: That fit into memory.
+        below_blocks: That fit into the tier below.
+        held_blocks: Quota of all holds together, at most `memory_blocks`.
+        longest_hold: From the end of a request, or of a prefetch.
+    """
+    assert 0 <= held_blocks <= memory_blocks, held_blocks
+    pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)
+    costs: list[int] = []
+    memory = below = computed = 0
+    for request in requests:
+        found = pauses.resume(request)
+        if found is None:
+            continue
+        memory += found[0]
+        below += found[1]
+        computed += found[2]
+        costs.append(found[0] * pace.memory + found[1] * pace.below + found[2] * pace.compute)
+    everything = memory + below + computed
+    ordered = sorted(costs)
+    return PauseReport(
+        resumes=len(costs),
+        mean_seconds=sum(costs) / len(costs) / SECOND if costs else 0.0,
+        p90_seconds=ordered[int(0.9 * len(ordered))] / SECOND if ordered else 0.0,
+        recompute_mean_seconds=everything * pace.compute / len(costs) / SECOND if costs else 0.0,
+        memory_blocks=memory,
+        below_blocks=below,
+        computed_blocks=computed,
+        written_blocks=pauses.written,
+        prefetched_blocks=pauses.prefetched,
+        holds=pauses.holds,
+        overdue=pauses.overdue,
+        most_held_blocks=pauses.most_held,
+    )
+
+
+def _class(before: Nanos | None) -> int:
+    return 0 if before is None else 1 + bisect_right(CLASS_EDGES, before)

@@ -1,0 +1,183 @@
+"""What one of several ranks holds of a block, moved between its own memory and the one block that all of them share.
+
+Rules:
+
+1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Ranks that write it do so together: one reserves its
+   place, each puts its own runs there, and the one that reserved publishes it when it has heard of all of them.
+2. Whoever puts its runs tells what they add to the checksum, summed up from the bytes as it has them. The block's checksum
+   is made of those sums alone, and never of what lies in the place. So a run that did not arrive, or that somebody
+   overwrote, makes the block corrupt for its readers, and never wrong.
+3. A rank reads its own runs and verifies the whole block, in one pass over it.
+
+CRC-32C is linear: with every register at zero, the sum of a block is the exclusive or of the sums of its parts, each with
+zeros where the others are. Zeros are passed over by a table for each length, and not one by one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Self, TypeAlias
+
+import numpy as np
+from msgspec import Struct
+
+from kvstore.buffers import ByteArray
+from kvstore.layouts.repack import RUN_FIELDS, read_shard
+from kvstore.layouts.shards import BlockShape, BlockShard
+from kvstore.messages import ClientWriteReservation, Slots
+from kvstore.namespace import AT_REST
+from kvstore.native import checksums
+
+POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
+ONES = 0xFFFFFFFF  # what a checksum begins with, and is inverted by at its end
+
+Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class WriteGrant(Struct, frozen=True, kw_only=True):
+    """Places that one rank reserved, for the others to write to. Can be encoded by msgspec."""
+
+    incarnation: str  # of the node
+    places: ClientWriteReservation
+
+    def some(self, first: int, end: int) -> "WriteGrant":
+        """Of those places only; the reservation stays one."""
+        places = self.places
+        return WriteGrant(
+            incarnation=self.incarnation,
+            places=ClientWriteReservation(
+                reservation_id=places.reservation_id,
+                indices=places.indices[first:end],
+                slots=Slots(places.slots[first:end].packed),
+                refused=0,
+            ),
+        )
+
+
+_CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
+"""One piece of a run that lies in one part of the rank's memory. A tuple, since there are hundreds a block: where the piece
+before ends, what the zeros from there do, where this one begins and ends; index of the part, and what of it (None: all)."""
+
+
+class RankShard:
+    """The runs of one rank within a block at rest. Its bytes are these runs in order. For any number of threads."""
+
+    def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
+        """Of a block of `block_bytes`: where each run begins and how long it is, in order, none empty."""
+        self.block_bytes = block_bytes
+        self.runs = tuple(runs)
+        self.bytes = sum(length for _, length in self.runs)
+        end = 0
+        for start, length in self.runs:
+            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: they are in order
+            end = start + length
+        assert end <= block_bytes, (end, block_bytes)
+        self._end = end
+        self._steps: dict[tuple[int, ...], tuple[_CopyStep, ...]] = {}
+
+    @classmethod
+    def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
+        """What that rank holds of a block, its layers and heads in the order of the store.
+
+        Raises:
+            LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
+        """
+        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.share(tp, rank))])
+        start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
+        rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
+        return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
+
+    def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
+        """Copy this rank's runs into a block; what they add to its checksum (`whole_checksums`)."""
+        register = 0
+        for _, gap, start, end, index, within in self._cut(parts):
+            if gap is not None:
+                register = _passed(register, gap)
+            part = parts[index] if within is None else parts[index][within]
+            register = checksums.copy(register ^ ONES, part, block[start:end]) ^ ONES
+        return _passed(register, _zeros(self.block_bytes - self._end))
+
+    def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
+        """Copy this rank's runs out of a block; the checksum of all of it, this rank's bytes as they arrived."""
+        checksum = 0
+        for before, gap, start, end, index, within in self._cut(parts):
+            if gap is not None:
+                checksum = checksums.extend(checksum, block[before:start])
+            part = parts[index] if within is None else parts[index][within]
+            checksum = checksums.copy(checksum, block[start:end], part)
+        return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
+
+    def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
+        """Copy this rank's runs out of a block that has been verified."""
+        for _, _, start, end, index, within in self._cut(parts):
+            np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
+
+    def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
+        """The runs, cut where the parts end. The same for all blocks of an engine."""
+        sizes = tuple([part.nbytes for part in parts])
+        steps = self._steps.get(sizes)
+        if steps is None:
+            assert sum(sizes) == self.bytes, (sizes, self.bytes)
+            steps = self._steps[sizes] = tuple(self._walk(sizes))
+        return steps
+
+    def _walk(self, sizes: Sequence[int]) -> Iterator[_CopyStep]:
+        part = first = before = 0
+        for run, length in self.runs:
+            start, end = run, run + length
+            while start < end:
+                while first == sizes[part]:
+                    part, first = part + 1, 0
+                piece = min(end - start, sizes[part] - first)
+                within = None if piece == sizes[part] else slice(first, first + piece)
+                gap = _zeros(start - before) if start > before else None
+                yield before, gap, start, start + piece, part, within
+                start, first = start + piece, first + piece
+                before = start
+
+
+def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
+    """The checksum of a block, from what all of its shares add to it."""
+    checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
+    for each in sums:
+        checksum ^= each
+    return checksum
+
+
+def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Checksums of the blocks that every rank has put, by index, from what each told of its own."""
+    return {
+        index: whole_checksums(block_bytes, [sums[index] for sums in told])
+        for index in told[0]
+        if all(index in sums for sums in told)
+    }
+
+
+def _passed(register: int, zeros: Tables) -> int:
+    """The register after zero bytes."""
+    lowest, low, high, highest = zeros
+    return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
+
+
+@lru_cache(maxsize=256)  # lengths of gaps: a few a layout and number of ranks
+def _zeros(count: int) -> Tables:
+    """What so many zero bytes do to a register, for each of its bytes."""
+    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # what one zero bit makes of each bit of the register
+    columns = [1 << bit for bit in range(32)]
+    bits = 8 * count
+    while bits:
+        if bits & 1:
+            columns = [_times(power, column) for column in columns]
+        power = [_times(power, column) for column in power]
+        bits >>= 1
+    lowest, low, high, highest = (
+        tuple(_times(columns[start : start + 8], value) for value in range(256)) for start in (0, 8, 16, 24)
+    )
+    return lowest, low, high, highest
+
+
+def _times(columns: Sequence[int], vector: int) -> int:
+    product = 0
+    for bit, column in enumerate(columns):
+        if vector >> bit & 1:
+            product ^= column
+    return product

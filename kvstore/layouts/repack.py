@@ -1,0 +1,240 @@
+"""Moving a block from one layout and set of ranks into another.
+
+Rules:
+
+1. A plan is made once for each pair of object sets, from their parts alone (`kvstore.layouts.shards`); it then serves every
+   block. Making it touches no bytes, so a mismatch is refused before anything moves.
+2. `plan_fill` writes every byte of every destination exactly once. A plan that cannot is refused, never shortened.
+3. Where several objects hold the same head (replicas), the first that is tried gives it. Who begins with another one from
+   rank to rank spreads the load (`kvstore.layouts.fingerprint` does).
+4. Bytes are moved and never changed: every dtype is a number of bytes.
+
+A plan consists of strided copies, one for each pair of objects that have something in common. What is contiguous on
+both sides is one run of such a copy, and all copies of a block are one call of a kernel.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from kvstore.buffers import ByteArray
+from kvstore.errors import LayoutMismatch
+from kvstore.layouts.shards import BlockShape, BlockShard, Box
+from kvstore.native import kernels
+from kvstore.native.kernels_twin import COPY_AXES, COPY_COLUMNS
+
+RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
+"""Columns of `RepackPlan.runs`: indices of objects, and bytes."""
+
+
+class StridedCopy(Struct, frozen=True, kw_only=True):
+    """Equally long runs between two objects, evenly spaced along some axes. Offsets, strides and lengths are bytes."""
+
+    source: int  # index of the object
+    destination: int
+    source_offset: int
+    destination_offset: int
+    counts: tuple[int, ...]  # runs along each axis, outermost of the destination first; empty: one run
+    source_strides: tuple[int, ...]
+    destination_strides: tuple[int, ...]
+    run_bytes: int
+
+    @property
+    def runs(self) -> int:
+        return math.prod(self.counts)
+
+    def row(self) -> list[int]:
+        """As `kvstore.native.kernels_twin.copy` wants it."""
+        unused = COPY_AXES - len(self.counts)
+        axes = zip(self.counts, self.source_strides, self.destination_strides, strict=True)
+        where = [self.source, self.source_offset, self.destination, self.destination_offset, self.run_bytes]
+        return where + [number for axis in axes for number in axis] + [1, 0, 0] * unused
+
+
+class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
+    """How the bytes of one block get from some objects into others; see the module."""
+
+    source_bytes: tuple[int, ...]  # sizes of the objects
+    destination_bytes: tuple[int, ...]
+    copies: tuple[StridedCopy, ...]
+
+    @property
+    def bytes(self) -> int:
+        """That are moved, a block."""
+        return sum(copy.runs * copy.run_bytes for copy in self.copies)
+
+    @property
+    def run_count(self) -> int:
+        """Pieces that are contiguous on both sides, a block."""
+        return sum(copy.runs for copy in self.copies)
+
+    def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
+        """Move one block.
+
+        Args:
+            sources: The objects' bytes, contiguous, in the order that the plan was made for.
+            destinations: Likewise. Bytes that the plan does not name stay as they are.
+
+        Raises:
+            ValueError: An object has not the size of its part; nothing was moved.
+        """
+        _check("sources", sources, self.source_bytes)
+        _check("destinations", destinations, self.destination_bytes)
+        kernels.copy(self._table, sources, destinations)
+
+    @cached_property
+    def _table(self) -> NDArray[np.int64]:
+        rows = [copy.row() for copy in self.copies]
+        return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
+
+    def runs(self) -> NDArray[np.int64]:
+        """Every run as a row of `RUN_FIELDS`: what a transport needs that fetches only the runs of one rank."""
+        return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
+
+
+def plan_fill(
+    shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], *, first: int = 0
+) -> RepackPlan:
+    """Fill every destination from whichever sources hold it: how a rank reads.
+
+    Args:
+        shape: Of the whole block.
+        sources: Objects that are there.
+        destinations: Objects to fill.
+        first: Index of the source that is tried before all others (rule 3); the rest follow in order, and round.
+
+    Raises:
+        LayoutMismatch: A layout is none, or the sources do not hold everything that a destination needs.
+    """
+    copies = [
+        _copy(shape, sources, source, destinations, destination, box)
+        for destination, part in enumerate(destinations)
+        for source, box in _covering(shape, part.box, sources, first)
+    ]
+    return _plan(shape, sources, destinations, copies)
+
+
+def read_shard(shape: BlockShape, at_rest: str, into: Sequence[BlockShard]) -> RepackPlan:
+    """From a whole-model block object into the memory of one rank, be it in one piece or in one a layer.
+
+    Raises:
+        LayoutMismatch: See `plan_fill`.
+    """
+    return plan_fill(shape, [BlockShard(at_rest, shape.everything)], into)
+
+
+def _plan(
+    shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], copies: list[StridedCopy]
+) -> RepackPlan:
+    return RepackPlan(
+        source_bytes=tuple(shape.bytes_of(part.box) for part in sources),
+        destination_bytes=tuple(shape.bytes_of(part.box) for part in destinations),
+        copies=tuple(copies),
+    )
+
+
+def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
+    """Boxes that make up `wanted` and do not overlap, each with the index of the part that is to give it."""
+    if wanted.overlap(shape.everything) != wanted:
+        raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
+    missing = [wanted]
+    for turn in range(len(parts)):
+        index = (first + turn) % len(parts)
+        rests: list[Box] = []
+        for box in missing:
+            if common := box.overlap(parts[index].box):
+                yield index, common
+                rests += box.without(common)
+            else:
+                rests.append(box)
+        missing = rests
+    if missing and wanted:
+        raise LayoutMismatch("heads", f"heads: the sources do not have {missing[0]}")
+
+
+def _copy(
+    shape: BlockShape,
+    sources: Sequence[BlockShard],
+    source: int,
+    destinations: Sequence[BlockShard],
+    destination: int,
+    box: Box,
+) -> StridedCopy:
+    source_offset, source_strides = _place(shape, sources[source], box)
+    destination_offset, destination_strides = _place(shape, destinations[destination], box)
+    counts = _extents(shape, box)
+    axes = sorted(
+        ((destination_strides[axis], source_strides[axis], counts[axis]) for axis in counts if counts[axis] > 1),
+        reverse=True,
+    )
+    merged = _merge(axes)
+    run_bytes = shape.element_bytes
+    if merged and merged[-1][:2] == (run_bytes, run_bytes):
+        run_bytes *= merged.pop()[2]
+    return StridedCopy(
+        source=source,
+        destination=destination,
+        source_offset=source_offset,
+        destination_offset=destination_offset,
+        counts=tuple(count for _, _, count in merged),
+        source_strides=tuple(stride for _, stride, _ in merged),
+        destination_strides=tuple(stride for stride, _, _ in merged),
+        run_bytes=run_bytes,
+    )
+
+
+def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Make one axis of neighbours that follow each other without a gap on both sides."""
+    merged: list[tuple[int, int, int]] = []
+    for to_stride, from_stride, count in axes:
+        if merged and merged[-1][:2] == (to_stride * count, from_stride * count):
+            merged[-1] = (to_stride, from_stride, merged[-1][2] * count)
+        else:
+            merged.append((to_stride, from_stride, count))
+    return merged
+
+
+def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
+    """Sizes of the axes. An odd number of elements is never divided into keys and values (`BlockShape.axes`)."""
+    halves = 1 if shape.head_dim % 2 else 2
+    return {
+        "L": box.layers.count,
+        "H": box.heads.count,
+        "N": shape.block_tokens,
+        "K": halves,
+        "D": shape.head_dim // halves,
+    }
+
+
+def _place(shape: BlockShape, part: BlockShard, box: Box) -> tuple[int, dict[str, int]]:
+    """Where a box begins within a part that holds it, and the strides of its axes; in bytes."""
+    extents = _extents(shape, part.box)
+    strides: dict[str, int] = {}
+    stride = shape.element_bytes
+    for axis in reversed(shape.axes(part.layout)):
+        strides[axis] = stride
+        stride *= extents[axis]
+    layers = box.layers.first - part.box.layers.first
+    heads = box.heads.first - part.box.heads.first
+    return layers * strides["L"] + heads * strides["H"], strides
+
+
+def _runs(copy: StridedCopy) -> NDArray[np.int64]:
+    steps = np.indices(copy.counts, dtype=np.int64).reshape(len(copy.counts), copy.runs)
+    rows = np.empty((copy.runs, len(RUN_FIELDS)), np.int64)
+    rows[:, 0] = copy.source
+    rows[:, 1] = copy.source_offset + np.array(copy.source_strides, np.int64) @ steps
+    rows[:, 2] = copy.destination
+    rows[:, 3] = copy.destination_offset + np.array(copy.destination_strides, np.int64) @ steps
+    rows[:, 4] = copy.run_bytes
+    return rows
+
+
+def _check(name: str, objects: Sequence[ByteArray], sizes: tuple[int, ...]) -> None:
+    found = tuple(each.nbytes for each in objects)
+    if found != sizes:
+        raise ValueError(f"{name}: objects of {found} bytes, not {sizes}")

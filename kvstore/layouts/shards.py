@@ -1,0 +1,153 @@
+"""Parts of a block: which layers and heads an object holds, in which order of axes.
+
+Rules:
+
+1. A block is the whole model's: all layers, all heads of keys and values, the same `block_tokens` tokens. Parts differ
+   from it and from each other in nothing but their layers, their heads and their layout (see `kvstore.namespace`).
+2. With tensor-parallel size T, rank r holds heads r * H / T up to (r + 1) * H / T. Where there are more ranks than
+   heads, T / H neighbouring ranks hold the same one, whole.
+3. Sizes that do not divide have no parts, and are refused by the name of the field, before any byte moves.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+from msgspec import Struct
+
+from kvstore.errors import LayoutMismatch
+from kvstore.namespace import KvNamespace
+
+
+class Span(Struct, frozen=True, order=True):
+    """Consecutive layers or heads. May be empty."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+    def overlap(self, other: "Span") -> "Span":
+        first = max(self.first, other.first)
+        return Span(first, max(0, min(self.end, other.end) - first))
+
+
+class Box(Struct, frozen=True):
+    """Some layers of some heads."""
+
+    layers: Span
+    heads: Span
+
+    def __bool__(self) -> bool:
+        return self.layers.count > 0 and self.heads.count > 0
+
+    def overlap(self, other: "Box") -> "Box":
+        return Box(self.layers.overlap(other.layers), self.heads.overlap(other.heads))
+
+    def without(self, hole: "Box") -> "list[Box]":
+        """What is left when a box that lies within this one is taken out: up to four boxes, none empty."""
+        above = Span(self.layers.first, hole.layers.first - self.layers.first)
+        below = Span(hole.layers.end, self.layers.end - hole.layers.end)
+        before = Span(self.heads.first, hole.heads.first - self.heads.first)
+        after = Span(hole.heads.end, self.heads.end - hole.heads.end)
+        rests = [
+            Box(above, self.heads),
+            Box(hole.layers, before),
+            Box(hole.layers, after),
+            Box(below, self.heads),
+        ]
+        return [rest for rest in rests if rest]
+
+
+class BlockShard(Struct, frozen=True):
+    """One object: what it holds of a block, and in which layout. Its bytes are contiguous."""
+
+    layout: str
+    box: Box
+
+
+class BlockShape(Struct, frozen=True, kw_only=True):
+    """Sizes of the axes of a whole model's block."""
+
+    layers: int
+    kv_heads: int
+    block_tokens: int
+    head_dim: int  # elements a head and token, keys and values together
+    element_bytes: int
+
+    @classmethod
+    def of(cls, namespace: KvNamespace) -> Self:
+        """The shape of a namespace's blocks.
+
+        Raises:
+            LayoutMismatch: `block_bytes` does not follow from the shape and the dtype.
+        """
+        if (element_bytes := namespace.element_bytes) is None:
+            raise LayoutMismatch(
+                "block_bytes",
+                f"block_bytes: {namespace.block_bytes} bytes are not {namespace.elements} values of {namespace.dtype}",
+            )
+        return cls(
+            layers=namespace.layers,
+            kv_heads=namespace.kv_heads,
+            block_tokens=namespace.block_tokens,
+            head_dim=namespace.head_dim,
+            element_bytes=element_bytes,
+        )
+
+    @property
+    def everything(self) -> Box:
+        return Box(Span(0, self.layers), Span(0, self.kv_heads))
+
+    def bytes_of(self, box: Box) -> int:
+        return box.layers.count * box.heads.count * self.block_tokens * self.head_dim * self.element_bytes
+
+    def axes(self, layout: str) -> str:
+        """The five axes of a layout in order, ``K`` included.
+
+        Raises:
+            LayoutMismatch: It is none, or it separates keys and values where there is an odd number of elements.
+        """
+        if sorted(layout.replace("K", "", 1)) != list("DHLN"):
+            known = "each of L, H, N, D once, and K at most once"
+            raise LayoutMismatch("layout", f"layout: {layout!r} does not name {known}")
+        if "K" not in layout:
+            return layout.replace("D", "KD")
+        if self.head_dim % 2:
+            raise LayoutMismatch(
+                "layout", f"layout: {layout!r} has keys apart from values; head_dim is {self.head_dim}"
+            )
+        return layout
+
+    def replicas(self, tp: int) -> int:
+        """How many ranks hold the same head.
+
+        Raises:
+            LayoutMismatch: The heads cannot be shared out among `tp` ranks.
+        """
+        if tp < 1 or (self.kv_heads % tp and tp % self.kv_heads):
+            raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be shared out among {tp} ranks")
+        return max(1, tp // self.kv_heads)
+
+    def share(self, tp: int, rank: int) -> Box:
+        """What one rank holds (rule 2).
+
+        Raises:
+            LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
+        """
+        replicas = self.replicas(tp)
+        if not 0 <= rank < tp:
+            raise LayoutMismatch("rank", f"rank: {rank} is not one of {tp} ranks")
+        count = max(1, self.kv_heads // tp)
+        return Box(Span(0, self.layers), Span(rank // replicas * count, count))
+
+
+def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
+    """The objects of all ranks of an engine, in order of rank.
+
+    Raises:
+        LayoutMismatch: The heads cannot be shared out among `tp` ranks.
+    """
+    shape.replicas(tp)
+    return [BlockShard(layout, shape.share(tp, rank)) for rank in range(tp)]

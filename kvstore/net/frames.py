@@ -1,0 +1,547 @@
+"""Frames on a stream socket: the length of a payload in four bytes, little-endian, and the payload.
+
+Rules:
+
+1. A payload has at most `limit` bytes. Who announces more, be it by garbage, is cut before memory is taken for it: `lost`
+   gets a `FrameTooLong`, after the frames that came before. An end within a frame is a `FrameTorn`.
+2. A payload is copied once at most on its way in, however the stream was split, and takes no more memory than has come.
+3. Sending never waits. What is said in one turn of the event loop leaves in one write, at the end of that turn. What the
+   peer does not take is kept up to `send_limit` bytes: then `send` raises. Who asks `full` first, and goes on when the
+   receiver's `resumed` is called, never meets that.
+4. A piece of the stream, a few hundred KiB at most, is cut in one turn of the event loop, then others have theirs. Where
+   a connection is told so, they have it after `turn_frames` frames of a piece. `pause_reading` holds after the piece, or
+   those frames, that are being received.
+5. `lost` is called once for each connection that was accepted, last, and is the only sign that it is over.
+
+TLS and proofs of a secret are no affair of frames: a `ConnectionGuard` decides who comes in.
+"""
+
+import asyncio
+import socket
+import ssl
+import struct
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Protocol, cast
+
+from kvstore.errors import StoreNotStarted
+from kvstore.net import unix_sockets as sockets
+from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.unix_sockets import BACKLOG
+
+HEAD = struct.Struct("<I")  # bytes of the payload
+
+FRAME_BYTES = 64 << 20
+"""The longest payload unless told otherwise; a prompt of a million tokens has 4 MiB."""
+
+SEND_BYTES = 2 * FRAME_BYTES
+"""What may wait to be sent unless told otherwise."""
+
+HIGH_WATER_BYTES = 256 << 10
+"""From here on a connection is `full`: as much as is under way between hosts in a millisecond at 2 Gbit/s."""
+
+TURN_BYTES = 64 << 10  # a piece of this size is followed by more at once: one connection could keep the loop for itself
+JOINED_BYTES = 32 << 10  # up to here, copying pieces into one costs less than a gathering write of them
+
+TCP_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+"""A host that is gone is noticed within ten seconds, and so is a peer that takes nothing for as long. Only heartbeats tell
+of a process that hangs while nobody speaks to it."""
+
+TLS_BEGINS = 0x0316
+"""The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
+
+HANDSHAKE_SECONDS = 5.0
+"""A TLS handshake may take this long: some round trips, and signatures on a busy machine."""
+
+STOP_SECONDS = 2  # for what waits to be sent when a server stops
+
+
+class FrameTooLong(ConnectionError):
+    """A payload above the limit of one of the two ends."""
+
+    def __init__(self, size: int, limit: int):
+        cause = "the peer speaks another protocol or limit"
+        if size & 0xFFFF == TLS_BEGINS:
+            cause = "the peer speaks TLS, and this end does not"
+        super().__init__(f"a frame of {size} bytes, where {limit} are the most: {cause}")
+
+
+class FrameTorn(ConnectionError):
+    """The stream ended within a frame."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection ended within a frame")
+
+
+class SendBufferFull(ConnectionError):
+    """The peer has not taken what was sent before; nothing was sent, and the connection is as it was."""
+
+    def __init__(self, limit: int):
+        super().__init__(f"the peer has not taken the last {limit} bytes")
+
+
+class FrameDecoder:
+    """Cuts a stream, in whatever pieces it comes, into payloads. Without I/O.
+
+    Attributes:
+        fault: What was announced last is too long: the stream is of no use any more.
+    """
+
+    def __init__(self, limit: int = FRAME_BYTES):
+        self._limit = limit
+        self._head = b""  # of a frame that is not complete; with all four bytes, of its payload the rest is missing
+        self._body = BytesIO()
+        self._missing = 0
+        self.fault: FrameTooLong | None = None
+
+    @property
+    def torn(self) -> bool:
+        """Whether a frame has begun and not ended."""
+        return bool(self._head)
+
+    def allow(self, limit: int) -> None:
+        """Take payloads of up to `limit` bytes from now on."""
+        self._limit = limit
+
+    def cut(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes, in order; look at `fault` after them."""
+        payloads: list[bytes] = []
+        try:
+            start = self._resume(data, payloads) if self._head else 0
+            size = len(data)
+            while size - start >= HEAD.size:
+                body = start + HEAD.size
+                end = body + self._announced(data, start)
+                if end > size:
+                    break
+                payloads.append(data[body:end])
+                start = end
+            if start < size:
+                self._begin(data, start)
+        except FrameTooLong as fault:
+            self.fault = fault
+        return payloads
+
+    def _announced(self, data: bytes, at: int) -> int:
+        length: int = HEAD.unpack_from(data, at)[0]
+        if length > self._limit:
+            raise FrameTooLong(length, self._limit)
+        return length
+
+    def _begin(self, data: bytes, start: int) -> None:
+        """Keep the beginning of a frame."""
+        body = start + HEAD.size
+        self._head = data[start:body]
+        if len(self._head) == HEAD.size:
+            self._missing = self._announced(data, start) - self._body.write(memoryview(data)[body:])
+
+    def _resume(self, data: bytes, payloads: list[bytes]) -> int:
+        """Go on with a frame that had begun; returns where in `data` the next one begins."""
+        start = 0
+        if len(self._head) < HEAD.size:
+            start = min(HEAD.size - len(self._head), len(data))
+            self._head += data[:start]
+            if len(self._head) < HEAD.size:
+                return start
+            self._missing = self._announced(self._head, 0)
+        written = self._body.write(memoryview(data)[start : start + self._missing])
+        self._missing -= written
+        if not self._missing:
+            payloads.append(self._body.getvalue())  # hands its buffer over instead of copying it
+            self._head, self._body = b"", BytesIO()
+        return start + written
+
+
+class FrameReceiver(Protocol):
+    """What a connection needs of whoever it is for. Called on the event loop; must not block."""
+
+    def received(self, payload: bytes) -> None:
+        """The next frame. What this raises ends the connection."""
+        ...
+
+    def resumed(self) -> None:
+        """The connection was `full` and is not any more."""
+        ...
+
+    def lost(self, cause: Exception | None) -> None:
+        """It is over. `cause` is None where one of the two ends has closed it in an orderly way."""
+        ...
+
+
+class FrameConnection(asyncio.Protocol):
+    """One end of a connection; see the module. Made by `connect` and by `open_server`."""
+
+    def __init__(
+        self,
+        accept: "Accept",
+        *,
+        limit: int = FRAME_BYTES,
+        send_limit: int = SEND_BYTES,
+        turn_frames: int = sys.maxsize,
+    ):
+        self._accept = accept
+        self._limit = limit
+        self._send_limit = send_limit
+        self._turn_frames = turn_frames
+        self._waiting: deque[bytes] = deque()  # frames for the next turns; nothing is read meanwhile
+        self._cutter = FrameDecoder(limit)
+        self._leaving: list[bytes] = []  # in this turn of the event loop
+        self._leaving_bytes = 0
+        self._paused = False  # the transport has enough
+        self._reading = True  # as far as the receiver is concerned
+        self._over = False  # or about to be
+        self._cause: Exception | None = None
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._receiver: FrameReceiver
+
+    @property
+    def full(self) -> bool:
+        """Whether to wait for `resumed` before anything else is sent."""
+        return self._paused
+
+    @property
+    def torn(self) -> bool:
+        """Whether a frame has begun to come and not ended."""
+        return self._cutter.torn
+
+    def send(self, *parts: bytes) -> None:
+        """Send one frame, whose payload is `parts` one after the other. Ignored when the connection is over.
+
+        Raises:
+            FrameTooLong: The payload is.
+            SendBufferFull: See rule 3.
+        """
+        size = sum(map(len, parts))
+        if size > self._limit:
+            raise FrameTooLong(size, self._limit)
+        if self._over:
+            return
+        if self._leaving_bytes + self._transport.get_write_buffer_size() + size > self._send_limit:
+            raise SendBufferFull(self._send_limit)
+        if not self._leaving:
+            self._loop.call_soon(self._flush)
+        self._leaving.append(HEAD.pack(size))
+        self._leaving += parts
+        self._leaving_bytes += HEAD.size + size
+        if self._leaving_bytes > HIGH_WATER_BYTES:
+            self._flush()  # now, so that `full` is known
+
+    def flush(self) -> None:
+        """Have what was said leave now: for who answers one question at a time and is waited for."""
+        self._flush()
+
+    def allow(self, limit: int) -> None:
+        """Take and send payloads of up to `limit` bytes from the next piece of the stream on."""
+        self._limit = limit
+        self._cutter.allow(limit)
+
+    def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
+        """Give what comes from the next piece of the stream on to another receiver.
+
+        Args:
+            receiver: Gets frames, and is told when the connection is over.
+            limit: As of `allow`.
+        """
+        self._receiver = receiver
+        self.allow(limit)
+
+    def pause_reading(self) -> None:
+        """Take nothing more from the system, which makes the peer's connection `full` by and by."""
+        self._reading = False
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        if self._waiting:
+            self._loop.call_soon(self._receive_waiting)
+        else:
+            self._transport.resume_reading()
+
+    def close(self, cause: Exception | None = None) -> None:
+        """Send what waits to be sent, and end. No frame is received any more.
+
+        Args:
+            cause: What `lost` is told, unless something else comes first.
+        """
+        if not self._over:
+            self._flush()
+            self._over = True
+            self._cause = cause
+            self._transport.close()
+
+    def abort(self, cause: Exception | None = None) -> None:
+        """End now."""
+        if not self._over:
+            self._over = True
+            self._cause = cause
+        self._leaving.clear()
+        self._transport.abort()
+
+    # For the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        if _family(self._transport) in (socket.AF_INET, socket.AF_INET6):
+            opened: socket.socket = transport.get_extra_info("socket")
+            for level, name, value in TCP_OPTIONS:
+                opened.setsockopt(level, name, value)
+        self._receiver = self._accept(self)
+
+    def data_received(self, data: bytes) -> None:
+        payloads = self._cutter.cut(data)
+        if len(payloads) > self._turn_frames:
+            self._waiting.extend(payloads)
+            self._transport.pause_reading()
+            self._receive_waiting()
+            return
+        received = self._receiver.received
+        for payload in payloads:
+            if self._over:
+                return
+            received(payload)
+        if self._cutter.fault is not None:
+            self.abort(self._cutter.fault)
+        elif len(data) >= TURN_BYTES:
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def eof_received(self) -> None:
+        if self._cutter.torn:
+            self.abort(FrameTorn())
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if not self._over:
+            self._receiver.resumed()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over = True
+        self._leaving.clear()
+        self._waiting.clear()
+        self._receiver.lost(self._cause or exc)
+
+    def _receive_waiting(self) -> None:
+        """One turn's frames; the others have theirs before the next."""
+        try:
+            for _ in range(min(self._turn_frames, len(self._waiting))):
+                if self._over or not self._reading:
+                    return
+                self._receiver.received(self._waiting.popleft())
+        except Exception as error:
+            self.abort(error)  # as the transport does where it calls
+            raise
+        if self._waiting:
+            self._loop.call_soon(self._receive_waiting)
+        elif self._cutter.fault is not None:
+            self.abort(self._cutter.fault)
+        else:
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._reading and not self._over:
+            self._transport.resume_reading()
+
+    def _flush(self) -> None:
+        leaving, size = self._leaving, self._leaving_bytes
+        if not leaving:
+            return  # left before, or never will
+        self._leaving, self._leaving_bytes = [], 0
+        if size <= JOINED_BYTES:
+            self._transport.write(b"".join(leaving))
+        else:
+            self._transport.writelines(leaving)
+
+
+Accept = Callable[[FrameConnection], FrameReceiver]
+"""Says whom a new connection is for."""
+
+
+async def connect(
+    address: str,
+    accept: Accept,
+    *,
+    limit: int = FRAME_BYTES,
+    send_limit: int = SEND_BYTES,
+    tls: ssl.SSLContext | None = None,
+    handshake_seconds: float = HANDSHAKE_SECONDS,
+) -> FrameConnection:
+    """Open a connection. Waits as long as the system does: put a deadline around it.
+
+    Args:
+        address: ``unix:/path`` or ``host:port``.
+        accept: Called once with the connection, before anything is received.
+        limit: Bytes of the longest payload, both ways.
+        send_limit: Bytes that may wait to be sent.
+        tls: For TCP; a Unix socket needs none.
+        handshake_seconds: How long the TLS handshake may take.
+
+    Raises:
+        OSError: Nobody listens there, or TLS did not come about.
+        ValueError: The address is none.
+    """
+
+    def made() -> FrameConnection:
+        return FrameConnection(accept, limit=limit, send_limit=send_limit)
+
+    loop = asyncio.get_running_loop()
+    if path := unix_path(address):
+        _, connection = await loop.create_unix_connection(made, path)
+    else:
+        host, port = host_port(address)
+        within = None if tls is None else handshake_seconds
+        _, connection = await loop.create_connection(made, host, port, ssl=tls, ssl_handshake_timeout=within)
+    return connection
+
+
+class ConnectionGuard(Protocol):
+    """Decides which TCP connections reach the receivers of a server."""
+
+    def guarding(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> AbstractAsyncContextManager[None]:
+        """Take connections until left.
+
+        Args:
+            listener: Listens already; the door closes it.
+            made: Makes the protocol of one connection, which begins with the receiver that is given.
+            accept: Gives the receiver of a connection that may come in.
+        """
+        ...
+
+
+@asynccontextmanager
+async def open_server(
+    field: str,
+    address: str,
+    accept: Accept,
+    *,
+    limit: int = FRAME_BYTES,
+    send_limit: int = SEND_BYTES,
+    tls: ssl.SSLContext | None = None,
+    door: "ConnectionGuard | None" = None,
+) -> AsyncIterator[str]:
+    """Listen until left; yields the address, with the port that was chosen. Connections end with it.
+
+    Args:
+        field: Of the settings, that names the address: messages begin with it.
+        address: ``unix:/path`` or ``host:port``; port 0 takes a free one.
+        accept: Called with each connection, before anything is received on it.
+        limit: Bytes of the longest payload, both ways.
+        send_limit: Bytes that may wait to be sent on one connection.
+        tls: For TCP; a Unix socket is for its own user anyway.
+        door: Decides which TCP connections come in, over TLS of its own or without; None: all do.
+
+    Raises:
+        StoreNotStarted: The address is none, is in use, or is none of this machine.
+    """
+    connections: set[_AcceptedConnection] = set()
+    ended = asyncio.Event()
+
+    def made(first: Accept) -> _AcceptedConnection:
+        return _AcceptedConnection(first, connections, ended, limit=limit, send_limit=send_limit)
+
+    async with AsyncExitStack() as listening:
+        listening.push_async_callback(_end, connections, ended)
+        if path := unix_path(address):
+            listener = sockets.listen(field, path)
+        else:
+            listener = _listener(field, address)
+            address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        if door is not None and not path:
+            await listening.enter_async_context(door.guarding(listener, made, accept))
+        else:
+            await listening.enter_async_context(_open_to_all(listener, path, tls, partial(made, accept)))
+        yield address
+
+
+@asynccontextmanager
+async def _open_to_all(
+    listener: socket.socket, path: str, tls: ssl.SSLContext | None, made: Callable[[], FrameConnection]
+) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    if path:
+        server = await loop.create_unix_server(made, sock=listener, backlog=BACKLOG)
+    else:
+        server = await loop.create_server(made, sock=listener, ssl=tls, backlog=BACKLOG)
+    try:
+        yield
+    finally:
+        _stop_listening(server, path)
+
+
+def _stop_listening(server: asyncio.Server, path: str) -> None:
+    if path:
+        Path(path).unlink(missing_ok=True)  # first: as soon as nobody listens, another may take it
+    server.close()
+
+
+async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) -> None:
+    """Let connections send what waits, and no longer than `STOP_SECONDS`."""
+    for connection in list(connections):
+        connection.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STOP_SECONDS):
+            while connections:
+                ended.clear()
+                await ended.wait()
+    for connection in list(connections):
+        connection.abort()
+
+
+class _AcceptedConnection(FrameConnection):
+    """A connection that its server can end."""
+
+    def __init__(
+        self,
+        accept: Accept,
+        connections: set["_AcceptedConnection"],
+        ended: asyncio.Event,
+        *,
+        limit: int,
+        send_limit: int,
+    ):
+        super().__init__(accept, limit=limit, send_limit=send_limit)
+        self._connections = connections
+        self._ended = ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._connections.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self._ended.set()
+        super().connection_lost(exc)
+
+
+def _listener(field: str, address: str) -> socket.socket:
+    try:
+        host, port = host_port(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except ValueError as error:
+        raise StoreNotStarted(f"{field}: {error}") from error
+    except OSError as error:
+        raise StoreNotStarted(f"{field}: {address} cannot be listened on: {error.strerror or error}") from error
+
+
+def _family(transport: asyncio.Transport) -> int:
+    opened: socket.socket = transport.get_extra_info("socket")
+    return opened.family

@@ -1,0 +1,268 @@
+"""Where the blocks of a node lie, who makes room for whom, and what the memory and the watchers have to learn of it. Pure.
+
+Part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. What it does not know is why a block has
+pins, or for how long it is reserved.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.block import BlockHash
+from kvstore.clock import Nanos
+from kvstore.messages import (
+    SLOT,
+    Address,
+    BlockChanges,
+    BlockKey,
+    Claim,
+    Discard,
+    ReservedSlot,
+    Slot,
+    TierCommand,
+)
+from kvstore.pool.extents import FreeExtents, occupied_bytes
+from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advance
+from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBlock
+from kvstore.pool.quotas import TenantAccount
+from kvstore.ports import Eviction
+
+RESERVED, HELD = BlockState.RESERVED, BlockState.HELD
+"""Looked up once: finding a member of an enumeration takes longer than what is done with it for each block."""
+
+EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
+
+
+class PoolAllocator:
+    """See the module."""
+
+    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int, table_key: tuple[int, int]):
+        self._extents = FreeExtents(capacity_bytes)
+        self._eviction = eviction
+        self._by_offset: dict[int, StoredBlock] = {}
+        self._commands: list[TierCommand] = []
+        self._changed: dict[bytes, dict[BlockHash, bool]] = {}  # namespace -> name -> stored (else removed)
+        self.evicted_blocks = 0
+        self.namespaces = OpenNamespaces(self._extents.capacity_bytes, max_namespaces, table_key)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.capacity_bytes - self._extents.free_bytes
+
+    def at(self, digest: bytes, slot: Slot) -> StoredBlock | None:
+        block = self._by_offset.get(slot.offset)
+        if block is None or block.generation != slot.generation or block.key.digest != digest:
+            return None
+        return block
+
+    # A block's life
+
+    def place_missing(
+        self,
+        opened: OpenNamespace,
+        names: Sequence[BlockHash],
+        account: TenantAccount | None,
+        next_id: Callable[[], int],
+    ) -> tuple[dict[int, StoredBlock], list[ReservedSlot], int]:
+        """Places for those blocks of a chain that are neither readable nor being written.
+
+        Returns:
+            New blocks by index, from the start of the chain as far as there is space; the same as clients see them;
+            and how many found no space.
+        """
+        blocks: dict[int, StoredBlock] = {}
+        reserved: list[ReservedSlot] = []
+        length, digest = opened.namespace.block_bytes, opened.digest
+        refused = 0
+        readable, writing, by_offset, claims = opened.readable, opened.writing, self._by_offset, self._commands
+        missing: dict[BlockHash, int] = {}
+        for index, name in enumerate(names):
+            if name not in readable and name not in writing:
+                missing.setdefault(name, index)
+        free = iter(self._extents.take_several(length, len(missing)) if account is None else ())
+        for name, index in missing.items():
+            offset = next(free, None)
+            if offset is None and not refused:
+                offset = self._find_room(length, account)
+            if offset is None:
+                refused += 1
+                continue
+            key = BlockKey(digest, name)
+            generation = next_id()
+            block = StoredBlock(key, SLOT.pack(offset, generation, 0), length, account)
+            blocks[index] = by_offset[offset] = writing[name] = block
+            reserved.append(ReservedSlot(index, Slot(offset, generation)))
+            claims.append(Claim(Address(key=key, offset=offset, length=length, generation=generation)))
+            if account is not None:
+                account.bytes += occupied_bytes(length)
+        if account is not None:
+            account.refused += refused
+        return blocks, reserved, refused
+
+    def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
+        """The bytes of these blocks are there, and that are their checksums: they can be found.
+
+        The policy does not know them yet.
+        """
+        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: what is being written is reserved
+        writing, put = opened.writing, opened.readable.put
+        changed = self._changed.setdefault(opened.digest, {})
+        for block, crc32c in written:
+            assert block.state is RESERVED, block.state
+            name = block.key.name
+            block.has_bytes(crc32c)
+            block.state = published
+            del writing[name]
+            put(name, block)
+            changed[name] = True
+
+    def abandon(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """It was never written."""
+        block.state = advance(block.state, BlockTransition.ABANDON)
+        del opened.writing[block.key.name]
+        self.free(block)
+
+    def forget(self, opened: OpenNamespace, block: StoredBlock) -> None:
+        """A readable block is not found any more, nor may it be chosen, and watchers learn it."""
+        key = block.key
+        if key in self._eviction:
+            self._eviction.withdraw(key)
+        if block.account is not None and key in block.account.eviction:
+            block.account.eviction.withdraw(key)
+        opened.readable.remove(key.name)
+        self._changed.setdefault(key.digest, {})[key.name] = False
+
+    def free(self, block: StoredBlock) -> None:
+        self._extents.give_back(self._vacate(block), block.length)
+
+    # The policies
+
+    def admit(self, block: StoredBlock, now: Nanos) -> None:
+        self._eviction.admit(block.key, block.length, now)
+        if block.account is not None:
+            block.account.eviction.admit(block.key, block.length, now)
+
+    def readmit(self, block: StoredBlock, now: Nanos) -> None:
+        """To the policies that chose it while it was pinned; for the others nothing has happened."""
+        for policy in self._policies(block):
+            if block.key not in policy:
+                policy.admit(block.key, block.length, now)
+
+    # What others have to learn
+
+    def commands(self) -> list[TierCommand]:
+        """What has to be done to the pool's memory, in order; each is handed out once."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def changes(self) -> list[BlockChanges]:
+        """What watchers have to learn; each change is handed out once."""
+        changed, self._changed = self._changed, {}
+        return [
+            BlockChanges(
+                digest=digest,
+                stored=tuple(name for name, stored in names.items() if stored),
+                removed=tuple(name for name, stored in names.items() if not stored),
+            )
+            for digest, names in changed.items()
+            if names
+        ]
+
+    def __iter__(self) -> Iterator[StoredBlock]:
+        return iter(self._by_offset.values())
+
+    def check(self, accounts: Iterable[TenantAccount]) -> None:
+        """Asserts that space is neither lost nor given away twice, and who knows which block."""
+        self._extents.check()
+        areas = self._extents.free_extents()
+        charged: dict[int, int] = {}
+        admitted: dict[int, int] = {}
+        for offset, block in self._by_offset.items():
+            state = block.state
+            assert block.address.offset == offset
+            areas.append((offset, occupied_bytes(block.length)))
+            assert (self.namespaces.find(block.key) is block) == (state in READABLE)
+            assert (self.namespaces.written(block.key) is block) == (state is BlockState.RESERVED)
+            assert state is not BlockState.GONE
+            for policy in self._policies(block):
+                known = state in READABLE and block.key in policy
+                assert known or state is not BlockState.HELD, "a block that never goes"
+                admitted[id(policy)] = admitted.get(id(policy), 0) + known
+            if block.account is not None:
+                charged[id(block.account)] = charged.get(id(block.account), 0) + occupied_bytes(block.length)
+        assert admitted.get(id(self._eviction), 0) == len(self._eviction), "the policy knows blocks that are not there"
+        for account in accounts:
+            assert account.bytes == charged.pop(id(account), 0) <= account.limit_bytes
+            assert admitted.get(id(account.eviction), 0) == len(account.eviction)
+        assert not charged, "an account was forgotten that has blocks"
+        for opened in self.namespaces:
+            assert not any(name in opened.readable for name in opened.writing)
+            for name in opened.readable.names():
+                (block,) = opened.readable.blocks(name)
+                assert self._by_offset[block.address.offset] is block
+                assert opened.readable.slots(name) == block.slot, "a look-up would send its readers elsewhere"
+        end = 0
+        for offset, length in sorted(areas):
+            assert offset == end, "space is lost, or given away twice"
+            end = offset + length
+        assert end == self._extents.capacity_bytes
+
+    def _find_room(self, length: int, account: TenantAccount | None) -> int | None:
+        """Offset of a free extent; makes room if it must. None when nothing more may go."""
+        if account is not None and not self._make_room_within(account, length):
+            return None
+        while (offset := self._extents.take(length)) is None:
+            victim = self._choose(self._eviction)
+            if victim is None:
+                return None
+            vacant = self._evict(victim)
+            if occupied_bytes(victim.length) == occupied_bytes(length):
+                return vacant  # the common case: no need to look for it
+            self._extents.give_back(vacant, victim.length)
+        return offset
+
+    def _make_room_within(self, account: TenantAccount, length: int) -> bool:
+        """Have a tenant give up its own until a block more fits its quota."""
+        size_bytes = occupied_bytes(length)
+        if size_bytes > account.limit_bytes:
+            return False  # it never will
+        while account.bytes + size_bytes > account.limit_bytes:
+            victim = self._choose(account.eviction)
+            if victim is None:
+                return False
+            self._extents.give_back(self._evict(victim), victim.length)
+            account.evicted += 1
+        return True
+
+    def _choose(self, policy: Eviction) -> StoredBlock | None:
+        """The next to go, which has no pin; None when nothing may go."""
+        while (key := policy.choose()) is not None:
+            block = self.namespaces.find(key)
+            assert block is not None, "the policy knows a block that is not there"
+            if not block.pins:
+                return block
+            policy.withdraw(key)  # admitted again with its last pin (rule 8)
+        return None
+
+    def _evict(self, block: StoredBlock) -> int:
+        """Drop a block to make room; returns the offset of its extent, which is the caller's to give back."""
+        assert block.state is HELD, block.state
+        block.state = EVICTED
+        self.forget(self.namespaces.get(block.key.digest), block)
+        self.evicted_blocks += 1
+        return self._vacate(block)
+
+    def _vacate(self, block: StoredBlock) -> int:
+        """The block is at its place no more; returns the offset of its extent."""
+        address = block.address
+        del self._by_offset[address.offset]
+        if block.account is not None:
+            block.account.bytes -= occupied_bytes(block.length)
+        self._commands.append(Discard(address))
+        return address.offset
+
+    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
+        """Those that may choose the block."""
+        return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

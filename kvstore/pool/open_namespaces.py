@@ -1,0 +1,141 @@
+"""Which namespaces are open on a node, and which may not be opened beside them (rule 7 of `kvstore.pool.machine`)."""
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from kvstore.block import BlockHash
+from kvstore.clock import SECOND, Nanos
+from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
+from kvstore.messages import SLOT, Address, BlockKey, Slot
+from kvstore.namespace import KvNamespace
+from kvstore.native.tables import Table
+from kvstore.pool.lifecycle import BlockState
+from kvstore.pool.quotas import TenantAccount
+
+NAMESPACE_IDLE = Nanos(60 * SECOND)
+"""A layout that nobody used for this long no longer stands in the way of another; covers a worker's restart."""
+
+
+class StoredBlock(Struct, gc=False, eq=False):
+    """One block, from its reservation to its end. Only the machine changes it.
+
+    There are millions: hence one string for the slot, in the form in which it travels, and nothing for the garbage
+    collector to walk through (it refers to no block, so there are no cycles).
+    """
+
+    key: BlockKey
+    slot: bytes  # `kvstore.messages.SLOT`
+    length: int  # bytes
+    account: TenantAccount | None  # that pays for it
+    state: BlockState = BlockState.RESERVED
+    pins: int = 0
+
+    @property
+    def generation(self) -> int:
+        return self.unpacked.generation
+
+    @property
+    def unpacked(self) -> Slot:
+        return Slot(*SLOT.unpack(self.slot))
+
+    @property
+    def address(self) -> Address:
+        offset, generation, _ = SLOT.unpack(self.slot)
+        return Address(key=self.key, offset=offset, length=self.length, generation=generation)
+
+    def has_bytes(self, crc32c: int) -> None:
+        """They are there, and that is their checksum."""
+        self.slot = self.slot[:-4] + crc32c.to_bytes(4, "little")
+
+
+class OpenNamespace:
+    """One namespace and the blocks that can be found in it, or are being written."""
+
+    __slots__ = ("digest", "namespace", "readable", "used", "writing")
+
+    def __init__(self, namespace: KvNamespace, used: Nanos, key: tuple[int, int]):
+        self.namespace = namespace
+        self.digest = namespace.digest
+        self.used = used
+        self.readable: Table[StoredBlock] = Table(key)
+        self.writing: dict[BlockHash, StoredBlock] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.readable) and not self.writing
+
+
+class OpenNamespaces:
+    """By digest."""
+
+    def __init__(self, capacity_bytes: int, limit: int, table_key: tuple[int, int]):
+        self._capacity_bytes = capacity_bytes
+        self._limit = limit
+        self._table_key = table_key
+        self._opened: dict[bytes, OpenNamespace] = {}
+
+    def open(self, namespace: KvNamespace, now: Nanos) -> None:
+        """Make a namespace known; again is fine.
+
+        Raises:
+            InvalidArgument: A block would not fit into the pool.
+            NamespaceInUse: The same weights are in use in another layout.
+            Exhausted: Too many namespaces hold blocks.
+        """
+        digest = namespace.digest
+        if (known := self._opened.get(digest)) is not None:
+            known.used = now
+            return
+        if not 0 < namespace.block_bytes <= self._capacity_bytes:
+            limits = f"1..{self._capacity_bytes}, the size of the pool"
+            raise InvalidArgument("namespace.block_bytes", f"{namespace.block_bytes} is not within {limits}")
+        for other in self._opened.values():
+            if _weights(other.namespace) == _weights(namespace) and now - other.used < NAMESPACE_IDLE:
+                raise NamespaceInUse(other.namespace, namespace)
+        if len(self._opened) >= self._limit:
+            self._forget_an_empty_one()
+        self._opened[digest] = OpenNamespace(namespace, now, self._table_key)
+
+    def get(self, digest: bytes) -> OpenNamespace:
+        """The namespace with that digest.
+
+        Raises:
+            NamespaceUnknown: It is not open.
+        """
+        opened = self._opened.get(digest)
+        if opened is None:
+            raise NamespaceUnknown(digest)
+        return opened
+
+    def use(self, digest: bytes, now: Nanos) -> OpenNamespace:
+        """As `get`; it counts as used."""
+        opened = self.get(digest)
+        opened.used = now
+        return opened
+
+    def find(self, key: BlockKey) -> StoredBlock | None:
+        """The readable block of that name."""
+        opened = self._opened.get(key.digest)
+        return opened.readable.get(key.name) if opened is not None else None
+
+    def written(self, key: BlockKey) -> StoredBlock | None:
+        """The block of that name that is being written."""
+        opened = self._opened.get(key.digest)
+        return opened.writing.get(key.name) if opened is not None else None
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._opened
+
+    def __iter__(self) -> Iterator[OpenNamespace]:
+        return iter(self._opened.values())
+
+    def _forget_an_empty_one(self) -> None:
+        empty = [digest for digest, opened in self._opened.items() if opened.is_empty]
+        if not empty:
+            raise Exhausted(f"{self._limit} namespaces hold blocks (max_namespaces)")
+        del self._opened[min(empty, key=lambda digest: self._opened[digest].used)]
+
+
+def _weights(namespace: KvNamespace) -> tuple[str, str, str]:
+    return namespace.model, namespace.revision, namespace.lora

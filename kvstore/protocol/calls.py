@@ -1,0 +1,342 @@
+"""What a client asks of a node all the time: by gRPC, or by frames where the node is on the same host.
+
+A framed call costs a tenth of one by gRPC. What happens now and then (Hello, Hold, Condemn, Stats, Watch) stays with gRPC.
+
+Rules:
+
+1. A connection goes to the socket that hands out the memory, and begins with that socket's QUESTION under another magic
+   (`kvstore.transports.shared_memory.CALLS`). Frames follow, both ways (`kvstore.net.frames`); the node's first is empty, and
+   says that it takes the connection.
+2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a code of gRPC) and the message; or, where
+   the status is not 0, the field that is to blame, a zero byte, and the reason.
+3. Answers come in the order of the requests. This client has one call at a time on a connection, and as many connections
+   as it has threads that call at the same time. For the answer to a release nobody waits: it is read before the next
+   request is sent.
+4. Whoever breaks these rules, or misses a deadline in the middle of a call, loses the connection; nothing else is affected.
+5. Where no such connection can be had (containers that share a host and no sockets, a node that is full or of another
+   version, or away), calls go by gRPC. A connection that the node has ended is noticed before a request is sent, so that
+   none is sent twice.
+"""
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.clock import Clock, Nanos, nanos, seconds
+from kvstore.net.frames import HEAD
+from kvstore.protocol import wire
+from kvstore.transports.shared_memory import CALLS, QUESTION
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+OPENING = QUESTION.pack(CALLS, bytes(16))
+TAKEN = HEAD.pack(0)
+
+FRAME_BYTES = 2 << 20
+"""The longest: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
+
+REQUEST = struct.Struct("<IB")  # bytes of the frame, method
+ANSWER = struct.Struct("<IB")  # bytes of the frame, status
+OK = 0
+
+ROOM_BYTES = 64 << 10  # for answers; longer ones are rare
+AT_ONCE_BYTES = 32 << 10  # that fit into the socket's buffer, so that sending them takes no time
+GOODBYE_SECONDS = 0.1  # for what was to be released soon
+IDLE_LINES = 8  # that are kept: more threads at a time are rare
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Method(IntEnum):
+    MATCH = 1
+    RELEASE = 2
+    RESERVE = 3
+    PUBLISH = 4
+
+
+class CallRefused(grpc.RpcError):
+    """A framed call that came to nothing; looks like one by gRPC."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
+        super().__init__(details)
+        self._code = code
+        self._details = details
+        self._field = field
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:  # pairs, as gRPC has them
+        return ((wire.FIELD_KEY, self._field),) if self._field else ()
+
+
+def refusal_message(code: grpc.StatusCode, field: str, reason: str) -> bytes:
+    """The payload of an answer that says no (rule 2)."""
+    return bytes((number_of(code),)) + f"{field}\0{reason}".encode()
+
+
+def number_of(code: grpc.StatusCode) -> int:
+    """As it travels."""
+    number: int = code.value[0]
+    return number
+
+
+_CODES = {number_of(code): code for code in grpc.StatusCode}
+
+
+class NodeCalls:
+    """One client's calls to one node. Thread-safe. All raise `grpc.RpcError`."""
+
+    def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
+        """Connects when it is needed.
+
+        Args:
+            stub: Of the node.
+            path: Of the socket that hands out its memory, where that is on this host; empty: gRPC only.
+            clock: For deadlines.
+        """
+        self._stub = stub
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lines: set[_CallConnection] = set()
+        self._idle: list[_CallConnection] = []
+        self._over = False
+
+    def match(self, request: pb.MatchRequest, timeout_seconds: float) -> pb.MatchResponse:
+        return self._ask(Method.MATCH, request, pb.MatchResponse, self._stub.Match, timeout_seconds)
+
+    def release(self, request: pb.ReleaseRequest, timeout_seconds: float) -> pb.ReleaseResponse:
+        return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
+
+    def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
+        """As `release`, without waiting for the node where that is possible; `settle` does."""
+        deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
+        line = self._line(deadline) if self._path else None
+        if line is None:
+            self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
+            return
+        whole = False
+        try:
+            line.tell(Method.RELEASE, request.SerializeToString(), deadline)
+            whole = True
+        except OSError as error:
+            raise _failed(error) from error
+        finally:
+            self._give_back(line, whole=whole)
+
+    def settle(self, timeout_seconds: float) -> None:
+        """What was to be released soon has been released, unless the node does not answer in time."""
+        deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
+        with self._lock:
+            owing = [line for line in self._idle if line.is_owed]
+            self._idle = [line for line in self._idle if not line.is_owed]
+        for line in owing:
+            self._give_back(line, whole=line.settle(deadline))
+
+    def reserve(self, request: pb.ReserveRequest, timeout_seconds: float) -> pb.ReserveResponse:
+        return self._ask(Method.RESERVE, request, pb.ReserveResponse, self._stub.Reserve, timeout_seconds)
+
+    def publish(self, request: pb.PublishRequest, timeout_seconds: float) -> pb.PublishResponse:
+        return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
+
+    def retire(self) -> None:
+        """Let the connections go, those in use after their calls."""
+        self.settle(GOODBYE_SECONDS)
+        with self._lock:
+            self._over = True
+            idle, self._idle = self._idle, []
+            self._lines.difference_update(idle)
+        for line in idle:
+            line.close()
+
+    def close(self) -> None:
+        """As `retire`; calls in progress end now."""
+        self.retire()
+        with self._lock:
+            for line in self._lines:
+                line.hang_up()
+
+    def _ask(
+        self,
+        method: Method,
+        request: Message,
+        kind: type[Answer],
+        by_grpc: Callable[..., Answer],
+        timeout_seconds: float,
+    ) -> Answer:
+        deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
+        line = self._line(deadline) if self._path else None
+        if line is None:
+            return by_grpc(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
+        whole = False
+        try:
+            status, body = line.exchange(method, request.SerializeToString(), deadline)
+            answer = kind.FromString(body) if status == OK else None
+            whole = True
+        except (OSError, DecodeError) as error:
+            raise _failed(error) from error
+        finally:
+            self._give_back(line, whole=whole)
+        if answer is None:
+            field, _, reason = body.decode(errors="replace").partition("\0")
+            raise CallRefused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
+        return answer
+
+    def _line(self, deadline: Nanos) -> "_CallConnection | None":
+        """A connection for one call; None where there is none to be had."""
+        while True:
+            with self._lock:
+                if self._over:
+                    raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
+                if not self._idle:
+                    break
+                line = self._idle.pop()
+            if line.settle(deadline) and line.is_silent():
+                return line
+            self._give_back(line, whole=False)
+            if self._clock.now() >= deadline:
+                raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+        try:
+            line = _CallConnection(self._path, self._clock, deadline)
+        except TimeoutError as error:
+            raise CallRefused(
+                grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time"
+            ) from error
+        except OSError:
+            return None
+        with self._lock:
+            self._lines.add(line)
+        return line
+
+    def _give_back(self, line: "_CallConnection", *, whole: bool) -> None:
+        with self._lock:
+            if whole and not self._over and len(self._idle) < IDLE_LINES:
+                self._idle.append(line)
+                return
+            self._lines.discard(line)
+        line.close()
+
+
+def _failed(error: Exception) -> CallRefused:
+    if isinstance(error, TimeoutError):
+        return CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
+    return CallRefused(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+class _CallConnection:
+    """One connection; for one thread at a time."""
+
+    def __init__(self, path: str, clock: Clock, deadline: Nanos):
+        """Connects.
+
+        Raises:
+            TimeoutError: Nobody takes the connection by the deadline.
+            OSError: Nobody will.
+        """
+        self._clock = clock
+        self._room = memoryview(bytearray(ROOM_BYTES))
+        self.is_owed = False  # an answer, for which nobody has waited
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._hurry(deadline)
+            self._socket.connect(path)
+            self._socket.sendall(OPENING)
+            if self._socket.recv(len(TAKEN), socket.MSG_WAITALL) != TAKEN:
+                raise ConnectionRefusedError(f"unix:{path} takes no calls")
+        except BaseException:
+            self._socket.close()
+            raise
+        self._events = select.poll()
+        self._events.register(self._socket, select.POLLIN)
+
+    def is_silent(self) -> bool:
+        """Whether nothing came, not even its end, since the last answer."""
+        return not self._events.poll(0)
+
+    def exchange(self, method: Method, message: bytes, deadline: Nanos) -> tuple[int, bytes]:
+        """Status and body of the answer.
+
+        Raises:
+            TimeoutError: It has not come by the deadline.
+            OSError: The connection is over, or what came is no answer. After all of these only `close` is left.
+        """
+        self._send(method, message, deadline)
+        if len(message) > AT_ONCE_BYTES:
+            self._hurry(deadline)
+        return self._answer(deadline)
+
+    def tell(self, method: Method, message: bytes, deadline: Nanos) -> None:
+        """Send a request for whose answer nobody waits. Raises as `exchange` does."""
+        self._send(method, message, deadline)
+        self.is_owed = True
+
+    def settle(self, deadline: Nanos) -> bool:
+        """Read the answer that is owed; whether the connection is still of use."""
+        try:
+            if self.is_owed:
+                self._hurry(deadline)
+                self._answer(deadline)
+                self.is_owed = False
+        except OSError:
+            return False
+        return True
+
+    def _send(self, method: Method, message: bytes, deadline: Nanos) -> None:
+        assert not self.is_owed, "two answers at a time cannot be told apart"
+        if len(message) >= FRAME_BYTES:
+            raise ConnectionError(f"a request of {len(message)} bytes is longer than {FRAME_BYTES}")
+        self._hurry(deadline)
+        self._socket.sendall(REQUEST.pack(1 + len(message), method) + message)
+
+    def _answer(self, deadline: Nanos) -> tuple[int, bytes]:
+        room, filled, size = self._room, 0, 0
+        while not size or filled < size:
+            if filled:
+                self._hurry(deadline)
+            count = self._socket.recv_into(room[filled:])
+            if not count:
+                raise ConnectionResetError("the node has ended the connection")
+            filled += count
+            if not size and filled >= ANSWER.size:
+                length, _ = ANSWER.unpack_from(room)
+                size = length + ANSWER.size - 1
+                if not 1 <= length <= FRAME_BYTES:
+                    raise ConnectionError(f"an answer of {length} bytes")
+                if size > len(room):
+                    room = memoryview(bytearray(size))
+                    room[:filled] = self._room[:filled]
+        if filled > size:
+            raise ConnectionError("more than an answer has come")
+        return room[ANSWER.size - 1], bytes(room[ANSWER.size : size])
+
+    def hang_up(self) -> None:
+        """Whoever waits for an answer waits no longer."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the node was faster, or the call is over
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _hurry(self, deadline: Nanos) -> None:
+        """Have the next step end by the deadline.
+
+        Raises:
+            TimeoutError: That is over.
+        """
+        left = seconds(deadline - self._clock.now())
+        if left <= 0:
+            raise TimeoutError("the deadline has passed")
+        self._socket.settimeout(left)

@@ -1,0 +1,213 @@
+"""Proofs of the secret on the calls of the control plane, put there and asked for by interceptors.
+
+Rules:
+
+1. A client's proof travels in a call's metadata and covers the method and the very bytes of the request. The server
+   looks at it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
+2. The node's proof travels in what trails the answer. A stream, which has no end to look at, carries the client's only:
+   ask something else first. Answers are not covered; TLS protects them.
+3. Calls that stream requests cannot be proven, and are refused: the proof leaves before their bytes are known.
+"""
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from kvstore.security.authentication import AuthenticationKey, CallProof, OutdatedProof, nonce
+from kvstore.security.call_replays import CallReplays
+from kvstore.system_clock import unix_seconds
+
+PROOF_KEY = "kvstore-proof"
+NODE_PROOF_KEY = "kvstore-node-proof"
+EXEMPT = "/grpc.health.v1.Health/"
+
+UNPROVEN = "the answer is not proven: whoever answers there does not have the caller's secret"
+ASKING = "this port asks for a proof: set the caller's secret to that of this port"
+OUTDATED = "this proof does not cover the request, as those of older versions: update the caller's software"
+STREAMED = "this port asks for a proof, and a call that streams requests cannot be proven: use its Unix socket"
+
+Calendar = Callable[[], int]
+"""Seconds since 1970."""
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+AioContext = grpc.aio.ServicerContext[Any, Any]
+
+
+class UnprovenAnswer(grpc.RpcError):
+    """An answer whose sender did not prove the secret; looks like a refusal by the node."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAUTHENTICATED
+
+    def details(self) -> str:
+        return UNPROVEN
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+class ProofServerInterceptor(grpc.aio.ServerInterceptor):
+    """The node's end. Calls over Unix sockets are let through: their files' mode protects them."""
+
+    def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
+        self._key = key
+        self._now = now
+        self._replays = CallReplays()
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Request, Response] | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Request, Response] | None":
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(EXEMPT):
+            return cast("grpc.RpcMethodHandler[Request, Response] | None", handler)
+        if handler.request_streaming:
+            proven = self._without_proofs(handler)
+        elif handler.response_streaming:
+            behaviour = self._asking_once(method, handler.unary_stream, handler.request_deserializer)
+            proven = grpc.unary_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+        else:
+            behaviour = self._asking(method, handler.unary_unary, handler.request_deserializer)
+            proven = grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+        return cast("grpc.RpcMethodHandler[Request, Response]", proven)
+
+    # The handlers below take a request's bytes, since a handler without a deserializer is given them.
+
+    def _asking(self, method: str, behaviour: Any, deserialize: Any) -> Any:
+        async def answer(request: bytes, context: AioContext) -> Any:
+            await self._check(method, request, context)
+            return await behaviour(deserialize(request) if deserialize else request, context)
+
+        return answer
+
+    def _asking_once(self, method: str, behaviour: Any, deserialize: Any) -> Any:
+        async def stream(request: bytes, context: AioContext) -> AsyncIterator[Any]:
+            await self._check(method, request, context)
+            async for each in behaviour(deserialize(request) if deserialize else request, context):
+                yield each
+
+        return stream
+
+    def _without_proofs(self, handler: Any) -> Any:
+        """Serve calls that stream requests on Unix sockets only."""
+
+        async def answer(requests: Any, context: AioContext) -> Any:
+            await self._refuse_unless_local(context)
+            return await handler.stream_unary(requests, context)
+
+        async def stream(requests: Any, context: AioContext) -> AsyncIterator[Any]:
+            await self._refuse_unless_local(context)
+            async for each in handler.stream_stream(requests, context):
+                yield each
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                stream, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
+
+    async def _refuse_unless_local(self, context: AioContext) -> None:
+        if not _is_local(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, STREAMED)
+
+    async def _check(self, method: str, request: bytes, context: AioContext) -> None:
+        if _is_local(context):
+            return
+        texts = [value for name, value in context.invocation_metadata() or () if name == PROOF_KEY]
+        try:
+            (text,) = texts
+            proof = CallProof.parse(str(text))
+        except OutdatedProof:
+            refusal = OUTDATED
+        except ValueError:
+            refusal = ASKING
+        else:
+            now = self._now()
+            refusal = proof.refusal(self._key, method, request, now) or self._replays.refusal(
+                proof.caller, proof.number, proof.unix_seconds, now
+            )
+            if not refusal:
+                answer = proof.answer(self._key, method, request).hex()
+                context.set_trailing_metadata(((NODE_PROOF_KEY, answer),))
+                return
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+
+
+def _is_local(context: AioContext) -> bool:
+    return context.peer().startswith("unix:")
+
+
+class _ProofClient:
+    """Makes the proofs of one caller."""
+
+    def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
+        self._key = key
+        self._now = now
+        self._caller = nonce()
+        self._numbers = itertools.count()
+
+    def _proven(self, details: Any, request: Any) -> tuple[Any, Callable[[Any], bool]]:
+        """Return the details of a call with its proof, and what tells of an answer's trailing metadata whether it is proven.
+
+        gRPC serializes the request right after this, in the same way, so that these are the bytes that are sent.
+        """
+        method = details.method.decode() if isinstance(details.method, bytes) else details.method
+        body = request if isinstance(request, bytes) else request.SerializeToString()
+        proof = CallProof.of(
+            self._key,
+            method,
+            body,
+            unix_seconds=self._now(),
+            caller=self._caller,
+            number=next(self._numbers),
+        )
+
+        def is_answered(trailing: Any) -> bool:
+            texts = [value for name, value in trailing or () if name == NODE_PROOF_KEY]
+            try:
+                (text,) = texts
+                return proof.is_answered_by(self._key, method, body, bytes.fromhex(str(text)))
+            except ValueError:
+                return False
+
+        metadata = [*(details.metadata or ()), (PROOF_KEY, proof.text)]
+        return details._replace(metadata=metadata), is_answered
+
+
+class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor):
+    """The client's end, for synchronous calls."""
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        details, is_answered = self._proven(client_call_details, request)
+        call = continuation(details, request)
+        if call.code() is grpc.StatusCode.OK and not is_answered(call.trailing_metadata()):
+            raise UnprovenAnswer
+        return call
+
+
+class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientInterceptor):
+    """The client's end, for calls on an event loop."""
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        details, is_answered = self._proven(client_call_details, request)
+        call = await continuation(details, request)
+        if await call.code() is grpc.StatusCode.OK:
+            trailing = await call.trailing_metadata()
+            if not is_answered(trailing):
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAUTHENTICATED, await call.initial_metadata(), trailing, UNPROVEN
+                )
+        return call
+
+
+class ProofStreamInterceptor(_ProofClient, grpc.aio.UnaryStreamClientInterceptor):
+    """The client's end, for streams of answers on an event loop."""
+
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        details, _ = self._proven(client_call_details, request)
+        return await continuation(details, request)

@@ -1,0 +1,84 @@
+"""Replay protection: which proven calls were accepted already, so that none is accepted twice.
+
+Rules:
+
+1. A caller numbers its calls. Of each caller the highest number is kept, and which of the `WINDOW` numbers below it came.
+   What is lower than that is refused, since nobody knows any more whether it came.
+2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
+3. At most `CALLERS` are remembered. Where there are that many, calls of another caller are refused: to forget one would
+   open its calls to replay. Only who has the secret is remembered, so that strangers cannot fill the memory.
+"""
+
+from kvstore.security.authentication import SKEW_SECONDS
+
+WINDOW = 1024
+"""A call may be overtaken on its way by this many later calls of the same caller."""
+
+CALLERS = 1 << 16
+"""Channels that called within the last ten minutes: 110 new ones each second. With all of them the memory takes some 20 MB."""
+
+SWEEP_SECONDS = 1  # between two searches for callers that can be forgotten
+
+_SEEN = (1 << WINDOW) - 1
+
+
+class _CallerWindow:
+    """The numbers that came from one caller."""
+
+    __slots__ = ("expires", "highest", "seen")
+
+    def __init__(self, number: int, expires: int):
+        self.highest = number
+        self.seen = 1  # bit n: whether `highest - n` came
+        self.expires = expires  # seconds since 1970 after which no accepted proof is valid any more
+
+
+class CallReplays:
+    """Remembers which proven calls were accepted, by caller."""
+
+    def __init__(self, callers: int = CALLERS):
+        self._limit = callers
+        self._callers: dict[bytes, _CallerWindow] = {}
+        self._swept_at = 0
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
+        """Note a proven call, and return why it is not served, or an empty string.
+
+        Args:
+            name: The caller.
+            number: Which of its calls this is.
+            unix_seconds: The time in the call's proof, which has been found valid.
+            now: Seconds since 1970.
+        """
+        expires = unix_seconds + SKEW_SECONDS
+        caller = self._callers.get(name)
+        if caller is None:
+            self._sweep(now)
+            if len(self._callers) >= self._limit:
+                return f"this port remembers the calls of {self._limit} callers, and can take no more: call again in {SKEW_SECONDS} s"
+            self._callers[name] = _CallerWindow(number, expires)
+            return ""
+        ahead = number - caller.highest
+        if ahead > 0:
+            caller.seen = (caller.seen << ahead | 1) & _SEEN if ahead < WINDOW else 1
+            caller.highest = number
+        elif -ahead >= WINDOW:
+            return f"more than {WINDOW} later calls of the same caller have overtaken this one: call again"
+        elif caller.seen >> -ahead & 1:
+            return "this call was served already: a proof is accepted once"
+        else:
+            caller.seen |= 1 << -ahead
+        caller.expires = max(caller.expires, expires)
+        return ""
+
+    def _sweep(self, now: int) -> None:
+        """Forget callers whose proofs are all too old."""
+        if len(self._callers) < self._limit // 2 and now < self._swept_at + SKEW_SECONDS:
+            return
+        if self._swept_at <= now < self._swept_at + SWEEP_SECONDS:
+            return
+        self._swept_at = now
+        self._callers = {name: caller for name, caller in self._callers.items() if caller.expires >= now}

@@ -1,0 +1,322 @@
+"""TLS diagnosis: why a connection over TLS cannot be had, in words that name the file or setting to mend.
+
+Rules:
+
+1. gRPC says "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to one that waits for the node.
+   After such a failure `diagnose` connects once more, with Python's TLS, and says what is wrong with that connection.
+2. `explain` says what an exception of Python's TLS means, on either end, for those who have one at hand.
+3. Both describe, and let nobody in: where a certificate is looked at without being verified, nothing is sent after it.
+4. A diagnosis takes at most three connections, one after the other, and each step of one at most the timeout.
+"""
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvstore.errors import reason
+from kvstore.net.addresses import host_port
+from kvstore.security.credentials import Credentials
+
+TIMEOUT_SECONDS = 1.0
+GRPC = ("h2",)
+"""The protocols that gRPC's servers want to be asked for (ALPN); servers of other protocols do not mind."""
+
+NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
+NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # X509_V_ERR_…; openssl-verification-options(1)
+UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
+
+PLAIN = frozenset(
+    {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
+)
+"""OpenSSL gives these names to bytes that are no TLS."""
+
+ALERTS = {
+    "CERTIFICATE_REQUIRED": "it asks for a certificate",
+    "UNKNOWN_CA": "the certificate shown is not signed by its authority",
+    "CERTIFICATE_EXPIRED": "the certificate shown has expired",
+    "CERTIFICATE_REVOKED": "the certificate shown is revoked",
+    "UNSUPPORTED_CERTIFICATE": "the certificate shown is not for this use",
+    "CERTIFICATE_UNKNOWN": "it does not accept the certificate shown",
+    "BAD_CERTIFICATE": "it does not accept the certificate shown",
+    "DECRYPT_ERROR": "it does not accept the certificate shown",
+    "ACCESS_DENIED": "it does not accept the certificate shown",
+    "HANDSHAKE_FAILURE": "no version or cipher is common to both ends, or it asks for a certificate",
+    "PROTOCOL_VERSION": "no version of TLS is common to both ends",
+    "NO_APPLICATION_PROTOCOL": "it speaks another protocol over TLS",
+    "UNRECOGNIZED_NAME": "it has no certificate for that name",
+}  # fmt: skip - RFC 8446, section 6.2
+
+
+def explain(error: Exception) -> str:
+    """Return what a failed handshake means, as seen by the end that has the exception."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the peer's certificate is not accepted: {error.verify_message}"
+    name = str(getattr(error, "reason", None) or "")
+    if name in PLAIN:
+        return "the peer does not speak TLS"
+    if name == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "the peer shows no certificate, and one is asked for"
+    for alert, meaning in ALERTS.items():
+        if name.endswith(f"ALERT_{alert}"):
+            return f"the peer has ended the handshake: {meaning}"
+    if isinstance(error, ssl.SSLEOFError | ConnectionError):
+        return "the peer has ended the connection during the handshake: it may not speak TLS, or not accept the certificate"
+    if isinstance(error, TimeoutError):
+        return "the peer has not answered the handshake in time: it may not speak TLS"
+    return name.replace("_", " ").lower() or reason(error)
+
+
+def diagnose_address(address: str, credentials: Credentials, **how: Any) -> str:
+    """Return `diagnose` for ``host:port``, and nothing for other addresses."""
+    try:
+        host, port = host_port(address)
+    except ValueError:
+        return ""
+    return diagnose(host, port, credentials, **how)
+
+
+def diagnose(
+    host: str,
+    port: int,
+    credentials: Credentials,
+    *,
+    field: str = "credentials",
+    server_name: str = "",
+    protocols: Sequence[str] = GRPC,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> str:
+    """Return why a client with these credentials gets no connection over TLS; empty where TLS is not the cause.
+
+    Args:
+        host: Where the server listens.
+        port: Likewise.
+        credentials: Of the client. Without an authority it speaks without TLS.
+        field: Of the settings, where the credentials stand; the answer names fields in it.
+        server_name: For which the server's certificate has to be; the host where it is empty.
+        protocols: To ask for (ALPN).
+        timeout_seconds: For each step; the whole takes a few times that at the longest.
+    """
+    asked = _TlsProbe(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
+    try:
+        return asked.cause()
+    except _Unconnected:
+        return ""  # nothing of TLS, and the caller knows
+
+
+def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
+    """Return why the other ends will not accept our own certificate, as far as our own authority can tell; else nothing."""
+    if not (credentials.certificate and credentials.authority):
+        return ""
+    refused = _refusal_of_own(credentials)
+    if refused is None:
+        return ""
+    if refused.verify_code in UNKNOWN_ISSUER:
+        return (
+            f"{field}.certificate: {credentials.certificate} is not signed by the authority in {credentials.authority}"
+        )
+    return f"{field}.certificate: {credentials.certificate}: {refused.verify_message}"
+
+
+class _Unconnected(Exception):
+    """Nobody listens there, or nobody answers."""
+
+
+class _TlsProbe:
+    """One diagnosis."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        field: str,
+        server_name: str,
+        protocols: tuple[str, ...],
+        timeout_seconds: float,
+    ):
+        self._host = host
+        self._port = port
+        self._credentials = credentials
+        self._field = field
+        self._server_name = server_name
+        self._protocols = protocols
+        self._timeout_seconds = timeout_seconds
+        self._place = f"{host}:{port}"
+
+    def cause(self) -> str:
+        if not self._credentials.authority:
+            return self._cause_without_tls()
+        context, fault = self._context()
+        if context is None:
+            return fault
+        try:
+            with self._connection(context) as connection:
+                return self._cause_after_handshake(connection)
+        except ssl.SSLCertVerificationError as error:
+            return self._cause_of_refusal(error)
+        except (OSError, ValueError) as error:  # ValueError: the peer left in the middle of it
+            if _is_plain(error):
+                return f"{self._place} does not speak TLS, and this client does: {self._field}.authority is set"
+            return f"{self._place}: {explain(error)}{self._own_certificate() if _is_alert(error) else ''}"
+
+    def _cause_without_tls(self) -> str:
+        context = self._bare(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        speaks = f"{self._place} speaks TLS, and this client does not: set {self._field}.authority"
+        try:
+            with self._connection(context):
+                return speaks
+        except ssl.SSLError as error:
+            return speaks if _is_alert(error) else ""
+        except (OSError, ValueError):
+            return ""
+
+    def _context(self) -> tuple[ssl.SSLContext | None, str]:
+        """Return the context to connect with, or else which file keeps one from being made."""
+        files = self._credentials
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(list(self._protocols))
+        try:
+            context.load_verify_locations(files.authority)
+        except (OSError, ssl.SSLError) as error:
+            return None, f"{self._field}.authority: {files.authority} holds no certificates: {reason(error)}"
+        if not files.certificate:
+            return context, ""
+        try:
+            context.load_cert_chain(files.certificate, files.key)
+        except (OSError, ssl.SSLError) as error:
+            return None, f"{self._field}.key: {files.key} is not the key of {files.certificate}: {reason(error)}"
+        return context, ""
+
+    def _bare(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(list(self._protocols))
+        return context
+
+    @contextlib.contextmanager
+    def _connection(self, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+        try:
+            plain = socket.create_connection((self._host, self._port), self._timeout_seconds)
+        except OSError as error:
+            raise _Unconnected from error
+        with plain, context.wrap_socket(plain, server_hostname=self._server_name) as connection:
+            yield connection
+
+    def _cause_after_handshake(self, connection: ssl.SSLSocket) -> str:
+        """A server that refuses the client's certificate says so after the client's handshake is over (TLS 1.3)."""
+        try:
+            ended = not connection.recv(1)
+        except TimeoutError:
+            return ""  # it waits for us to begin
+        except ssl.SSLError as error:
+            return f"{self._place}: {explain(error)}{self._own_certificate()}"
+        except ConnectionError:
+            ended = True
+        if not ended:
+            return ""
+        return f"{self._place} has ended the connection right after the handshake{self._own_certificate()}"
+
+    def _own_certificate(self) -> str:
+        """Return what may be wrong with the client's own certificate, to follow a sentence."""
+        files = self._credentials
+        if not files.certificate:
+            return f"; this client shows no certificate: set {self._field}.certificate and {self._field}.key"
+        refused = _refusal_of_own(files)
+        if refused is None:
+            return (
+                f"; {self._field}.certificate: it does not accept {files.certificate}, although {files.authority} does"
+            )
+        if refused.verify_code in UNKNOWN_ISSUER:
+            return (
+                f"; {self._field}.certificate: {files.certificate} is not signed by the authority in {files.authority}"
+            )
+        return f"; {self._field}.certificate: {files.certificate}: {refused.verify_message}"
+
+    def _cause_of_refusal(self, error: ssl.SSLCertVerificationError) -> str:
+        """Return why this client does not accept the server's certificate."""
+        shown = self._shown()
+        whose = f"the certificate of {self._place}"
+        match error.verify_code:
+            case code if code == EXPIRED:
+                return f"{whose} expired on {shown.get('notAfter', 'a day before this one')}, or this clock is wrong"
+            case code if code == NOT_YET_VALID:
+                return f"{whose} is valid from {shown.get('notBefore', 'a later day')}, or this clock is wrong"
+            case code if code in (WRONG_HOST, WRONG_IP):
+                names = ", ".join(value for _, value in shown.get("subjectAltName", ())) or "no name"
+                return f"{whose} is for {names}, not for {self._server_name}"
+            case code if code in UNKNOWN_ISSUER:
+                issuer = _name(shown.get("issuer", ()))
+                signed = f" (it is signed by {issuer})" if issuer else ""
+                return f"{whose} is not signed by the authority in {self._credentials.authority}{signed}"
+            case _:
+                return f"{whose} is not accepted: {error.verify_message}"
+
+    def _shown(self) -> dict[str, Any]:
+        """The server's certificate as Python tells it, which it does only of one that it was told to trust."""
+        try:
+            pem = self._unverified()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.load_verify_locations(cadata=pem)
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME
+            context.set_alpn_protocols(list(self._protocols))
+            self._show_own(context)
+            with self._connection(context) as connection:
+                return connection.getpeercert() or {}
+        except (OSError, ValueError, _Unconnected):
+            return {}
+
+    def _show_own(self, context: ssl.SSLContext) -> None:
+        """Have the client's certificate shown, lest the server's log tell of one that is missing."""
+        if self._credentials.certificate:
+            context.load_cert_chain(self._credentials.certificate, self._credentials.key)
+
+    def _unverified(self) -> str:
+        context = self._bare(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        self._show_own(context)
+        with self._connection(context) as connection:
+            return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+
+
+def _is_plain(error: Exception) -> bool:
+    return str(getattr(error, "reason", None)) in PLAIN
+
+
+def _is_alert(error: Exception) -> bool:
+    return "ALERT" in str(getattr(error, "reason", None))
+
+
+def _name(parts: Sequence[Sequence[tuple[str, str]]]) -> str:
+    return ", ".join(f"{key}={value}" for part in parts for key, value in part)
+
+
+def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
+    """Return why the client's own authority does not accept its certificate: a handshake in memory tells."""
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shows = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    shows.check_hostname, shows.verify_mode = False, ssl.CERT_NONE
+    try:
+        for context in (asking, shows):
+            context.load_cert_chain(files.certificate, files.key)
+        asking.load_verify_locations(files.authority)
+        asking.verify_mode = ssl.CERT_REQUIRED
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (shows.wrap_bio(to_client, to_server), asking.wrap_bio(to_server, to_client, server_side=True))
+        for _ in range(FLIGHTS):
+            for end in ends:
+                _step(end.do_handshake)
+    except ssl.SSLCertVerificationError as error:
+        return error
+    except OSError:
+        return None
+    return None
+
+
+FLIGHTS = 4  # a handshake takes two or three
+
+
+def _step(act: Callable[[], None]) -> None:
+    with contextlib.suppress(ssl.SSLWantReadError):
+        act()

@@ -1,0 +1,370 @@
+"""The BlockStore service: asks the machine, has the pool do what it says, tells the watchers, answers.
+
+What happens in the pool also goes to the hierarchy of the tiers below it, and what clients miss is asked of them. Everything
+runs on one event loop and nothing waits between a decision and its performance, so a client never learns of
+a slot before the slot is stamped.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvstore.block import HASH_BYTES, BlockHash, split
+from kvstore.buffers import crc32c
+from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
+from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
+from kvstore.eviction.ghost_caches import GhostCaches
+from kvstore.eviction.hit_savings import HitSavings
+from kvstore.hierarchy.machine import Hierarchy
+from kvstore.messages import Claim, EvacuationResult, ReservationId, Slot, Stats
+from kvstore.pool.machine import BlockMachine
+from kvstore.ports import MemoryTier
+from kvstore.protocol import wire
+from kvstore.protocol.calls import Method
+from kvstore.protocol.framed_call_server import Act
+from kvstore.service.backing_tiers import BackingTiers
+from kvstore.service.evacuation import Evacuations
+from kvstore.service.metrics import NodeSnapshot
+from kvstore.service.settings import StoreSettings
+from kvstore.service.transfer_executor import TransferExecutor
+from kvstore.service.watchers import Watchers, WatcherTooSlow
+from kvstore.transports.nixl import NixlOffer
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=Message)
+Answer = TypeVar("Answer")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+CONDEMNED_BYTES = 8 << 20
+"""Summed up in one turn of the event loop, to see whether a client is right: a millisecond."""
+
+CONDEMNED_NAMES = 64  # at most in such a turn
+
+NOTED_AT_ONCE = 64  # uses, in one turn of the loop
+
+MAX_UNNOTED = 4096
+"""Uses that may wait to be counted; only a node that is overwhelmed loses some, and what goes down is a matter of taste."""
+
+
+class NodeIdentity(Struct, frozen=True, kw_only=True):
+    """What a node says of itself in the handshake."""
+
+    store_id: str
+    incarnation: str
+    host_id: str
+    shm_socket: str
+    data_address: str
+
+
+class _ChainUse(Struct, frozen=True):
+    """A chain that was asked for, or is being written."""
+
+    digest: bytes
+    hashes: bytes  # its names, one after the other
+    held: int = 0
+    is_write: bool = False
+
+
+class BlockStoreService(pb_grpc.BlockStoreServicer):
+    """One node's control plane."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        identity: NodeIdentity,
+        machine: BlockMachine,
+        tier: MemoryTier,
+        hierarchy: Hierarchy,
+        savings: HitSavings,
+        backing: BackingTiers,
+        nixl_offer: Callable[[], NixlOffer | None],
+        clock: Clock,
+    ):
+        """Serves once a mover is attached, who carries out what the hierarchy decides."""
+        self._identity = identity
+        self._machine = machine
+        self._tier = tier
+        self._hierarchy = hierarchy
+        self._savings = savings
+        self._on_open = backing.open_namespace
+        self._evacuations = Evacuations(machine, hierarchy, backing, self.settle, clock)
+        self._nixl_offer = nixl_offer
+        self._clock = clock
+        self._ghost_caches = GhostCaches(tier.capacity_bytes, settings.eviction)
+        self._used: deque[_ChainUse] = deque(maxlen=MAX_UNNOTED)
+        self._max_lease = nanos(settings.max_lease_seconds)
+        self._max_reservation = nanos(settings.reservation_seconds)
+        self._max_hold = nanos(settings.max_hold_seconds)
+        self._watchers = Watchers(settings.watch_queue)
+        self._condemning = asyncio.Lock()  # one client at a time: each has the loop for a turn
+        self._mismatches = 0
+
+    def attach(self, mover: TransferExecutor) -> None:
+        self._executor = mover
+
+    def tick(self) -> None:
+        """Time has passed: reclaim what has ended."""
+        now = self._clock.now()
+        self._machine.expire(now)
+        self._hierarchy.tick(now)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what machine and hierarchy have decided, until nothing is left to do."""
+        self._perform()
+        self._executor.settle()
+        self._perform()  # a tier that answered at once has had places reserved
+
+    def stats(self) -> Stats:
+        """Of this moment."""
+        self._machine.expire(self._clock.now())
+        return replace(self._machine.stats(), tiers=self._executor.status())
+
+    def snapshot(self) -> NodeSnapshot:
+        """All that metrics tell."""
+        stats = self.stats()
+        return NodeSnapshot(
+            stats=stats,
+            movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
+            refused_loads=self._hierarchy.refused,
+            shadows=self._ghost_caches.estimates(),
+            mismatches=self._mismatches,
+        )
+
+    @property
+    def acts(self) -> Mapping[Method, Act]:
+        """What is called all the time, for clients of this host (`kvstore.protocol.calls`)."""
+
+        def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> Act:
+            return lambda message: self._settled(partial(act, kind.FromString(message)))
+
+        return {
+            Method.MATCH: framed(pb.MatchRequest, self._match),
+            Method.RELEASE: framed(pb.ReleaseRequest, self._release),
+            Method.RESERVE: framed(pb.ReserveRequest, self._reserve),
+            Method.PUBLISH: framed(pb.PublishRequest, self._publish),
+        }
+
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._hello(request, now))
+
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._match(request, now))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._release(request, now))
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._reserve(request, now))
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._publish(request, now))
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._hold(request, now))
+
+    async def ReleaseHold(self, request: pb.ReleaseHoldRequest, context: Context) -> pb.ReleaseHoldResponse:  # noqa: N802 - named by the protocol
+        return await self._answer(context, lambda now: self._release_hold(request, now))
+
+    async def Evacuate(self, request: pb.EvacuateRequest, context: Context) -> pb.EvacuateResponse:  # noqa: N802 - named by the protocol
+        begin = await self._answer(context, lambda now: self._evacuation(request, now))
+        return wire.evacuation_message(await begin)
+
+    async def Condemn(self, request: pb.CondemnRequest, context: Context) -> pb.CondemnResponse:  # noqa: N802 - named by the protocol
+        dropped = 0
+        async with self._condemning:
+            for batch in await self._answer(context, lambda _: self._condemned(request)):
+                dropped += await self._answer(context, partial(self._condemn, request.digest, batch))
+                await asyncio.sleep(0)  # others have their turn
+        return pb.CondemnResponse(dropped=dropped)
+
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002, N802 - the protocol
+        return await self._answer(context, self._stats)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:  # noqa: ARG002, N802 - the protocol
+        await context.send_initial_metadata(())  # an empty store says nothing else for a while
+        sequence = 0
+        try:
+            async with aclosing(self._watchers.watch([*self._machine.held(), *self._executor.held()])) as stream:
+                async for changes in stream:
+                    sequence += 1
+                    yield wire.changes_message(sequence, changes)
+        except WatcherTooSlow:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow for the changes; watch again")
+
+    def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
+        namespace = wire.parse_hello(request)
+        self._on_open(namespace)  # first: a layout that a tier refuses must not stand in the way of one that fits
+        self._machine.open(namespace, now)
+        self._ghost_caches.open(namespace)
+        return pb.HelloResponse(
+            store_id=self._identity.store_id,
+            incarnation=self._identity.incarnation,
+            host_id=self._identity.host_id,
+            shm_socket=self._identity.shm_socket,
+            tcp_address=self._identity.data_address,
+            max_lease_ms=self._max_lease // MILLISECOND,
+            max_reservation_ms=self._max_reservation // MILLISECOND,
+            max_hold_ms=self._max_hold // MILLISECOND,
+            nixl=wire.nixl_message(self._nixl_offer()),
+        )
+
+    def _match(self, request: pb.MatchRequest, now: Nanos) -> pb.MatchResponse:
+        self._require_incarnation(request.incarnation)
+        digest, hashes = wire.parse_digest(request.digest), wire.check_hashes(request.hashes)
+        tenant = wire.parse_tenant(request.tenant)
+        lease = wire.parse_lease(request.lease_ms, 0, self._max_lease)
+        leased = self._machine.match(digest, hashes, lease=lease, now=now, tenant=tenant)
+        held = len(leased.slots)
+        if lease:
+            self._note(_ChainUse(digest, hashes, held))
+        if max_wait := wire.parse_max_wait(request.patience_ms):
+            names = split(hashes)
+            self._savings.told(digest, len(names), seconds(max_wait))
+            self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
+            self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
+        loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
+        tell = lease and self._hierarchy.has_promoted
+        promoted = self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
+        return wire.match_message(leased, loading, promoted)
+
+    def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
+        self._machine.release(wire.parse_leases(request.lease_ids), now)
+        return pb.ReleaseResponse()
+
+    def _reserve(self, request: pb.ReserveRequest, now: Nanos) -> pb.ReserveResponse:
+        self._require_incarnation(request.incarnation)
+        digest, names = wire.parse_digest(request.digest), wire.parse_hashes(request.hashes)
+        reservation = self._machine.reserve(
+            digest,
+            names,
+            owner=wire.parse_owner(request.owner),
+            lease=wire.parse_lease(request.lease_ms, 1, self._max_reservation),
+            now=now,
+            tenant=wire.parse_tenant(request.tenant),
+        )
+        self._note(_ChainUse(digest, request.hashes, is_write=True))
+        return wire.reservation_message(reservation)
+
+    def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
+        checksums = wire.parse_checksums(request)
+        published = self._machine.publish(
+            ReservationId(request.reservation_id), checksums, owner=wire.parse_owner(request.owner), now=now
+        )
+        return pb.PublishResponse(published=published)
+
+    def _hold(self, request: pb.HoldRequest, now: Nanos) -> pb.HoldResponse:
+        self._require_incarnation(request.incarnation)
+        held = self._machine.hold(
+            wire.parse_digest(request.digest),
+            wire.parse_hashes(request.hashes),
+            session=wire.parse_session(request.session),
+            span=wire.parse_lease(request.hold_ms, 1, self._max_hold, "hold_ms"),
+            now=now,
+        )
+        return wire.hold_message(held)
+
+    def _release_hold(self, request: pb.ReleaseHoldRequest, now: Nanos) -> pb.ReleaseHoldResponse:
+        digest, session = wire.parse_digest(request.digest), wire.parse_session(request.session)
+        return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
+
+    def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, EvacuationResult]:
+        """Nothing is done before it is awaited."""
+        self._require_incarnation(request.incarnation)
+        digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
+        deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
+        self._machine.block_bytes(digest)  # refused before it begins
+        return self._evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
+
+    def _condemned(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
+        """What a client finds bad, each block once, as much at a time as is looked at in a turn."""
+        block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
+        blocks = list(dict.fromkeys(wire.parse_condemned(request)))
+        step = max(1, min(CONDEMNED_NAMES, CONDEMNED_BYTES // block_bytes))
+        return [blocks[start : start + step] for start in range(0, len(blocks), step)]
+
+    def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
+        """How many of the blocks are bad indeed, and gone now."""
+        return sum(
+            self._machine.condemn(digest, name, generation, now)
+            for name, generation in blocks
+            if self._is_bad(digest, name, generation)
+        )
+
+    def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - as all answers
+        return wire.stats_message(self.stats(), self._identity.store_id)
+
+    def _is_bad(self, digest: bytes, name: BlockHash, generation: int) -> bool:
+        """A client that read badly, or lies, costs nobody a good block."""
+        slot = self._machine.find(digest, name)
+        if slot is None or slot.generation != generation:
+            return False
+        address = self._machine.readable(digest, Slot(slot.offset, slot.generation))
+        assert address is not None
+        return crc32c([self._tier.view(address)]) != slot.crc32c
+
+    def _require_incarnation(self, incarnation: str) -> None:
+        if incarnation != self._identity.incarnation:
+            raise Restarted(f"incarnation: this is {self._identity.incarnation!r}, not {incarnation!r}")
+
+    async def _answer(self, context: Context, act: Callable[[Nanos], Answer]) -> Answer:
+        try:
+            return self._settled(act)
+        except StoreError as error:
+            if isinstance(error, LayoutMismatch | NamespaceInUse):
+                self._mismatches += 1
+                log.warning("a client's blocks are not like those here; refused", extra={"reason": str(error)})
+            code, field = wire.status_of(error)
+            await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
+
+    def _settled(self, act: Callable[[Nanos], Answer]) -> Answer:
+        """The answer; what was decided on the way to it has been done by then."""
+        try:
+            return act(self._clock.now())
+        finally:
+            self.settle()
+
+    def _note(self, use: "_ChainUse") -> None:
+        """Have hierarchy and shadows learn of a use after whoever waits has its answer."""
+        if not self._used:
+            asyncio.get_running_loop().call_soon(self._note_some)
+        self._used.append(use)
+
+    def _note_some(self) -> None:
+        now = self._clock.now()
+        try:
+            for _ in range(min(len(self._used), NOTED_AT_ONCE)):
+                use = self._used.popleft()
+                names = split(use.hashes)
+                if use.is_write:
+                    self._ghost_caches.stored(use.digest, names, now)
+                else:
+                    self._ghost_caches.looked_up(use.digest, names, now)
+                    self._hierarchy.offer(use.digest, names[: use.held], now)
+        finally:
+            if self._used:
+                asyncio.get_running_loop().call_soon(self._note_some)
+        self.settle()
+
+    def _perform(self) -> None:
+        claim, discard = self._tier.claim, self._tier.discard
+        for command in self._machine.commands():
+            (claim if isinstance(command, Claim) else discard)(command.address)
+        changes = self._machine.changes()
+        for each in changes:
+            self._hierarchy.left(each.digest, each.removed)
+            self._hierarchy.offer(each.digest, each.stored, self._clock.now())
+        self._watchers.tell([*changes, *self._hierarchy.changes()])

@@ -1,0 +1,93 @@
+"""HTTP server of a node's metrics: a few requests at a time, none of which may dawdle.
+
+Whoever connects has a thread, so there are at most `CONNECTIONS`: when one more comes, the oldest of the address that has
+most of them goes (`kvstore.net.unproven_connections`), and a scrape always has its turn. The port asks nobody who he is, and tells
+counters only.
+"""
+
+import contextlib
+import socket
+import threading
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from kvstore.net.unproven_connections import UnprovenConnections
+
+CONNECTIONS = 16
+SILENT_SECONDS = 5.0  # until a client that says or takes nothing is cut
+
+
+class MetricsServer:
+    """Serves from `open` on, in threads of its own."""
+
+    def __init__(self, server: "_MetricsHttpServer"):
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, host: str, port: int, registry: CollectorRegistry) -> "MetricsServer":
+        """Listen.
+
+        Raises:
+            OSError: The address cannot be bound.
+        """
+        kind = _MetricsHttpServerV6 if ":" in host else _MetricsHttpServer
+        return cls(make_server(host, port, make_wsgi_app(registry), kind, handler_class=_MetricsHandler))
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Listen no more; what is being answered ends with the process."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _MetricsHandler(WSGIRequestHandler):
+    timeout = SILENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Say nothing about requests."""
+
+
+class _MetricsHttpServer(WSGIServer):
+    """Serves each connection in a thread of its own."""
+
+    request_queue_size = 128  # the library's five let a burst of silent clients hold up a scrape for seconds
+
+    def __init__(self, *args: Any, **how: Any):
+        self._guard = threading.Lock()
+        self._open: UnprovenConnections[socket.socket] = UnprovenConnections(CONNECTIONS)
+        super().__init__(*args, **how)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._guard:
+            gone = self._open.add(request, client_address[0])
+            if gone is not None:
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    gone.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
+        try:
+            threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
+        except BaseException:  # no thread to be had; the library closes the connection, and goes on
+            with self._guard:
+                self._open.discard(request)
+            raise
+
+    def _serve(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except OSError:
+            pass  # the client has left, or was silent for too long
+        finally:
+            with self._guard:  # so that nobody shuts down another's socket of the same number
+                self._open.discard(request)
+                self.shutdown_request(request)
+
+
+class _MetricsHttpServerV6(_MetricsHttpServer):
+    address_family = socket.AF_INET6

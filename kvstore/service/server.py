@@ -1,0 +1,307 @@
+"""The node process: gRPC control plane, memory handout, calls of this host, TCP data plane, and the passing of time."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
+
+from kvstore.clock import Clock
+from kvstore.errors import NamespaceUnknown, StoreNotStarted
+from kvstore.eviction.hit_savings import HitSavings
+from kvstore.eviction.policies import policy
+from kvstore.hierarchy.machine import BATCH_BYTES, Hierarchy
+from kvstore.messages import StoreEndpoints
+from kvstore.net import unix_sockets as sockets
+from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.host import host_id
+from kvstore.pool.machine import BlockMachine
+from kvstore.pool.quotas import TenantQuotas
+from kvstore.protocol.decoding import DecodingInterceptor
+from kvstore.protocol.framed_call_server import FramedCallServer
+from kvstore.protocol.wire import MAX_MESSAGE_BYTES
+from kvstore.security.channels import LoadedCredentials, load
+from kvstore.security.tls_diagnosis import fault_of_own
+from kvstore.service.backing_tiers import BackingTiers
+from kvstore.service.block_store import BlockStoreService, NodeIdentity
+from kvstore.service.metrics import NodeMetrics, NodeSnapshot
+from kvstore.service.metrics_server import MetricsServer
+from kvstore.service.settings import NixlUse, StoreSettings
+from kvstore.service.transfer_executor import TransferExecutor
+from kvstore.system_clock import MonotonicClock
+from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.nixl_node import NixlNode, has_fabric
+from kvstore.transports.shared_memory import MemoryHandout
+from kvstore.transports.tcp_server import DataPlaneServer
+from kvstore.v1 import blocks_pb2
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+
+TICK_SECONDS = 0.25  # how late an expiry may be noticed when nobody calls
+BATCHES_A_POOL = 16  # at least: what moves must leave most of a small pool to its clients
+SNAPSHOT_SECONDS = 2.0  # that whoever asks for the metrics waits for the event loop
+GRACE_SECONDS = 0.5  # for calls in progress when the node stops
+MIN_PING_MS = 4000
+"""How often a client may ping a connection that is quiet; one that does so more often is cut off. Routers ping each 5 s, to
+notice a node that hangs; gRPC's own limit is 5 minutes."""
+
+HANDSHAKE_MS = 5000
+"""Until a connection of the control plane that has said nothing is cut; gRPC's own 2 minutes let strangers hold descriptors."""
+
+SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
+
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+async def serve(
+    settings: StoreSettings, on_ready: Callable[[StoreEndpoints], None], *, clock: Clock | None = None
+) -> None:
+    """Run a node until cancelled; leaves neither memory nor socket files behind.
+
+    Args:
+        settings: What the node is told.
+        on_ready: Called once, when everything listens.
+        clock: Of leases and deadlines; the system's by default.
+
+    Raises:
+        StoreNotStarted: The settings cannot be obeyed here; nothing is left running.
+    """
+    async with open_node(settings, clock or MonotonicClock()) as endpoints:
+        log.info("store node ready", extra={"store": settings.store_id, "listen": endpoints.listen})
+        on_ready(endpoints)
+        await asyncio.get_running_loop().create_future()
+
+
+@contextlib.asynccontextmanager
+async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[StoreEndpoints]:
+    """A node that serves while the context is open."""
+    incarnation = uuid.uuid4().hex
+    access = load(settings.credentials)
+    access.require(settings.listen, settings.data_listen)
+    if fault := fault_of_own(settings.credentials):
+        log.warning("clients will not accept this node's certificate", extra={"cause": fault})
+    async with contextlib.AsyncExitStack() as stack:
+        opened = stack.enter_context(contextlib.ExitStack())
+        given_up = threading.Event()
+
+        def take_memory() -> SharedMemoryTier:
+            taken = SharedMemoryTier(settings.capacity_bytes, settings.huge_pages, clock, given_up)
+            return opened.enter_context(contextlib.closing(taken))
+
+        tier = await _to_its_end(take_memory, given_up.set)
+        savings = HitSavings(
+            seconds_a_token=1 / settings.prefill_tokens_per_second,
+            memory_bytes_a_second=settings.memory_bytes_per_second,
+        )
+        machine = BlockMachine(
+            tier.capacity_bytes,
+            policy(settings.eviction, savings.saving),
+            epoch=1 + secrets.randbelow((1 << 31) - 1),
+            table_key=(secrets.randbits(64), secrets.randbits(64)),
+            max_leases=settings.max_leases,
+            max_namespaces=settings.max_namespaces,
+            max_held_bytes=int(tier.capacity_bytes * settings.max_held_share),
+            quotas=TenantQuotas(
+                lambda _: policy(settings.eviction, savings.saving),
+                default_bytes=settings.tenant_quota_bytes,
+                by_tenant={bytes.fromhex(salt): quota for salt, quota in settings.tenant_quotas.items()},
+            ),
+        )
+        plane = DataPlaneServer(machine, tier, clock, access.data_key)
+        stack.callback(plane.close)
+        data_address = ""
+        if settings.data_listen:
+            data_address = await plane.listen(*host_port(settings.data_listen))
+        listener, shm_socket = None, ""
+        if settings.shm_socket:
+            shm_socket = _absolute(settings.shm_socket)
+            listener = sockets.listen("shm_socket", shm_socket)
+            stack.callback(listener.close)
+            stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))  # while nobody else may take it
+        identity = NodeIdentity(
+            store_id=settings.store_id,
+            incarnation=incarnation,
+            host_id=host_id(),
+            shm_socket=shm_socket,
+            data_address=data_address,
+        )
+        backing = await _to_its_end(
+            lambda: BackingTiers.open(settings.tiers, machine.namespace, settings.credentials, clock, opened)
+        )
+        hierarchy = Hierarchy(machine, backing.rules, min(BATCH_BYTES, tier.capacity_bytes // BATCHES_A_POOL))
+        savings.attach(machine.namespace, hierarchy.promotion_seconds)
+        nixl = NixlNode(tier)
+        stack.push_async_callback(nixl.stop)
+        offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
+        if offers_nixl:
+            await _start(nixl, settings.nixl)
+        service = BlockStoreService(
+            settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
+        )
+        callers, guard = FramedCallServer(service.acts), DecodingInterceptor()
+        stack.callback(callers.close)
+
+        def look() -> NodeSnapshot:
+            return replace(
+                service.snapshot(),
+                undecodable=guard.refused + callers.undecodable,
+                unproven=plane.refused,
+                crowded_out=plane.crowded_out,
+            )
+
+        tasks = await stack.enter_async_context(_tasks())
+        metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
+        mover = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
+        stack.callback(mover.close)
+        service.attach(mover)
+        if settings.metrics_listen:
+            _serve_metrics(settings.metrics_listen, metrics.registry, stack)
+        listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))
+        stack.callback(tasks.create_task(_pass_time(service, plane, callers, clock)).cancel)
+        if offers_nixl:
+            stack.callback(tasks.create_task(nixl.run()).cancel)
+        if listener is not None:
+            handout = MemoryHandout(listener, tier, lambda digest: _knows(machine, digest), callers.take)
+            stack.callback(tasks.create_task(handout.run()).cancel)
+        yield StoreEndpoints(
+            store_id=settings.store_id,
+            incarnation=incarnation,
+            listen=listen,
+            shm_socket=shm_socket,
+            data_address=data_address,
+        )
+
+
+async def _to_its_end(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
+    """Have `act` called in a thread. Who is cancelled meanwhile goes on when it has ended: what it opened is known by then."""
+    calling = asyncio.get_running_loop().run_in_executor(None, act)
+    try:
+        return await asyncio.shield(calling)
+    except asyncio.CancelledError:
+        give_up()
+        await asyncio.wait([calling])
+        calling.exception()  # nobody is left to be told
+        raise
+
+
+def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
+    """What the node says of itself, for other threads: taken on its event loop."""
+    loop = asyncio.get_running_loop()
+
+    async def take() -> NodeSnapshot:
+        return look()
+
+    return lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_SECONDS)
+
+
+def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
+    host, port = host_port(address)
+    try:
+        server = MetricsServer.open(host, port, registry)
+    except OSError as error:
+        raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
+    stack.push_async_callback(asyncio.to_thread, server.close)
+
+
+@contextlib.asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises a single failure as it is, so that callers can tell why a node did not start."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from None
+
+
+@contextlib.asynccontextmanager
+async def _control_plane(
+    addresses: tuple[str, ...], service: BlockStoreService, access: LoadedCredentials, guard: DecodingInterceptor
+) -> AsyncIterator[tuple[str, ...]]:
+    server = grpc.aio.server(
+        interceptors=[*access.interceptors(), guard],
+        options=[
+            ("grpc.so_reuseport", 0),  # two nodes on one port would each see half of the calls
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ],
+    )
+    pb_grpc.add_BlockStoreServicer_to_server(service, server)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    async with contextlib.AsyncExitStack() as stack:
+        bound = []
+        for index, address in enumerate(addresses):
+            bound.append(_bind(server, f"listen[{index}]", address, access))
+            if path := unix_path(address):
+                os.chmod(path, 0o600)  # noqa: PTH101 - a call that does not wait
+                # gRPC removes it when it stops, and a successor may be there before its last calls are over.
+                stack.callback(sockets.remove, path, sockets.identity(path))
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_SECONDS)
+        stack.push_async_callback(healthy.enter_graceful_shutdown)
+        for name in ("", SERVICE):
+            await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+        yield tuple(bound)
+
+
+async def _start(nixl: NixlNode, use: NixlUse) -> None:
+    try:
+        await nixl.start()
+    except StoreNotStarted as error:
+        if use is NixlUse.REQUIRE:
+            raise
+        log.warning("no NIXL, although there is a fabric", extra={"reason": str(error)})  # tried again by and by
+
+
+def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCredentials) -> str:
+    path = unix_path(address)
+    with sockets.alone(field, path) if path else contextlib.nullcontext():
+        if path:
+            sockets.clear_path(field, path)  # gRPC would take it from a living process
+        try:
+            port = access.bind(server, address)
+        except RuntimeError as error:
+            raise StoreNotStarted(f"{field}: {address} cannot be bound; is it in use?") from error
+    if path:
+        return address
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _pass_time(
+    service: BlockStoreService, plane: DataPlaneServer, callers: FramedCallServer, clock: Clock
+) -> None:
+    while True:
+        await asyncio.sleep(TICK_SECONDS)
+        service.tick()
+        plane.cut_stalled(clock.now())
+        callers.cut_stalled(clock.now())
+
+
+def _absolute(path: str) -> str:
+    """Clients may run in another folder."""
+    return str(Path(path).absolute())
+
+
+def _knows(machine: BlockMachine, digest: bytes) -> bool:
+    try:
+        machine.namespace(digest)
+    except NamespaceUnknown:
+        return False
+    return True

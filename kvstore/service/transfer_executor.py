@@ -1,0 +1,177 @@
+"""The async shell of the hierarchy: performs its movements in threads and tells it what came of them.
+
+Rules:
+
+1. Between an answer of a tier and what the hierarchy decides on it there is no `await`.
+2. A movement that is late is a failure of its tier, and nobody waits for it any longer. But what it reads or writes in
+   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy.machine`). One that no thread has begun by
+   then never begins: a tier that hangs keeps no more of the pool than its threads are at.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from kvstore.block import BlockHash
+from kvstore.buffers import ByteArray
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import TierFailed
+from kvstore.hierarchy.machine import Hierarchy
+from kvstore.hierarchy.transfers import OPERATIONS, Confirm, Demote, Fetch, Find, TierTransfer
+from kvstore.messages import Address, BlockChanges, TierStatus
+from kvstore.ports import BackingTier, MemoryTier
+from kvstore.service.worker_threads import WorkerThreads
+
+THREADS_PER_TIER = 4  # threads a tier
+LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
+
+Tell = Callable[[Nanos], None]
+"""Tells the hierarchy what came of a movement; the argument is the present."""
+
+log = logging.getLogger(__name__)
+
+
+class TransferExecutor:
+    """See the module. Whoever has called the hierarchy calls `settle`."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        tiers: Sequence[BackingTier],
+        pool: MemoryTier,
+        clock: Clock,
+        tasks: asyncio.TaskGroup,
+        on_answer: Callable[[], None],
+        on_moved: Callable[[str, str, float], None] = lambda *_: None,
+    ):
+        """Nothing moves yet.
+
+        Args:
+            hierarchy: Decides.
+            tiers: In its order.
+            pool: Where the bytes are.
+            clock: For deadlines.
+            tasks: Owns the movements under way.
+            on_answer: Called after each answer of a tier, once the hierarchy has decided on it.
+            on_moved: Told the tier, the kind of movement and its seconds, once it has come back.
+        """
+        self._hierarchy = hierarchy
+        self._tiers = tiers
+        self._pool = pool
+        self._clock = clock
+        self._tasks = tasks
+        self._on_answer = on_answer
+        self._on_moved = on_moved
+        self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
+        self._ill: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
+        self._running: set[asyncio.Task[None]] = set()
+
+    def settle(self) -> None:
+        """Begin what the hierarchy has decided."""
+        while movements := self._hierarchy.commands():
+            for movement in movements:
+                if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
+                    self._hear(movement, self._call(movement))
+                else:
+                    task = self._tasks.create_task(self._perform(movement))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+
+    def held(self) -> list[BlockChanges]:
+        """What the tiers hold, as far as is known without asking anybody."""
+        changes = []
+        for index, tier in enumerate(self._tiers):
+            names: dict[bytes, list[BlockHash]] = {}
+            for key in tier.held() if tier.finds_in_memory else self._hierarchy.held(index):
+                names.setdefault(key.digest, []).append(key.name)
+            changes += [BlockChanges(digest=each, stored=tuple(names[each]), tier=tier.name) for each in names]
+        return changes
+
+    def status(self) -> tuple[TierStatus, ...]:
+        """Of all tiers, in order, as they count; what was dropped on the way down was refused as well.
+
+        Failures are the tiers' own: a call that hangs is one once it has come back. As a movement it has failed before
+        (`TierCounters.failures`).
+        """
+        return tuple(
+            replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
+            for index, status in enumerate(tier.status() for tier in self._tiers)
+        )
+
+    def close(self) -> None:
+        """Nobody waits any more for what is under way. Threads that hang are left behind; they end with the process."""
+        for task in self._running:
+            task.cancel()
+        for lanes in self._threads_by_tier:
+            lanes.close()
+
+    async def _perform(self, movement: TierTransfer) -> None:
+        started = self._clock.now()
+        call = self._threads_by_tier[movement.tier].call(partial(self._call, movement))
+        try:
+            await asyncio.wait([call.outcome], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
+            if not call.outcome.done():
+                if call.withdraw():
+                    raise TierFailed("what was begun before does not come back")
+                self._hierarchy.late(movement, started, self._clock.now())
+                self._fell_ill(movement, "it does not answer in time")
+                self._on_answer()
+            tell = await call.outcome
+            self._on_moved(
+                self._tiers[movement.tier].name, OPERATIONS[type(movement)], seconds(self._clock.now() - started)
+            )
+            self._hear(movement, tell)
+        except TierFailed as error:
+            self._hierarchy.failed(movement, started, self._clock.now())
+            self._fell_ill(movement, str(error))
+        except Exception:  # supervisor: a bug in a tier costs its blocks, not the node
+            log.exception("a tier failed in a way that it should not")
+            self._hierarchy.failed(movement, started, self._clock.now())
+        finally:
+            call.withdraw()  # where the node stops
+            call.outcome.cancel()
+        self._on_answer()
+
+    def _call(self, movement: TierTransfer) -> Tell:
+        """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
+        tier = self._tiers[movement.tier]
+        match movement:
+            case Find(promotion_id=promotion_id, keys=keys, deadline=deadline):
+                return partial(self._hierarchy.found, promotion_id, tier.find(keys, deadline))
+            case Fetch(promotion_id=promotion_id, addresses=addresses, deadline=deadline):
+                fetched = tier.get([each.key for each in addresses], self._views(addresses), deadline)
+                return partial(self._hierarchy.fetched, promotion_id, fetched)
+            case Demote(demotion_id=demotion_id, addresses=addresses, checksums=checksums, deadline=deadline):
+                kept = tier.put([each.key for each in addresses], self._views(addresses), deadline, checksums)
+                return partial(self._hierarchy.kept, demotion_id, kept)
+            case Confirm(confirm_id=confirm_id, keys=keys, deadline=deadline):
+                there = tier.holds(keys, deadline)
+                return lambda _: self._hierarchy.confirmed(confirm_id, there)
+
+    def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
+        return [self._pool.view(address) for address in addresses]
+
+    def _hear(self, movement: TierTransfer, tell: Tell) -> None:
+        tier = self._tiers[movement.tier]
+        tell(self._clock.now())
+        if gone := tier.gone():
+            self._hierarchy.gone(movement.tier, gone)
+        if (isinstance(movement, Find) and tier.finds_in_memory) or self._clock.now() >= movement.deadline:
+            return  # that says nothing of the disk, or nothing good
+        if (way := _way(movement)) in self._ill:
+            self._ill.discard(way)
+            log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})
+
+    def _fell_ill(self, movement: TierTransfer, cause: str) -> None:
+        if (way := _way(movement)) not in self._ill:
+            self._ill.add(way)
+            log.warning(
+                "tier fails", extra={"tier": self._tiers[movement.tier].name, "writing": way[1], "cause": cause}
+            )
+
+
+def _way(movement: TierTransfer) -> tuple[int, bool]:
+    return movement.tier, isinstance(movement, Demote)

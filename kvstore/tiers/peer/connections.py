@@ -1,0 +1,260 @@
+"""The way to one peer: its leases, its data plane, and a breaker for when it is away."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvstore.block import BlockHash
+from kvstore.buffers import ByteArray
+from kvstore.circuit_breaker import CircuitBreaker
+from kvstore.clock import Clock, Nanos, seconds
+from kvstore.errors import StoreError, StoreUnreachable, TierFailed, reason
+from kvstore.messages import GONE, BlockOutcome, FetchResult, LeaseId, Match, StoreClientCounters
+from kvstore.namespace import KvNamespace
+from kvstore.net.addresses import host_port, unix_path
+from kvstore.tiers.fence import Fence
+from kvstore.tiers.remote import BackendHealth
+
+RUNS = 8  # of consecutive blocks, fetched from one peer in one call: what has more holes is hardly worth it
+LEASE_AFTER_SECONDS = 1.0  # by which a lease outlasts the call that holds it, should it not be released
+
+log = logging.getLogger(__name__)
+
+
+class PeerStore(Protocol):
+    """What is needed of a `kvstore.client.store_client.StoreClient`, bound to one namespace of one peer."""
+
+    @property
+    def answers(self) -> bool: ...
+
+    def match(self, hashes: Sequence[BlockHash], *, lease_seconds: float, deadline: Nanos | None = None) -> Match: ...
+
+    def read(
+        self,
+        match: Match,
+        indices: Sequence[int],
+        destinations: Sequence[ByteArray],
+        *,
+        deadline: Nanos | None = None,
+    ) -> list[bool]: ...
+
+    def write(
+        self, hashes: Sequence[BlockHash], sources: Sequence[ByteArray], *, deadline: Nanos | None = None
+    ) -> int: ...
+
+    def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None: ...
+
+    def counters(self) -> StoreClientCounters: ...
+
+    def close(self) -> None: ...
+
+
+Connect = Callable[[str, KvNamespace, float], PeerStore]
+"""Shakes hands with the node at an address, within that many seconds; raises `StoreError`."""
+
+
+class PeerNodeConnection:
+    """One namespace of one peer: connected to when it is needed, and again after a pause when that failed. Thread-safe."""
+
+    def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):
+        self._address = address
+        self._namespace = namespace
+        self._connect = connect
+        self._connect_within = connect_within
+        self._clock = clock
+        self._breaker = CircuitBreaker()
+        self._lock = threading.Lock()
+        self._store: PeerStore | None = None
+        self._closed = False
+        self._guard = threading.Lock()  # of the fence
+        self._fence = Fence()
+        self._told_damaged = 0
+
+    @property
+    def health(self) -> BackendHealth:
+        """Blocks whose bytes did not have the checksum that the peer gave them, and whether it is left alone for that.
+
+        Bad blocks are told to the peer, which looks for itself and drops none that it finds sound.
+        """
+        store = self._store
+        if store is None:
+            return BackendHealth()
+        counters = store.counters()
+        return BackendHealth(counters.corrupt, counters.damaged, int(self._fence.is_closed))
+
+    def look(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
+        """How many leading blocks the peer has in its memory.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return len(self._match(self._opened(deadline), names, 0, deadline))
+
+    def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
+        """Blocks that the peer has; a run that follows a hole is looked for once some have been found.
+
+        Raises:
+            TierFailed: It does not answer, or says that it has blocks and does not deliver one.
+        """
+        store = self._opened(deadline)
+        answers = [GONE] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            lease_seconds = max(seconds(deadline - self._clock.now()), 0) + LEASE_AFTER_SECONDS
+            try:
+                match = self._match(store, names[start:], lease_seconds, deadline)
+                if not match:
+                    break
+                self._read(store, match, into[start : start + len(match)], answers, start, deadline)
+            except TierFailed:
+                if all(answer is GONE for answer in answers):
+                    raise
+                break
+            start += len(match) + 1
+        return answers
+
+    def _note(self, store: PeerStore, good: Sequence[bool]) -> None:
+        """Tell the fence what was read."""
+        damaged = store.counters().damaged
+        with self._guard:
+            more, self._told_damaged = max(damaged - self._told_damaged, 0), damaged
+            closes = self._fence.saw(sound=sum(good), damaged=more, now=self._clock.now())
+        if closes:
+            log.warning("peer is fenced, since its answers are damaged on their way", extra={"peer": self._address})
+
+    def _require_unfenced(self) -> None:
+        with self._guard:
+            opens = self._fence.opens(self._clock.now())
+            is_closed = self._fence.is_closed
+        if opens:
+            log.info("peer is tried again after damaged answers", extra={"peer": self._address})
+        if is_closed:
+            raise TierFailed(f"{self._address} is fenced: its answers were damaged on their way")
+
+    def push(self, names: Sequence[BlockHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
+        """Write blocks into the peer's memory.
+
+        Returns:
+            How many were new there, and which are there now.
+
+        Raises:
+            TierFailed: It does not answer.
+        """
+        store = self._opened(deadline)
+        try:
+            written = store.write(names, blocks, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        return written, self._held(store, names, deadline)
+
+    def holds(self, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
+        """Which blocks the peer has in its memory, as far as `RUNS` look-ups tell.
+
+        Raises:
+            TierFailed: It does not say.
+        """
+        return self._held(self._opened(deadline), names, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _held(self, store: PeerStore, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
+        held = [False] * len(names)
+        start = 0
+        for _ in range(RUNS):
+            if start >= len(names):
+                break
+            run = len(self._match(store, names[start:], 0, deadline))
+            held[start : start + run] = [True] * run
+            start += run + 1
+        return held
+
+    def _match(self, store: PeerStore, names: Sequence[BlockHash], lease_seconds: float, deadline: Nanos) -> Match:
+        try:
+            match = store.match(names, lease_seconds=lease_seconds, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        if not match and not store.answers:
+            raise TierFailed(f"{self._address} does not answer")
+        if len(match) > len(names):
+            raise TierFailed(f"{self._address}: found {len(match)} blocks of {len(names)}")
+        return match
+
+    def _read(
+        self,
+        store: PeerStore,
+        match: Match,
+        into: Sequence[ByteArray],
+        answers: list[FetchResult],
+        start: int,
+        deadline: Nanos,
+    ) -> None:
+        try:
+            good = store.read(match, range(len(match)), into, deadline=deadline)
+        except (StoreError, ValueError) as error:
+            raise TierFailed(f"{self._address}: {error}") from error
+        finally:
+            if self._clock.now() < deadline:  # else it ends by itself
+                store.release(match.lease_id, deadline=deadline)
+        self._note(store, good)
+        for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
+            if is_there:
+                answers[index] = FetchResult(BlockOutcome.MOVED, slot.crc32c)
+        if not any(good):
+            raise TierFailed(f"{self._address} has blocks that do not arrive")
+
+    def _opened(self, deadline: Nanos) -> PeerStore:
+        self._require_unfenced()
+        store = self._store
+        if store is not None:
+            return store
+        left = seconds(deadline - self._clock.now())
+        if not self._lock.acquire(timeout=max(left, 0)):
+            raise TierFailed(f"{self._address}: still being connected to")
+        try:
+            if self._store is None:
+                self._store = self._connected(deadline)
+            return self._store
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: Nanos) -> PeerStore:
+        started = self._clock.now()
+        if self._closed or not self._breaker.allows(started):
+            raise TierFailed(f"{self._address} is away")
+        within = seconds(min(Nanos(deadline - started), self._connect_within))
+        try:
+            probe(self._address, within)
+            store = self._connect(self._address, self._namespace, within)
+        except (StoreError, OSError) as error:
+            if self._breaker.closed:
+                log.warning("peer cannot be used", extra={"peer": self._address, "reason": str(error)})
+            self._breaker.failed(started, self._clock.now())
+            raise TierFailed(f"{self._address}: {error}") from error
+        self._breaker.succeeded()
+        return store
+
+
+def probe(address: str, within_seconds: float) -> None:
+    """Whether anybody listens there at all, which a handshake is too patient to tell at once.
+
+    Raises:
+        StoreUnreachable: Nobody does.
+    """
+    try:
+        if path := unix_path(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(max(within_seconds, 0.001))
+                connection.connect(path)
+        else:
+            socket.create_connection(host_port(address), max(within_seconds, 0.001)).close()
+    except OSError as error:
+        raise StoreUnreachable(f"nobody listens: {reason(error)}") from error

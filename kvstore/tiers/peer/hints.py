@@ -1,0 +1,51 @@
+"""What a node remembers of its peers' blocks: who has which, and which were bad. Thread-safe, bounded."""
+
+import threading
+from collections.abc import Iterable
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.messages import BlockKey
+from kvstore.recent_map import RecentMap
+
+HINTS = 1 << 16  # blocks of which it is remembered who has them
+DOUBTS = 4096  # blocks that were found bad of late
+DOUBTED_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
+
+
+class PeerHints:
+    """Who was seen to have which block."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: RecentMap[BlockKey, str] = RecentMap(HINTS)
+
+    def note(self, keys: Iterable[BlockKey], holder: str) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.note(key, holder)
+
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._holders.forget(key)
+
+    def recall(self, key: BlockKey) -> str | None:
+        with self._lock:
+            return self._holders.get(key)
+
+
+class SuspectBlocks:
+    """Blocks that were found bad, for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: RecentMap[BlockKey, Nanos] = RecentMap(DOUBTS)
+
+    def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
+        with self._lock:
+            for key in keys:
+                self._until.note(key, Nanos(now + DOUBTED_FOR))
+
+    def has(self, key: BlockKey, now: Nanos) -> bool:
+        until = self._until.get(key)
+        return until is not None and now < until

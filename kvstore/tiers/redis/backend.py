@@ -1,0 +1,255 @@
+"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``: a shelf of `kvstore.tiers.remote`.
+
+Rules:
+
+1. Any number of nodes may use one server. A value is written whole or not at all, two writers of one block write the
+   same, and what is found is judged by `kvstore.tiers.remote_records`. What that rejects is read again, by connections of their own.
+2. What has to go is the server's decision (its `maxmemory-policy`, and `ttl_seconds`). A server that is full and may
+   not evict refuses blocks, which is no failure.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from kvstore.clock import Clock, Nanos
+from kvstore.errors import StoreNotStarted
+from kvstore.messages import CORRUPT, GONE, BlockKey, FetchResult
+from kvstore.ports import Codec
+from kvstore.tiers.redis.connections import RedisConnections, RedisConnector
+from kvstore.tiers.redis.resp import RedisErrorReply, RedisPipeline, request, request_with
+from kvstore.tiers.redis.settings import RedisSettings
+from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
+from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer, RemoteKeyState
+from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
+from kvstore.tiers.statistics import TierStatistics
+
+FIND_BLOCKS = 256  # asked about in one round trip
+VALUE_BYTES = 512 << 20  # that a server takes; its proto-max-bulk-len
+
+
+def open_redis(
+    settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock
+) -> "RemoteTier[RedisBackend]":
+    """A tier on that server, which may be away: it is connected to when it is needed.
+
+    Args:
+        settings: What to use.
+        codecs: By namespace digest.
+        clock: Of the deadlines.
+
+    Raises:
+        StoreNotStarted: The client library is not installed, or the password cannot be read.
+    """
+    try:
+        connections = RedisConnections(settings, RedisConnector(settings, clock), clock)
+    except ImportError as error:
+        raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
+    except OSError as error:
+        raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
+    tally = TierStatistics("redis")
+    return RemoteTier(RedisBackend(settings, connections, RecordFramer(codecs, tally), tally), tally, clock)
+
+
+class RedisBackend:
+    """See `kvstore.tiers.remote`, and the module. Made by `open_redis`."""
+
+    def __init__(
+        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, tally: TierStatistics
+    ):
+        self._settings = settings
+        self._connections = connections
+        self._records = records
+        self._statistics = tally
+
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+        return self._records.knows(key)
+
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
+        def count_leading(pipe: RedisPipeline) -> int:
+            for start in range(0, len(keys), FIND_BLOCKS):
+                there = self._there(pipe, keys[start : start + FIND_BLOCKS])
+                if not all(there):
+                    return start + there.index(False)
+            return len(keys)
+
+        return self._connections.turn(count_leading, deadline)
+
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        def ask(pipe: RedisPipeline) -> list[bool]:
+            steps = range(0, len(keys), FIND_BLOCKS)
+            return [each for start in steps for each in self._there(pipe, keys[start : start + FIND_BLOCKS])]
+
+        return self._connections.turn(ask, deadline)
+
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+        self._connections.turn(lambda pipe: self._put(pipe, work, there), deadline)
+
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
+        self._connections.turn(lambda pipe: self._get(pipe, list(work.items()), answers), deadline)
+
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+        try:
+            return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
+        except _NotAString:
+            with self._connections.fresh(deadline) as pipe:
+                pipe.send([request(b"TYPE", self._name(key))])
+                return ReadingVerdict.UNSURE if pipe.status() in (b"string", b"none") else ReadingVerdict.CORRUPT
+
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
+        def delete(pipe: RedisPipeline) -> None:
+            pipe.send([request(b"DEL", *(self._name(key) for key in keys))])
+            pipe.status()
+
+        self._connections.turn(delete, deadline)
+
+    def health(self) -> BackendHealth:
+        return BackendHealth()
+
+    def close(self) -> None:
+        self._connections.close()
+
+    # One turn on a connection
+
+    def _there(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
+        heads = zip(keys, self._heads(pipe, keys), strict=True)
+        return [self._records.standing(key, head) is RemoteKeyState.HELD for key, head in heads]
+
+    def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
+        """The first bytes of the values under these keys; empty where there is none."""
+        last = b"%d" % (HEAD_BYTES - 1)
+        pipe.send([b"".join(request(b"GETRANGE", self._name(key), b"0", last) for key in keys)])
+        heads = []
+        for _ in keys:
+            head = b""
+            try:
+                value = pipe.value()
+            except RedisErrorReply as error:
+                _require_only_wrong_type(error)
+            else:
+                if value is not None:
+                    if value.left > HEAD_BYTES:
+                        raise ValueError(f"{value.left} bytes, where {HEAD_BYTES} at most were asked for")
+                    found = bytearray(value.left)
+                    value.fill(memoryview(found))
+                    value.skip()
+                    head = bytes(found)
+            heads.append(head)
+        return heads
+
+    def _put(self, pipe: RedisPipeline, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool]) -> None:
+        missing = []
+        heads = self._heads(pipe, list(work))
+        for (key, given), head in zip(work.items(), heads, strict=True):
+            match self._records.standing(key, head, given.block.nbytes):
+                case RemoteKeyState.HELD:
+                    there[key] = True
+                case RemoteKeyState.FREE:
+                    missing.append(key)
+                case RemoteKeyState.NEWER:
+                    there[key] = False
+                    self._statistics.count(refused=1)
+        in_flight: deque[tuple[BlockKey, int]] = deque()
+        flying = 0
+        full = False
+        for key in missing:
+            framed = None if full else self._records.frame(key, work[key].block, work[key].crc32c)
+            if framed is None or framed.nbytes > VALUE_BYTES:
+                there[key] = False
+                self._statistics.count(refused=1)
+                continue
+            while in_flight and flying + framed.nbytes > self._settings.in_flight_bytes:
+                flying -= in_flight[0][1]
+                full |= not self._settle(pipe, *in_flight.popleft(), there)
+            self._send(pipe, key, framed)
+            in_flight.append((key, framed.nbytes))
+            flying += framed.nbytes
+        for key, nbytes in in_flight:
+            self._settle(pipe, key, nbytes, there)
+
+    def _send(self, pipe: RedisPipeline, key: BlockKey, framed: FramedRecord) -> None:
+        ttl = round(self._settings.ttl_seconds * 1000)
+        expiry = (b"PX", b"%d" % max(ttl, 1)) if self._settings.ttl_seconds else ()
+        before, after = request_with(framed.nbytes, b"SET", self._name(key), after=expiry)
+        pipe.send([before + framed.head, framed.payload.data, after])
+
+    def _settle(self, pipe: RedisPipeline, key: BlockKey, nbytes: int, there: dict[BlockKey, bool]) -> bool:
+        """Whether the block was written; not, when the server is full."""
+        try:
+            pipe.status()
+        except RedisErrorReply as error:
+            if error.code != "OOM":
+                raise
+            there[key] = False
+            self._statistics.count(refused=1)
+            return False
+        there[key] = True
+        self._statistics.count(bytes_written=nbytes)
+        return True
+
+    def _get(self, pipe: RedisPipeline, work: list[tuple[int, BlockRead]], answers: dict[int, FetchResult]) -> None:
+        window = max(1, self._settings.in_flight_bytes // max(wanted.into.nbytes for _, wanted in work))
+        sent = 0
+        for done, (index, wanted) in enumerate(work):
+            if sent < len(work) and sent - done <= window // 2:
+                until = min(done + window, len(work))
+                pipe.send([b"".join(request(b"GET", self._name(each.key)) for _, each in work[sent:until])])
+                sent = until
+            try:
+                value = pipe.value()
+            except RedisErrorReply as error:
+                _require_only_wrong_type(error)
+                self._records.corrupt(wanted.key, str(error))
+                answers[index] = CORRUPT
+                continue
+            if value is None:
+                answers[index] = GONE
+                continue
+            answers[index] = self._records.take(wanted.key, value, wanted.into)
+            value.skip()  # after the answer: what is too large to be got out of the way in time is removed nevertheless
+
+    @contextmanager
+    def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:
+        name = self._name(key)
+        with self._connections.fresh(deadline) as pipe:
+            pipe.send([request(b"EXISTS", name) + request(b"STRLEN", name)])
+            is_there = int(pipe.status()) > 0
+            try:
+                length = int(pipe.status())
+            except RedisErrorReply as error:
+                _require_only_wrong_type(error)
+                raise _NotAString from error
+            yield ValueReading(pipe, name, length) if is_there else None
+
+    def _name(self, key: BlockKey) -> bytes:
+        return f"{self._settings.key_prefix}:{key.digest.hex()}:{key.name.hex()}".encode()
+
+
+def _require_only_wrong_type(error: RedisErrorReply) -> None:
+    """Something else than a value lies under the key; any other error is the server's state."""
+    if error.code != "WRONGTYPE":
+        raise error
+
+
+class _NotAString(Exception):
+    """Something else than a string lies under a key."""
+
+
+class ValueReading:
+    """See `kvstore.tiers.second_reading.Reading`."""
+
+    def __init__(self, pipe: RedisPipeline, name: bytes, length: int):
+        self._pipe = pipe
+        self._name = name
+        self.length = length
+
+    def read(self, start: int, stop: int) -> bytes:
+        self._pipe.send([request(b"GETRANGE", self._name, b"%d" % start, b"%d" % (stop - 1))])
+        value = self._pipe.value()
+        if value is None or value.left != stop - start:
+            raise ReadingsDiffer(f"not the bytes {start} to {stop} that were asked for")
+        into = bytearray(stop - start)
+        value.fill(memoryview(into))
+        value.skip()
+        return bytes(into)

@@ -1,0 +1,327 @@
+"""Blocks in an S3-compatible object store, one object each under ``prefix/namespace/name``: a shelf of `kvstore.tiers.remote`.
+
+Rules:
+
+1. A request moves one block, several are made at a time, and nothing is tried again behind the caller's back, but what met
+   a kept connection that the store had closed: that once. Blocks are far below the size from which multipart uploads pay.
+2. An object is written whole or not at all, and only where there is none yet, as far as the store can do that
+   (``If-None-Match: *``). What is read is judged by `kvstore.tiers.remote_records`. What it rejects is read again, by connections of
+   their own, and removed only if it lies there like that.
+3. To find out how long a prefix is there costs requests. Chains are written from the start and no object store evicts
+   from the start, so that it is searched for: `parallel` HEADs at a time narrow it down by that factor, three rounds for
+   thousands of blocks, one for a chain that is there as a whole. A hole in it shows when the blocks are fetched.
+   What was seen of late, there or missing, is not asked about again.
+4. What has to go is decided by the bucket's lifecycle rules, not here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from kvstore.clock import Clock, Nanos, nanos, seconds
+from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.ports import Codec
+from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
+from kvstore.tiers.remote_records import HEAD_BYTES, RecordFramer, RemoteKeyState
+from kvstore.tiers.s3.clients import Body, S3Clients, code_of
+from kvstore.tiers.s3.settings import S3Settings
+from kvstore.tiers.s3.sightings import S3Sightings, leading
+from kvstore.tiers.s3.threads import S3Threads
+from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
+from kvstore.tiers.statistics import TierStatistics
+
+MISSING = frozenset({"404", "NoSuchKey", "NotFound"})
+THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
+BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
+UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
+FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
+"""Error codes, of the store or of HTTP."""
+
+Name = TypeVar("Name")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Clock) -> "RemoteTier[S3Backend]":
+    """A tier in that bucket. A store that does not answer yet is used once it does.
+
+    Args:
+        settings: What to use.
+        codecs: By namespace digest.
+        clock: Of the deadlines.
+
+    Raises:
+        StoreNotStarted: The client library is not installed, there are no credentials, or the store answers and
+            does not let us use the bucket; names the field.
+    """
+    try:
+        clients = S3Clients(settings)
+    except ImportError as error:
+        raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
+    clients.look_at_bucket()
+    return tier_with(settings, clients, codecs=codecs, clock=clock)
+
+
+def tier_with(
+    settings: S3Settings, clients: S3Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
+) -> "RemoteTier[S3Backend]":
+    """As `open_s3`, without a look at the bucket first."""
+    tally = TierStatistics("s3")
+    return RemoteTier(S3Backend(settings, clients, RecordFramer(codecs, tally), tally, clock), tally, clock)
+
+
+class S3Backend:
+    """See `kvstore.tiers.remote`, and the module. Made by `open_s3`."""
+
+    def __init__(
+        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, tally: TierStatistics, clock: Clock
+    ):
+        self._settings = settings
+        self._clients = clients
+        self._records = records
+        self._statistics = tally
+        self._clock = clock
+        self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
+        self._conditional = True
+        self._threads = S3Threads("kvstore-s3", settings.parallel)
+
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+        return self._records.knows(key)
+
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
+        return leading(
+            len(keys), self._settings.parallel, lambda indices: self.holds([keys[i] for i in indices], deadline)
+        )
+
+    def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
+        """What was seen of late counts as seen now (rule 3)."""
+        now = self._clock.now()
+        recalled = {key: self._seen.recall(key, now) for key in keys}
+        there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
+        self._each({key: key for key in recalled if key not in there}, self._look, there, deadline)
+        return [there[key] for key in keys]
+
+    def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
+        now = self._clock.now()
+        there.update((key, True) for key in work if self._seen.is_there(key, now))
+        missing = {key: (key, given) for key, given in work.items() if key not in there}
+        self._each(missing, partial(self._put, deadline=deadline), there, deadline)
+
+    def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
+        self._each(work, partial(self._get, deadline=deadline), answers, deadline)
+
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+        verdicts: dict[BlockKey, ReadingVerdict] = {}
+        self._each({key: key}, partial(self._judge, block_bytes=block_bytes, deadline=deadline), verdicts, deadline)
+        verdict = verdicts[key]
+        if verdict in (ReadingVerdict.SOUND, ReadingVerdict.GONE):
+            self._saw(key, is_there=verdict is ReadingVerdict.SOUND)
+        return verdict
+
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
+        for key in keys:
+            self._seen.doubt(key)
+        self._each({key: key for key in keys}, self._delete, {}, deadline)
+
+    def health(self) -> BackendHealth:
+        return BackendHealth()
+
+    def close(self) -> None:
+        self._threads.close()
+        self._clients.close()
+
+    # One request
+
+    def _look(self, client: Any, key: BlockKey) -> bool:
+        try:
+            client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING:
+                raise
+            return self._saw(key, is_there=False)
+        return self._saw(key, is_there=True)
+
+    def _put(self, client: Any, item: tuple[BlockKey, BlockWrite], *, deadline: Nanos) -> bool:
+        key, given = item
+        framed = self._records.frame(key, given.block, given.crc32c)
+        if framed is None:
+            return False
+        conditional = self._conditional
+        if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
+            standing = self._records.standing(key, self._head(client, key, deadline), given.block.nbytes)
+            if standing is not RemoteKeyState.FREE:
+                return standing is RemoteKeyState.HELD
+            conditional = False
+        body = bytearray(framed.nbytes)
+        body[:HEAD_BYTES] = framed.head
+        body[HEAD_BYTES:] = framed.payload.data
+        condition = {"IfNoneMatch": "*"} if conditional else {}
+        try:
+            client.put_object(Bucket=self._settings.bucket, Key=self._name(key), Body=body, **condition)
+        except self._clients.Refused as error:
+            code = code_of(error)
+            if code in UNCONDITIONAL_ONLY and conditional:
+                self._conditional = False
+                return self._put(client, item, deadline=deadline)
+            if code in FULL:
+                self._statistics.count(refused=1)
+                return False
+            if code in BEING_WRITTEN:
+                return False
+            if code not in THERE_ALREADY:
+                raise
+        else:
+            self._statistics.count(bytes_written=len(body))
+        return self._saw(key, is_there=True)
+
+    def _get(self, client: Any, wanted: BlockRead, *, deadline: Nanos) -> FetchResult:
+        key = wanted.key
+        try:
+            answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING:
+                raise
+            self._saw(key, is_there=False)
+            return GONE
+        with Body(answer, self._clock, deadline) as body:
+            fetched = self._records.take(key, body, wanted.into)
+        if fetched.outcome is BlockOutcome.MOVED:
+            self._saw(key, is_there=True)
+        elif fetched.outcome is BlockOutcome.CORRUPT:
+            self._seen.forget(key)  # it may have been damaged on its way
+        else:
+            self._seen.doubt(key)
+        return fetched
+
+    def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:
+        """The first bytes of an object; none where there is no object, or an empty one."""
+        where = f"bytes=0-{HEAD_BYTES - 1}"
+        try:
+            answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
+        except self._clients.Refused as error:
+            if code_of(error) not in MISSING | {"416", "InvalidRange"}:
+                raise
+            return b""
+        with Body(answer, self._clock, deadline) as body:
+            head = bytearray(min(body.left, HEAD_BYTES))
+            body.fill(memoryview(head))
+            return bytes(head)
+
+    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+        """Read a block twice, by clients of their own instead of the one that all share."""
+        return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
+
+    @contextmanager
+    def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ObjectReading | None"]:
+        with self._clients.fresh(seconds(deadline - self._clock.now())) as client:
+            if client is None:
+                raise TierFailed(f"{self._place}: too little time is left")
+            try:
+                head = client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
+            except self._clients.Refused as error:
+                if code_of(error) not in MISSING:
+                    raise
+                yield None
+                return
+            ask = partial(client.get_object, Bucket=self._settings.bucket, Key=self._name(key))
+            yield ObjectReading(ask, int(head["ContentLength"]), self._clock, deadline)
+
+    def _delete(self, client: Any, key: BlockKey) -> bool:
+        client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
+        return True
+
+    def _saw(self, key: BlockKey, *, is_there: bool) -> bool:
+        self._seen.note(key, self._clock.now(), is_there=is_there)
+        return is_there
+
+    # Many requests
+
+    def _each(
+        self,
+        items: Mapping[Name, Item],
+        act: Callable[[Any, Item], Answer],
+        answers: dict[Name, Answer],
+        deadline: Nanos,
+    ) -> None:
+        """Make a request for each of these, several at a time, and put down what came of it.
+
+        Raises:
+            TierFailed: The store failed for one or more of them.
+        """
+        failure = self._made(items, act, answers, deadline)
+        if failure is None:
+            return
+        try:
+            raise failure
+        finally:
+            del failure  # it would hold itself in a circle, and with it the library's sockets
+
+    def _made(
+        self,
+        items: Mapping[Name, Item],
+        act: Callable[[Any, Item], Answer],
+        answers: dict[Name, Answer],
+        deadline: Nanos,
+    ) -> BaseException | None:
+        """As `_each`; what it raises."""
+        attempts: dict[Name, Future[Answer]] = {}
+        failure: BaseException | None = None
+        for name, item in items.items():
+            try:
+                attempts[name] = self._threads.submit(self._attempt, act, item, deadline)
+            except RuntimeError:
+                failure = TierFailed(f"{self._place}: the tier is closed")
+                break
+        for name, attempt in attempts.items():
+            try:  # all of them, whatever comes: until then the caller's buffers are in use
+                error = attempt.exception()
+            except CancelledError:
+                failure = TierFailed(f"{self._place}: the tier was closed")
+                continue
+            if error is None:
+                answers[name] = attempt.result()
+            else:
+                failure = error
+        return failure
+
+    def _attempt(self, act: Callable[[Any, Item], Answer], item: Item, deadline: Nanos) -> Answer:
+        for is_last in (False, True):
+            client = self._clients.within(seconds(deadline - self._clock.now()))
+            if client is None:
+                raise TierFailed(f"{self._place}: too little time is left")
+            try:
+                return act(client, item)
+            except self._clients.errors as error:
+                if is_last or not isinstance(error, self._clients.Closed):  # rule 1
+                    raise TierFailed(f"{self._place}: {error}") from error
+        raise AssertionError("unreachable")
+
+    def _name(self, key: BlockKey) -> str:
+        return f"{self._settings.prefix}/{key.digest.hex()}/{key.name.hex()}"
+
+    @property
+    def _place(self) -> str:
+        return f"{self._settings.endpoint_url or 's3:/'}/{self._settings.bucket}"
+
+
+class ObjectReading:
+    """Implements `kvstore.tiers.second_reading.Reading` with requests for ranges of an object."""
+
+    def __init__(self, ask: Callable[..., Any], length: int, clock: Clock, deadline: Nanos):
+        self._ask = ask
+        self._clock = clock
+        self._deadline = deadline
+        self.length = length
+
+    def read(self, start: int, stop: int) -> bytes:
+        answer = self._ask(Range=f"bytes={start}-{stop - 1}")
+        with Body(answer, self._clock, self._deadline) as body:
+            expected = f"bytes {start}-{stop - 1}/{self.length}"
+            if body.left != stop - start or answer.get("ContentRange") != expected:
+                raise ReadingsDiffer(f"{answer.get('ContentRange')} instead of {expected}")
+            into = bytearray(stop - start)
+            body.fill(memoryview(into))
+            return bytes(into)

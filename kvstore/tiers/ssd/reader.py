@@ -1,0 +1,178 @@
+"""How blocks come from disk: records that lie side by side are read at once, several such runs at a time."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kvstore.buffers import ByteArray
+from kvstore.clock import Clock, Nanos
+from kvstore.errors import TierFailed, reason
+from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
+from kvstore.pool.extents import PAGE_BYTES
+from kvstore.tiers.ssd.disk_threads import DiskThreads, Job, Scratch, batches
+from kvstore.tiers.ssd.index import RecordLocation, flat
+from kvstore.tiers.ssd.record_reads import RecordFinding, RecordRead, RecordReadResult, read
+from kvstore.tiers.ssd.segments.segment import record_pages
+from kvstore.tiers.ssd.settings import SsdSettings
+from kvstore.tiers.ssd.state import SsdState
+from kvstore.tiers.ssd.volume import Volume
+
+log = logging.getLogger(__name__)
+
+
+class SsdReader:
+    """Reads blocks from all volumes, and drops those that turn out bad."""
+
+    def __init__(
+        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+    ) -> None:
+        self._held = held
+        self._volumes = {volume.disk.folder: volume for volume in volumes}
+        self._crew = crew
+        self._clock = clock
+        self._threads = settings.threads
+        self._batch_bytes = settings.batch_bytes
+
+    def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
+        """See `kvstore.ports.BackingTier.get`."""
+        call = _ReadCall()
+        found = self._pin(keys, into)
+        try:
+            found.sort(key=lambda wanted: (wanted.place.segment.slot, wanted.place.page))
+            jobs: list[Job] = [
+                partial(self._read, run, deadline, call)
+                for batch in batches([wanted.place.length for wanted in found], self._batch_bytes, self._threads)
+                for run in _runs(found[batch])
+            ]
+            self._crew.run(jobs, deadline)
+            for landed in call.landed:
+                self._judge(landed)
+        finally:
+            for wanted in found:
+                self._held.release(wanted.place.segment)
+        answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
+        if call.errors and not call.landed:
+            raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
+        return answers
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """See `kvstore.ports.BackingTier.discard`."""
+        for key in keys:
+            with self._held.lock:
+                place = self._held.index.find(flat(key))
+                if place is None:
+                    continue
+                self._held.pin(place.segment)
+            try:
+                self._condemn(place)
+            finally:
+                self._held.release(place.segment)
+
+    def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[RecordRead]:
+        """The blocks that are there and can be decoded; their segments stay until they are released."""
+        codecs = {digest: self._held.codec(digest) for digest in {key.digest for key in keys}}
+        found = []
+        with self._held.lock:
+            for index, key in enumerate(keys):
+                place = self._held.index.find(flat(key))
+                codec = codecs[key.digest]
+                if place is not None and codec is not None:
+                    self._held.pin(place.segment)
+                    found.append(RecordRead(index, key, place, codec, into[index]))
+        return found
+
+    def _read(self, run: Sequence[RecordRead], deadline: Nanos, call: "_ReadCall", scratch: Scratch) -> None:
+        """One operation on disk."""
+        segment = run[0].place.segment
+        volume = self._volumes[segment.folder]
+        landed: list[RecordReadResult] = []
+        error: OSError | None = None
+        try:
+            landed = read(segment.file, segment.nonce, run, scratch)
+        except OSError as failure:
+            error = failure
+            volume.reading.began(failure)
+            for wanted in run:  # they would fail again, after as long a time
+                self._held.drop(wanted.place)
+        else:
+            volume.reading.over()
+        now = self._clock.now()
+        with self._held.lock:
+            call.done += 1
+            call.late |= now > deadline
+            call.landed += (
+                landed if now <= deadline else [each for each in landed if each.finding is not RecordFinding.GOOD]
+            )
+            call.errors += [error] if error is not None else []
+            self._held.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
+
+    def _judge(self, landed: RecordReadResult) -> None:
+        place = landed.wanted.place
+        match landed.finding:
+            case RecordFinding.GOOD:
+                with self._held.lock:
+                    place.segment.hit(place.ordinal, self._clock.now())
+            case RecordFinding.DISCARDED:
+                self._held.drop(place)
+            case RecordFinding.BAD:
+                self._report(place)
+                self._condemn(place)
+            case RecordFinding.OTHER_CODEC:
+                self._condemn(place)
+
+    def _report(self, place: RecordLocation) -> None:
+        """One line for each file; the counter tells how many blocks it were."""
+        segment = place.segment
+        with self._held.lock:
+            is_first, segment.is_damaged = not segment.is_damaged, True
+        if is_first:
+            log.warning(
+                "SSD tier: blocks fail their checksum or cannot be decoded; they are misses",
+                extra={"folder": segment.folder, "file": segment.name, "offset": place.page * PAGE_BYTES},
+            )
+
+    def _condemn(self, place: RecordLocation) -> None:
+        """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
+        if not self._held.drop(place):
+            return
+        volume = self._volumes[place.segment.folder]
+        try:
+            volume.overwrite_header(place)
+        except OSError as error:
+            volume.writing.began(error)
+
+    def _count(self, call: "_ReadCall", asked: int, *, is_late: bool) -> list[FetchResult]:
+        answers = [GONE] * asked
+        for landed in call.landed:
+            answers[landed.wanted.index] = landed.fetched
+        hits = sum(answer.outcome is BlockOutcome.MOVED for answer in answers)
+        with self._held.lock:
+            count = self._held.count
+            count.hits += hits
+            count.misses += asked - hits
+            count.corrupt += sum(answer.outcome is BlockOutcome.CORRUPT for answer in answers)
+            count.failures += len(call.errors) + is_late
+        return answers
+
+
+class _ReadCall:
+    """What came of one call's operations."""
+
+    def __init__(self) -> None:
+        self.done = 0  # operations
+        self.late = False
+        self.landed: list[RecordReadResult] = []
+        self.errors: list[OSError] = []
+
+
+def _runs(found: Sequence[RecordRead]) -> list[Sequence[RecordRead]]:
+    """Cut where records do not follow each other in one segment."""
+    runs, first = [], 0
+    for index in range(1, len(found) + 1):
+        if index < len(found):
+            before, place = found[index - 1].place, found[index].place
+            if place.segment is before.segment and place.page == before.page + record_pages(before.length):
+                continue
+        runs.append(found[first:index])
+        first = index
+    return runs if found else []

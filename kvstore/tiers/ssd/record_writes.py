@@ -1,0 +1,65 @@
+"""Records on their way to a segment: put together in as few pieces as possible, from the callers' own memory."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from kvstore.buffers import ByteArray
+from kvstore.pool.extents import PAGE_BYTES, pages_for
+from kvstore.tiers.ssd.disk import is_aligned
+from kvstore.tiers.ssd.disk_threads import Scratch
+from kvstore.tiers.ssd.segments.record_format import Key, RecordHeader, record_header
+
+
+class SsdWrite(Struct, frozen=True):
+    """What is to be kept under a key. Positional: one is made for each block that is written."""
+
+    key: Key
+    content: ByteArray  # as the codec made it
+    codec_id: int
+    crc32c: int  # of the content
+
+
+def compose(
+    payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
+) -> list[ByteArray]:
+    """The pieces of records that follow each other from a page on, at most `BATCH_RECORDS` of them.
+
+    Payloads that begin on a page of memory are not copied, but for what does not fill their last page.
+    """
+    pieces: list[ByteArray] = []
+    copies = scratch.payloads(sum(_copied_bytes(payload.content) for payload in payloads))
+    page = first_page
+    for index, payload in enumerate(payloads):
+        content = payload.content
+        sequence = first_sequence + index
+        header = record_header(
+            RecordHeader(payload.key, page, content.nbytes, payload.codec_id, sequence, payload.crc32c), nonce
+        )
+        row = scratch.headers[index]
+        row[: len(header)] = np.frombuffer(header, np.uint8)
+        row[len(header) :] = 0
+        pieces.append(row)
+        pages = pages_for(content.nbytes)
+        if copied := _copied_bytes(content):
+            copy, copies = copies[:copied], copies[copied:]
+            copy[: content.nbytes] = content
+            copy[content.nbytes :] = 0
+            pieces.append(copy)
+        else:
+            whole = content.nbytes - content.nbytes % PAGE_BYTES
+            if whole:
+                pieces.append(content[:whole])
+            if whole < content.nbytes:
+                tail = scratch.tails[index]
+                tail[: content.nbytes - whole] = content[whole:]
+                tail[content.nbytes - whole :] = 0
+                pieces.append(tail)
+        page += 1 + pages
+    return pieces
+
+
+def _copied_bytes(content: ByteArray) -> int:
+    """What has to go through memory of ours, in whole pages."""
+    return 0 if is_aligned(content) else pages_for(content.nbytes) * PAGE_BYTES

@@ -1,0 +1,132 @@
+"""What is known in memory of one segment file. Pure but for the file that it carries; its owner holds the lock.
+
+    FREE -> ACTIVE -> FULL -> SEALED -> LEAVING -> FREE
+
+ACTIVE takes records. FULL waits for those that are still being written, then for its footer. SEALED is read only, and
+may be chosen to go. LEAVING has no blocks any more, and waits for whoever still reads from it. A file is only begun
+anew while it is FREE: so a reader never sees bytes of another life under its own.
+"""
+
+from array import array
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from kvstore.clock import Nanos
+from kvstore.pool.extents import PAGE_BYTES, pages_for
+from kvstore.tiers.ssd.disk import DiskFile
+from kvstore.tiers.ssd.segments.eviction import SegmentUse
+from kvstore.tiers.ssd.segments.record_format import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
+
+MOST_HITS = 255  # that are told apart
+
+
+class SegmentState(Enum):
+    FREE = auto()
+    ACTIVE = auto()
+    FULL = auto()
+    SEALED = auto()
+    LEAVING = auto()
+
+
+class Segment:
+    """One file and the blocks in it. Blocks have ordinals, in the order in which they became readable."""
+
+    __slots__ = (
+        "file", "folder", "hits", "is_damaged", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
+        "readers", "record_hits", "sequence", "size_bytes", "slot", "state", "used_at", "writers",
+    )  # fmt: skip
+
+    def __init__(self, slot: int, folder: str, name: str, file: DiskFile) -> None:
+        self.slot = slot  # in the index
+        self.folder = folder
+        self.name = name
+        self.file = file
+        self.size_bytes = file.size_bytes
+        self.state = SegmentState.FREE
+        self.readers = 0  # calls that read from the file now
+        self.writers = 0  # and that write records to it
+        self.begin(bytes(NONCE_BYTES), 0, Nanos(0))
+        self.state = SegmentState.FREE
+
+    def begin(self, nonce: bytes, sequence: int, now: Nanos) -> None:
+        """A new life, without blocks."""
+        assert not self.readers, (self.name, self.readers)
+        assert not self.writers, (self.name, self.writers)
+        self.state = SegmentState.ACTIVE
+        self.nonce = nonce
+        self.sequence = sequence
+        self.next_page = FIRST_PAGE
+        self.promised = 0  # records that places were given to
+        self.keys: list[Key] = []
+        self.pages = array("I")
+        self.lengths = array("I")
+        self.record_hits = bytearray()
+        self.live = 0  # blocks that the index names
+        self.live_pages = 0
+        self.hits = 0
+        self.used_at = now
+        self.is_damaged = False  # a block in it was found bad
+
+    def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
+        """What the file was found to hold, in a life begun."""
+        self.keys, self.pages, self.lengths = keys, pages, lengths
+        self.record_hits = bytearray(len(keys))
+        self.promised = len(keys)
+        self.next_page = next_page
+
+    @property
+    def size_pages(self) -> int:
+        return self.size_bytes // PAGE_BYTES
+
+    def take(self, records: Sequence[int]) -> tuple[int, int]:
+        """Give places to as many of these records as there is room for.
+
+        Args:
+            records: Pages that each occupies.
+
+        Returns:
+            The first one's page, and how many got a place; they follow each other.
+        """
+        first, taken = self.next_page, 0
+        for count in records:
+            if self.next_page + count + footer_pages(self.promised + 1) > self.size_pages:
+                break
+            self.next_page += count
+            self.promised += 1
+            taken += 1
+        return first, taken
+
+    def add(self, key: Key, page: int, length: int) -> int:
+        """A record that was written; returns its ordinal."""
+        self.keys.append(key)
+        self.pages.append(page)
+        self.lengths.append(length)
+        self.record_hits.append(0)
+        return len(self.keys) - 1
+
+    def hit(self, ordinal: int, now: Nanos) -> None:
+        """A block was read."""
+        self.hits += 1
+        self.used_at = now
+        if self.record_hits[ordinal] < MOST_HITS:
+            self.record_hits[ordinal] += 1
+
+    def use(self) -> SegmentUse:
+        return SegmentUse(
+            sequence=self.sequence,
+            blocks=self.live,
+            live_share=self.live_pages / self.size_pages,
+            hits=self.hits,
+            used_at=self.used_at,
+        )
+
+
+def record_pages(length: int) -> int:
+    """Pages of a record with that much payload."""
+    return 1 + pages_for(length)
+
+
+def largest_payload_bytes(segment_bytes: int) -> int:
+    """The most that one record can hold, in a segment of that size."""
+    pages = segment_bytes // PAGE_BYTES - FIRST_PAGE - footer_pages(1)
+    return (pages - 1) * PAGE_BYTES

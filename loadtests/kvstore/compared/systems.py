@@ -1,0 +1,100 @@
+"""The peers as contestants: what each is asked for each line, in the line's unit."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from loadtests.environments import python_of
+from loadtests.kvstore.compared import environments
+from loadtests.kvstore.compared.process import ComparedSystemProcess
+from loadtests.kvstore.comparison import Contestant
+
+LMCACHE = "LMCache"
+MOONCAKE = "Mooncake"
+HERE = Path(__file__).parent
+GIGABYTE = 1e9
+MICROSECONDS = 1e6
+MILLISECONDS = 1e3
+
+
+class ComparedSystems:
+    """All of them, or none."""
+
+    def __init__(self, cache: Path, folder: Path, *, wanted: bool):
+        """Starts nothing: that happens when a peer is first asked.
+
+        Args:
+            cache: Where their environments are kept.
+            folder: Of this run, for their logs and files.
+            wanted: False leaves every line without peers.
+        """
+        self._folder = folder
+        self._processes = {
+            name: ComparedSystemProcess(
+                name, partial(python_of, distribution, cache), HERE / script, folder / f"{name}.log"
+            )
+            for name, distribution, script in (
+                (LMCACHE, environments.LMCACHE, "lmcache_process.py"),
+                (MOONCAKE, environments.MOONCAKE, "mooncake_process.py"),
+            )
+            if wanted
+        }
+
+    @property
+    def versions(self) -> dict[str, str]:
+        known = {LMCACHE: environments.LMCACHE.version, MOONCAKE: environments.MOONCAKE.version}
+        return {name: known[name] for name in self._processes}
+
+    def put(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
+        """GB/s into memory; `fresh`: that nothing was written to before."""
+        return self._speed("put", "seconds", block_bytes, blocks, {"fresh": fresh})
+
+    def get(self, block_bytes: int, blocks: int, *, fresh: bool) -> dict[str, Contestant]:
+        """GB/s out of memory; `fresh`: to memory that nothing was written to before."""
+        return self._speed("get", "seconds", block_bytes, blocks, {"fresh": fresh})
+
+    def disk_write(self, block_bytes: int, blocks: int, threads: int) -> dict[str, Contestant]:
+        """GB/s."""
+        return self._speed("disk", "write_seconds", block_bytes, blocks, self._disk(threads))
+
+    def disk_read(self, block_bytes: int, blocks: int, threads: int) -> dict[str, Contestant]:
+        """GB/s."""
+        return self._speed("disk", "read_seconds", block_bytes, blocks, self._disk(threads))
+
+    def lookup(self, keys: int) -> dict[str, Contestant]:
+        """Microseconds."""
+        return self._figures("lookup", "seconds", MICROSECONDS, {"keys": keys})
+
+    def hashing(self, tokens: int, block_tokens: int) -> dict[str, Contestant]:
+        """Milliseconds."""
+        return self._figures("hashing", "seconds", MILLISECONDS, {"tokens": tokens, "block_tokens": block_tokens})
+
+    def restart(self, block_bytes: int, threads: int) -> dict[str, Contestant]:
+        """Milliseconds."""
+        return self._figures("restart", "seconds", MILLISECONDS, {"block_bytes": block_bytes, **self._disk(threads)})
+
+    def memory(self, keys: int) -> dict[str, Contestant]:
+        """Bytes a key, which are megabytes a million keys."""
+        return self._figures("memory", "bytes", 1, {"keys": keys})
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.end()
+
+    def _disk(self, threads: int) -> dict[str, int | str]:
+        return {"folder": str(self._folder / "peer-disk"), "threads": threads}
+
+    def _speed(
+        self, do: str, field: str, block_bytes: int, blocks: int, more: Mapping[str, int | str]
+    ) -> dict[str, Contestant]:
+        def speed(process: ComparedSystemProcess) -> float:
+            answer = process.ask(do, block_bytes=block_bytes, blocks=blocks, **more)
+            return block_bytes * blocks / GIGABYTE / float(answer[field])
+
+        return {name: partial(speed, process) for name, process in self._processes.items()}
+
+    def _figures(self, do: str, field: str, unit: float, arguments: Mapping[str, int | str]) -> dict[str, Contestant]:
+        def figure(process: ComparedSystemProcess) -> float:
+            return unit * float(process.ask(do, **arguments)[field])
+
+        return {name: partial(figure, process) for name, process in self._processes.items()}

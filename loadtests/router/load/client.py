@@ -1,0 +1,235 @@
+"""The client: keep-alive connections that send prepared bytes and wait for the end of each answer. Parses nothing else."""
+
+import asyncio
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import cycle
+from typing import Protocol, cast
+
+import uvloop
+from msgspec import Struct
+
+from loadtests.unavailable import SystemUnavailable
+
+GOOD = b"HTTP/1.1 200"
+EVENT = b"data: "
+END = b"0\r\n\r\n"  # the last chunk
+START_SECONDS = 30.0
+WAIT_SECONDS = 60.0  # for the answers that are on their way at the end
+FAILURES = 20  # of one connection, before it is given up
+
+Next = Callable[[], bytes | None]
+"""The next request; None: there is none left."""
+
+
+class CpuMeter(Protocol):
+    """Whatever is to be measured of a round besides what the client sees."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class LoadWindow(Struct, frozen=True, kw_only=True):
+    """What came of a round."""
+
+    requests: int
+    failures: int
+    seconds: float
+    ttft_seconds: float
+    cpu_seconds: float  # of the client
+    gap_seconds_p99: float | None = None  # between what came of the same answer; None: every answer came at once
+    complaint: str = ""  # the first failure's
+
+
+class LoadConnection(asyncio.Protocol):
+    """One connection: the next request goes out as soon as an answer has ended."""
+
+    def __init__(self, following: Next, until: "Until", acknowledging: socket.socket | None):
+        """Connects nothing.
+
+        Args:
+            following: What to ask.
+            until: When not to ask any more.
+            acknowledging: The connection's socket if it is to acknowledge at once; None leaves that to the system.
+        """
+        self._acknowledging = acknowledging
+        self.following = following
+        self._until = until
+        self._tail = b""
+        self._fresh = True  # no byte of the answer has come
+        self._begun = False  # its first token has come
+        self._sent_at = 0.0
+        self._transport: asyncio.Transport
+        self.completed = 0
+        self.latencies: list[float] = []
+        self.gaps: list[float] = []
+        self._heard_at = 0.0
+        self.complaint = ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.complaint = f"the connection ended within an answer ({exc or 'closed'})"
+            self.ended.set_result(None)
+
+    def send(self) -> None:
+        """Ask for the next thing, or end."""
+        now = time.perf_counter()
+        request = self.following() if now < self._until.at else None
+        if request is None:
+            self.ended.set_result(None)
+            return
+        self._fresh = True
+        self._begun = False
+        self._sent_at = now
+        self._transport.write(request)
+        if self._acknowledging is not None:
+            self._acknowledging.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)  # until the next answer is over
+
+    def data_received(self, data: bytes) -> None:
+        if not self._begun:
+            if self._fresh and not self._is_good(data):
+                return
+            if EVENT in data:
+                self._begun = True
+                self._heard_at = time.perf_counter()
+                self.latencies.append(self._heard_at - self._sent_at)
+        elif EVENT in data:
+            before, self._heard_at = self._heard_at, time.perf_counter()
+            self.gaps.append(self._heard_at - before)
+        tail = data[-len(END) :]
+        if len(tail) < len(END):
+            tail = (self._tail + tail)[-len(END) :]
+        self._tail = tail
+        if tail == END:
+            self._tail = b""
+            self.completed += 1
+            self.send()
+
+    def _is_good(self, data: bytes) -> bool:
+        self._fresh = False
+        if data.startswith(GOOD):
+            return True
+        self.complaint = data[:500].decode(errors="replace")
+        self.ended.set_result(None)
+        self.close()
+        return False
+
+    def close(self) -> None:
+        """At once, whatever was not sent."""
+        self._transport.abort()
+
+
+class Until:
+    """When to stop asking, on `time.perf_counter`; set when the round begins."""
+
+    at = 0.0
+
+
+def round_of(
+    ports: Sequence[int],
+    following: Sequence[Next],
+    seconds: float,
+    meter: CpuMeter,
+    *,
+    delayed_acknowledgements: bool = False,
+) -> LoadWindow:
+    """Ask until nothing is left to ask or the time is over, and wait for what is on its way.
+
+    Args:
+        ports: Where to; the connections are dealt out among them.
+        following: One connection each, and where it gets its requests from.
+        seconds: After which no connection asks anything more.
+        meter: Started when everybody is connected and nothing was asked yet, stopped after the last answer.
+        delayed_acknowledgements: Let the system put TCP's acknowledgements off.
+
+    Raises:
+        Absent: Nobody answers, or hardly ever.
+    """
+    return uvloop.run(_round_of(ports, following, seconds, meter, delayed_acknowledgements=delayed_acknowledgements))
+
+
+class _Dialler:
+    """Opens a round's connections; what it has opened is closed when the stack is."""
+
+    def __init__(self, opened: ExitStack, *, delayed_acknowledgements: bool):
+        self.until = Until()
+        self._opened = opened
+        self._delayed_acknowledgements = delayed_acknowledgements
+
+    async def connect(self, port: int, following: Next) -> LoadConnection:
+        sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
+        sock.setblocking(False)
+        acknowledging = None if self._delayed_acknowledgements else sock
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: LoadConnection(following, self.until, acknowledging), sock=sock
+        )
+        self._opened.callback(connection.close)
+        return connection
+
+    async def keep_asking(self, port: int, connection: LoadConnection) -> list[LoadConnection]:
+        """One connection after the other, as long as they fail: everybody keeps asking."""
+        tried = [connection]
+        while True:
+            connection.send()
+            await connection.ended
+            connection.close()
+            if not connection.complaint or len(tried) > FAILURES:
+                return tried
+            connection = await self.connect(port, connection.following)
+            tried.append(connection)
+
+
+async def _round_of(
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, *, delayed_acknowledgements: bool
+) -> LoadWindow:
+    with ExitStack() as opened:  # all closed at the end: the event loop may wait for ever for one that is not
+        dialler = _Dialler(opened, delayed_acknowledgements=delayed_acknowledgements)
+        return await _asked(dialler, ports, following, seconds, meter)
+
+
+async def _asked(
+    dialler: _Dialler, ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter
+) -> LoadWindow:
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            dealt = list(zip(cycle(ports), following, strict=False))
+            first = [await dialler.connect(port, each) for port, each in dealt]
+        meter.start()
+        started, cpu = time.perf_counter(), time.process_time()
+        dialler.until.at = started + seconds
+        async with asyncio.timeout(seconds + WAIT_SECONDS), asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(dialler.keep_asking(port, connection))
+                for (port, _), connection in zip(dealt, first, strict=True)
+            ]
+        ended, cpu = time.perf_counter(), time.process_time() - cpu
+        meter.stop()
+    except TimeoutError:
+        raise SystemUnavailable(f"does not answer within {seconds + WAIT_SECONDS:.0f} s") from None
+    except OSError as error:
+        raise SystemUnavailable(f"refuses connections: {error}") from error
+    asked = [connection for each in asking for connection in each.result()]
+    latencies = [latency for each in asked for latency in each.latencies]
+    gaps = [gap for each in asked for gap in each.gaps]
+    complaints = [each.complaint for each in asked if each.complaint]
+    if not latencies:
+        raise SystemUnavailable(
+            f"answers nothing: {' '.join(complaints[0].split()) if complaints else 'no reason was given'}"
+        )
+    return LoadWindow(
+        requests=sum(each.completed for each in asked),
+        failures=len(complaints),
+        seconds=ended - started,
+        ttft_seconds=statistics.median(latencies),
+        cpu_seconds=cpu,
+        gap_seconds_p99=statistics.quantiles(gaps, n=100)[98] if len(gaps) > 1 else None,
+        complaint=complaints[0] if complaints else "",
+    )

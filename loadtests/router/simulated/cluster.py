@@ -1,0 +1,212 @@
+"""A cluster for the leaderboard: what its engines are, which goals are fair to it, and one run of a policy on it.
+
+Rules:
+
+1. The run is `fleet.sim`'s: the production router's machine with a policy by name, and engines in virtual time. Engines step by the
+   straight lines of `fleet.hardware.latency.linear`; how long a step takes, only they know: policies learn what they can.
+2. All policies get the same requests, from the same seed, at the same times. A turn that needs an answer begins when that has
+   ended; everything else comes when it comes, whether the cluster keeps up or not.
+3. *Goodput* is the judge: requests a second whose first token came within a goal and whose other tokens came, on average, at
+   a pace within another. Goals are those of the engine, and the same for everybody.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.roles import Role
+from fleet.hardware.latency.linear import EngineLatency
+from fleet.router.policy import PlacementPolicy
+from fleet.router.settings.router import RouterSettings
+from fleet.sim.cluster.pools import PoolProfile
+from fleet.sim.engine.attempts import EngineLimits
+from fleet.sim.results.outcomes import EndedRequest, Slo
+from fleet.sim.run import RunPlan, simulate
+from fleet.sim.workload.clients import SessionClients
+from loadtests.router.simulated.traffic import RouterTraffic
+
+SLACK_SECONDS, PACES = 0.5, 5.0  # of the goals
+PERCENTILE = 99
+NEVER = Nanos(10**9 * SECOND)  # looks at a timeline that nobody draws
+PATIENT = RouterSettings(explained_requests=1, max_queued=1_000_000, max_queue_seconds=1e9)
+"""Nobody is refused for having to wait: what does not keep up shows in the times."""
+
+
+class LatencyStepTimes(Struct, frozen=True):
+    """Step times by straight lines; implements `fleet.sim.engine.attempts.StepTimes`."""
+
+    latency: EngineLatency
+
+    def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
+        lines, milliseconds = self.latency, 0.0
+        if prefill_tokens:
+            milliseconds += lines.prefill_base_ms + lines.prefill_ms_per_token * prefill_tokens
+            milliseconds += lines.prefill_ms_per_token_and_context * prefill_pairs
+        if decodes:
+            milliseconds += lines.step_base_ms + lines.step_ms_per_sequence * decodes
+            milliseconds += lines.step_ms_per_context_token * decode_context
+        return milliseconds * MILLISECOND / SECOND
+
+
+class SimulatedDevice(Struct, frozen=True, kw_only=True):
+    """What engines are. By default about an 8-billion model on one H100: 20k prompt tokens a second, 8 ms a step."""
+
+    latency: EngineLatency = EngineLatency(
+        prefill_base_ms=2.0,
+        prefill_ms_per_token=0.05,
+        prefill_ms_per_token_and_context=1e-6,
+        step_base_ms=8.0,
+        step_ms_per_sequence=0.05,
+        step_ms_per_context_token=4e-5,
+    )
+    kv_tokens: int = 400_000
+    max_running: int = 64
+    chunk_tokens: int = 2048
+
+
+class AnswerGoals(Struct, frozen=True, kw_only=True):
+    """What an answer has to keep to be worth anything."""
+
+    ttft_seconds: float
+    """For the first token of a short prompt; each prompt token adds what computing it takes on an idle engine."""
+
+    ttft_seconds_per_token: float
+    tpot_seconds: float
+
+    def kept(self, ended: EndedRequest) -> bool:
+        if ended.refused or ended.first_token is None:
+            return False
+        goal = self.ttft_seconds + self.ttft_seconds_per_token * ended.prompt_tokens
+        return ended.ttft_ms <= 1000 * goal and ended.tpot_ms <= 1000 * self.tpot_seconds
+
+
+class PolicyOutcome(Struct, frozen=True, kw_only=True):
+    """Of one policy on one workload."""
+
+    requests: int
+    refused: int
+    goodput: float  # requests a second that kept both goals
+    attainment: float  # share of the requests that did
+    hit_rate: float  # of prompt tokens
+    imbalance: float  # the busiest worker over the mean, by time spent in steps
+    ttft_mean: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_mean: float
+    seconds: float  # from the first arrival to the last answer
+    busy: float  # share of the time that engines worked
+
+
+def goals_of(device: SimulatedDevice) -> AnswerGoals:
+    """The first token within half a second beyond twice the prompt's own time, the others at five idle steps each."""
+    latency = device.latency
+    return AnswerGoals(
+        ttft_seconds=SLACK_SECONDS,
+        ttft_seconds_per_token=2 * latency.prefill_ms_per_token / 1000,
+        tpot_seconds=PACES * latency.step_base_ms / 1000,
+    )
+
+
+def run(
+    workload: RouterTraffic, workers: int, device: SimulatedDevice, policy: PlacementPolicy, seed: int
+) -> PolicyOutcome:
+    """One policy on one workload, judged by the goals of the device."""
+    ended: list[EndedRequest] = []
+    ran = simulate(
+        plan_of(workload, workers, device, policy, seed), workload.traffic(), told=ended.append, look_every=NEVER
+    )
+    return outcome(ended, goals_of(device), imbalance=ran.outcome.imbalance, busy=ran.outcome.utilisation)
+
+
+def plan_of(
+    workload: RouterTraffic, workers: int, device: SimulatedDevice, policy: PlacementPolicy, seed: int
+) -> RunPlan:
+    limits = EngineLimits(
+        kv_blocks=device.kv_tokens // workload.block_tokens,
+        block_tokens=workload.block_tokens,
+        max_running=device.max_running,
+        step_tokens=device.chunk_tokens,
+    )
+    pool = PoolProfile(
+        name="both",
+        role=Role.BOTH,
+        workers=workers,
+        times=LatencyStepTimes(device.latency),
+        limits=limits,
+        gpus=1,
+        dollars_per_hour=0.0,
+        busy_watts=0.0,
+        idle_watts=0.0,
+        kv_bytes_per_token=1.0,
+        bandwidth=1.0,
+        link_latency=Nanos(0),
+        start_time=Nanos(0),
+    )
+    return RunPlan(
+        pools=(pool,),
+        router=PATIENT,
+        slo=Slo(),
+        block_tokens=workload.block_tokens,
+        message_delay=Nanos(0),
+        seed=seed,
+        policy=policy,
+        clients=SessionClients(users=0),
+    )
+
+
+def outcome(ended: Sequence[EndedRequest], goals: AnswerGoals, *, imbalance: float, busy: float) -> PolicyOutcome:
+    """Of all requests of a run.
+
+    Args:
+        ended: At least one was answered.
+        goals: For goodput, over the time in which requests came: who does not keep up must not look as if fewer had come.
+        imbalance: Of the workers.
+        busy: Share of the time that they worked.
+    """
+    served = [each for each in ended if not each.refused and each.first_token is not None]
+    ttfts = sorted(each.ttft_ms / 1000 for each in served)
+    kept = sum(map(goals.kept, ended))
+    first = min(each.arrival for each in ended)
+    arriving = (max(each.arrival for each in ended) - first) / SECOND
+    return PolicyOutcome(
+        requests=len(ended),
+        refused=len(ended) - len(served),
+        goodput=kept / arriving if arriving else 0.0,
+        attainment=kept / len(ended),
+        hit_rate=sum(each.cached_tokens for each in served) / sum(each.prompt_tokens for each in served),
+        imbalance=imbalance,
+        ttft_mean=sum(ttfts) / len(ttfts),
+        ttft_p50=ttfts[len(ttfts) // 2],
+        ttft_p99=ttfts[len(ttfts) * PERCENTILE // 100],
+        tpot_mean=sum(each.tpot_ms for each in served) / 1000 / len(served),
+        seconds=(max(each.end for each in served) - first) / SECOND,
+        busy=busy,
+    )
+
+
+def ideal_rate(workload: RouterTraffic, workers: int, device: SimulatedDevice) -> float:
+    """Requests a second that engines would just keep up with that had one cache together, as large as all, and no imbalance.
+
+    Work of a request: what that cache does not have of its prompt, and its share of decode steps in a batch that is half full.
+    """
+    latency = device.latency
+    room = workers * device.kv_tokens // workload.block_tokens
+    cache: OrderedDict[int, None] = OrderedDict()
+    milliseconds = 0.0
+    half = max(1, device.max_running // 2)
+    for request in workload.in_order():
+        hits = next((place for place, key in enumerate(request.chain) if key not in cache), len(request.chain))
+        for key in reversed(request.chain):
+            cache.pop(key, None)
+            cache[key] = None
+        while len(cache) > room:
+            cache.popitem(last=False)
+        unseen = max(1, request.prompt_tokens - hits * workload.block_tokens)
+        context = request.prompt_tokens + request.output_tokens / 2
+        milliseconds += unseen * latency.prefill_ms_per_token
+        milliseconds += request.output_tokens * (
+            latency.step_base_ms / half + latency.step_ms_per_sequence + latency.step_ms_per_context_token * context
+        )
+    return workers * workload.requests / (milliseconds / 1000)

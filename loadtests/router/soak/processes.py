@@ -1,0 +1,102 @@
+"""Processes of a cluster, started as a supervisor starts them, and ended in every way that a process can end.
+
+They are started by `subprocess`, which uses vfork: the event loop's own way forks, and gRPC's threads do not survive that.
+"""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from msgspec import Struct
+
+from loadtests.kvstore.nodes import ROOT, environment
+from loadtests.unavailable import SystemUnavailable
+
+START_SECONDS = 60.0  # on a machine that is busy with something else
+
+
+class SoakProcess:
+    """`fleet serve KIND` with settings of its own; its log is in the folder."""
+
+    def __init__(self, kind: str, name: str, folder: Path, settings: Struct):
+        """Does not start it."""
+        self.name = name
+        self._kind = kind
+        self._config = folder / f"{name}.json"
+        self._log = folder / f"{name}.log"
+        self._config.write_bytes(msgspec.json.encode(settings))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self) -> Mapping[str, str]:
+        """Its endpoints, when it is ready.
+
+        Raises:
+            Absent: It ended, or was not ready in time; says what it said last.
+        """
+        command = [sys.executable, "-m", "fleet.cli.main", "serve", self._kind, "--config", str(self._config)]
+        command += ["--parent", str(os.getpid())]
+        with self._log.open("ab") as log:  # in this thread: a child ends with the thread that has started it
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environment())  # noqa: ASYNC220
+        self._process = process
+        assert process.stdout is not None
+        line = await asyncio.to_thread(_first_line, process.stdout)
+        process.stdout.close()
+        if not line:
+            self.kill()
+            status = await self.ended(START_SECONDS)
+            raise SystemUnavailable(f"{self.name} was not ready, and ended with {status}: {self.log()[-2000:]}")
+        endpoints: dict[str, str] = json.loads(line)
+        return endpoints
+
+    def kill(self) -> None:
+        """SIGKILL: at once, and without a word."""
+        self._signal(signal.SIGKILL)
+
+    def ask_to_end(self) -> None:
+        """SIGTERM: a worker drains, and leaves."""
+        self._signal(signal.SIGTERM)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def ended(self, seconds: float) -> int | None:
+        """How it ended; None when it does not within that time."""
+        assert self._process is not None
+        try:
+            return await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.alive:
+            assert self._process is not None
+            self._process.send_signal(number)
+
+
+def _first_line(pipe: IO[bytes]) -> bytes:
+    """Empty when none comes in time."""
+    readable, _, _ = select.select([pipe], [], [], START_SECONDS)
+    return pipe.readline() if readable else b""

@@ -1,0 +1,213 @@
+"""The processes of a run: started on cores of their own, watched by the system's own accounts, and ended with their children."""
+
+import http.client
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from msgspec import Struct
+
+from loadtests.kvstore.nodes import ROOT, environment
+from loadtests.unavailable import SystemUnavailable
+
+READY_SECONDS = 60.0
+END_SECONDS = 10.0
+PAUSE_SECONDS = 0.1
+
+
+class Cores(Struct, frozen=True, kw_only=True):
+    """Who runs where; all at once where there is but one core."""
+
+    router: frozenset[int]
+    others: frozenset[int]
+    """Of workers and client."""
+
+
+def cores_of_this_process() -> Cores:
+    """The first for the router, the rest for whatever feeds it."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    return Cores(router=frozenset({first}), others=frozenset(rest or {first}))
+
+
+@contextmanager
+def running_on(cores: frozenset[int]) -> Iterator[None]:
+    """This process, and what it starts meanwhile."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class ProcessTree:
+    """A process with all the children that it has."""
+
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log: Path):
+        self.name = name
+        self._process = process
+        self._log = log
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self._process.pid)
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process.pid)
+
+    def end(self) -> None:
+        """Returns when it is gone with its children."""
+        tree = _tree(self._process.pid)
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in tree:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(END_SECONDS)
+
+    def last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        return " ".join(" | ".join(lines[-3:])[-600:].split()) or "it said nothing"
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system of a process since its start: of all its threads, and of its children whether they live or not."""
+    total = 0.0
+    for process in _tree(pid):
+        with suppress(psutil.NoSuchProcess, OSError):
+            total += time.clock_gettime(_clock_of(process.pid))
+            ended = process.cpu_times()
+            total += ended.children_user + ended.children_system  # those that ended and were waited for
+    return total
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process and its children; pages that they share count for each."""
+    total = 0
+    for process in _tree(pid):
+        with suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
+
+
+@contextmanager
+def started(
+    name: str, command: Sequence[str], folder: Path, cores: frozenset[int], more: Mapping[str, str]
+) -> Iterator[ProcessTree]:
+    """A server on these cores that writes to a log in the folder."""
+    log = folder / f"{name.replace(':', '-')}.log"
+    with log.open("ab") as output, running_on(cores):
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            cwd=folder,
+            env={**os.environ, **more},
+            start_new_session=True,
+        )
+    server = ProcessTree(name, process, log)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@contextmanager
+def started_module(
+    module: str, arguments: Sequence[str], folder: Path, cores: frozenset[int]
+) -> Iterator[tuple[ProcessTree, dict[str, Any]]]:
+    """A module of this checkout, on these cores, that prints one JSON line when it is ready, and that line.
+
+    Raises:
+        Absent: It was not ready in time.
+    """
+    name = module.rpartition(".")[2]
+    log = folder / f"{name}.log"
+    with log.open("ab") as output, running_on(cores):
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            cwd=ROOT,
+            env=environment(),
+            start_new_session=True,
+        )
+    server = ProcessTree(name, process, log)
+    assert process.stdout is not None
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], READY_SECONDS)
+        line = process.stdout.readline() if readable else b""
+        if not line:
+            raise SystemUnavailable(f"{name} was not ready within {READY_SECONDS:.0f} s: {server.last_words()}")
+        yield server, json.loads(line)
+    finally:
+        server.end()
+        process.stdout.close()
+
+
+def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, bytes], seconds: float) -> None:
+    """Until it answers a streamed request in full.
+
+    Args:
+        server: Who.
+        port: Where.
+        request: Path and body of what is asked.
+        seconds: At most.
+
+    Raises:
+        Absent: It ended, or did not answer in time; says what it said last.
+    """
+    deadline = time.monotonic() + seconds
+    complaint = "nobody listens"
+    while time.monotonic() < deadline and server.alive:
+        try:
+            status, answer = ask(port, *request)
+        except (OSError, http.client.HTTPException) as error:
+            complaint = str(error)
+        else:
+            if status == http.HTTPStatus.OK and b"[DONE]" in answer:
+                return
+            complaint = f"HTTP {status}: {answer[:300].decode(errors='replace')}"
+        time.sleep(PAUSE_SECONDS)
+    what = f"does not answer within {seconds:.0f} s ({complaint})" if server.alive else "ended at its start"
+    raise SystemUnavailable(f"{server.name} {what}: {server.last_words()}")
+
+
+def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """Status and body of the answer to a request; without a body it is a GET."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        headers = {} if body is None else {"content-type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _clock_of(pid: int) -> int:
+    """Linux' clock of what a process has used, in nanoseconds instead of ticks of 10 ms: clock_getcpuclockid(3)."""
+    return (~pid << 3) | 2

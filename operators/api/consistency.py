@@ -1,0 +1,63 @@
+"""What no DisaggDeployment may say, for those who have no API server to ask: the rules of `operators.api` that look at one object alone.
+
+The definition of them is there, in CEL; tests hold both to the same samples.
+"""
+
+from collections.abc import Iterator
+
+from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, KvPath, RoleSpec, RoleType, ScalingMode
+
+
+def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
+    """Where a deployment contradicts itself, as (path in it, why). `name` is its own; empty: it has none yet."""
+    names: set[str] = set()
+    for index, role in enumerate(spec.roles):
+        path = f"spec.roles[{index}]"
+        if role.name in names:
+            yield f"{path}.name", f"Duplicate value: {role.name}"
+        names.add(role.name)
+        for why in _of_role(role):
+            yield path, why
+    types = [role.type for role in spec.roles]
+    if (RoleType.PREFILL in types) != (RoleType.DECODE in types):
+        yield "spec.roles", "prefill and decode need each other; a single pool has the type aggregated"
+    if all(each is RoleType.ROUTER for each in types):
+        yield "spec.roles", "at least one role of workers is needed"
+    if types.count(RoleType.ROUTER) > 1:
+        yield "spec.roles", "one role of routers at most"
+    budget = spec.balance.gpu_budget
+    if budget and any(role.replicas * role.gpus.per_replica > budget for role in spec.roles):
+        yield "spec", "balance.gpuBudget: a role alone needs more"
+    stored = spec.engine is EngineKind.VLLM and KvPath.STORE in spec.kv_transfer.paths
+    if stored and any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in spec.roles):
+        why = "a store takes blocks of engines on one node, without pipeline stages and data parallelism"
+        yield "spec", f"kvTransfer.paths: {why}"
+    if spec.model.claim and spec.model.cache_claim:
+        yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
+    if spec.watchdog.floor_seconds > spec.watchdog.ceiling_seconds:
+        yield "spec", "watchdog.ceilingSeconds: is below watchdog.floorSeconds"
+    transfer = spec.kv_transfer
+    if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
+        why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"
+        yield "spec", f"kvTransfer.redis: {why}"
+    if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
+        why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
+        yield "metadata.name", why
+
+
+def _of_role(role: RoleSpec) -> Iterator[str]:
+    gpus, degree = role.gpus.per_replica, role.parallelism
+    if role.scaling.least > role.scaling.most:
+        yield "scaling: least is more than most"
+    if gpus not in (0, degree.tensor * degree.pipeline * degree.data):
+        yield "parallelism: tensor x pipeline x data must be gpus.perReplica"
+    if gpus % role.nodes_per_replica:
+        yield "nodesPerReplica: must divide gpus.perReplica"
+    if not degree.fits(role.nodes_per_replica):
+        yield "nodesPerReplica: each node takes whole data parallel engines, or each such engine whole nodes"
+    if not role.rollout.max_surge + role.rollout.max_unavailable:
+        yield "rollout: maxSurge and maxUnavailable are both 0, so nothing could ever be updated"
+    if role.type is RoleType.ROUTER and gpus:
+        yield "gpus: a router needs none"
+    if role.type is RoleType.ROUTER and role.scaling.mode is ScalingMode.PLANNER:
+        yield "scaling: a ServingPlan scales workers, not routers"

@@ -1,0 +1,308 @@
+"""`DisaggDeployment`: the roles of one model, and what is between them."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from operators.api.fields import (
+    MODEL_RULES,
+    Conditions,
+    Count,
+    Degree,
+    GpuVendor,
+    ModelSource,
+    Name,
+    NodeTopology,
+    OpenObject,
+    Resource,
+    Seconds,
+    Text,
+    keyed_by,
+    rules,
+)
+
+Ratio = Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$", max_length=7)]
+"""Prefill to decode, as `1:4`."""
+
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|Ki|[MGTPE]i?)?$", max_length=20)]
+
+
+class RoleType(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+    ROUTER = "router"
+
+
+class ScalingMode(StrEnum):
+    STATIC = "Static"
+    """`replicas` counts, and nothing else."""
+
+    EXTERNAL = "External"
+    """`kubectl scale`, an HPA or KEDA scale the role's RoleScaler."""
+
+    PLANNER = "Planner"
+    """A ServingPlan does."""
+
+
+class EngineKind(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class KvPath(StrEnum):
+    DIRECT = "direct"
+    STORE = "store"
+
+
+class FailureMode(StrEnum):
+    OPEN = "FailOpen"
+    CLOSE = "FailClose"
+
+
+class Scaling(Resource, frozen=True):
+    mode: ScalingMode = ScalingMode.STATIC
+
+    least: Annotated[Count, Meta(description="Replicas that a scaler may go down to.")] = 0
+    most: Annotated[Count, Meta(description="And up to.")] = 64
+
+
+class Parallelism(Resource, frozen=True):
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    data: Degree = 1
+    expert: Degree = 1
+    """Of the ranks of `tensor` and `data` together; more than 1 splits the experts among them all."""
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether every rank has whole layers, and all ranks the same requests."""
+        return self.pipeline == self.data == 1
+
+    def fits(self, nodes: int) -> bool:
+        """Whether each node takes whole data parallel engines, or each such engine whole nodes."""
+        each = self.tensor * self.pipeline
+        return self.data % nodes == 0 or (nodes % self.data == 0 and each % (nodes // self.data) == 0)
+
+
+class Rollout(Resource, frozen=True):
+    max_surge: Count = 1
+    """New replicas beyond `replicas` while a role is updated; they need GPUs that nobody has."""
+
+    max_unavailable: Count = 0
+    """Replicas that may be missing meanwhile."""
+
+
+class Drain(Resource, frozen=True):
+    timeout_seconds: Seconds = 300
+    """A worker that is told to go finishes its requests within this, and is then ended."""
+
+
+class Gpus(Resource, frozen=True):
+    vendor: GpuVendor = GpuVendor.NVIDIA
+    product: Annotated[str, Meta(max_length=63)] = ""
+    """As the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name` says; empty: any."""
+
+    per_replica: Count = 0
+    """On all nodes of a replica together. 0: the engine runs on CPUs."""
+
+
+_ROLE_RULES = rules(
+    ("self.type == oldSelf.type", "type: cannot be changed; add another role and remove this one"),
+    ("self.scaling.least <= self.scaling.most", "scaling: least is more than most"),
+    (
+        "self.gpus.perReplica in [0, self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data]",
+        "parallelism: tensor x pipeline x data must be gpus.perReplica",
+    ),
+    (
+        "self.gpus.perReplica % self.nodesPerReplica == 0",
+        "nodesPerReplica: must divide gpus.perReplica",
+    ),
+    (
+        (
+            "self.parallelism.data % self.nodesPerReplica == 0 || (self.nodesPerReplica % self.parallelism.data == 0 && "
+            "self.parallelism.tensor * self.parallelism.pipeline % (self.nodesPerReplica / self.parallelism.data) == 0)"
+        ),
+        "nodesPerReplica: each node takes whole data parallel engines, or each such engine whole nodes",
+    ),
+    (
+        "self.rollout.maxSurge + self.rollout.maxUnavailable > 0",
+        "rollout: maxSurge and maxUnavailable are both 0, so nothing could ever be updated",
+    ),
+    ("self.type != 'router' || self.gpus.perReplica == 0", "gpus: a router needs none"),
+    ("self.type != 'router' || self.scaling.mode != 'Planner'", "scaling: a ServingPlan scales workers, not routers"),
+)
+
+
+class RoleSpec(Resource, frozen=True):
+    """A pool of alike pods."""
+
+    name: Name
+    type: RoleType
+    replicas: Count = 1
+    """With a scaling mode other than Static: where the RoleScaler starts."""
+
+    scaling: Scaling = Scaling()
+    parallelism: Parallelism = Parallelism()
+    nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
+    """More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first of them leads: it serves, and
+    the others compute for it."""
+
+    gpus: Gpus = Gpus()
+    topology: NodeTopology = NodeTopology()
+    rollout: Rollout = Rollout()
+    drain: Drain = Drain()
+    pod_template: OpenObject = field(default_factory=dict)
+    """A pod template; its container `main` gets what it does not say: image, command, ports, probes, resources."""
+
+
+class KvTransfer(Resource, frozen=True):
+    paths: Annotated[
+        tuple[KvPath, ...],
+        Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"}),
+    ] = (KvPath.DIRECT,)
+    """How blocks come to a worker. `direct`: from engine to engine, between prefill and decode. `store`: a worker also keeps blocks in memory
+    of its pod, for prompts that begin alike."""
+
+    store_memory: Quantity = "8Gi"
+    """For these blocks."""
+
+    redis: Annotated[str, Meta(pattern=r"^(rediss?://[^@/?#]+(/[0-9]+)?)?$", max_length=512)] = ""
+    """A Redis or Valkey server, as in `redis://host:6379`, where stores keep blocks that were used again, for each other; a worker that goes
+    leaves its warm ones there. Empty: none, and what is in a pod's memory goes with it."""
+
+    redis_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `password` opens it."""
+
+
+class InferencePool(Resource, frozen=True):
+    create: bool = False
+    """Make an InferencePool whose endpoint picker is this deployment's router."""
+
+    failure_mode: FailureMode = FailureMode.CLOSE
+
+
+class Routing(Resource, frozen=True):
+    policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
+    disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
+    """Prompt tokens still to be computed from which on a prefill worker does it. While there is none, decode workers do."""
+
+    inference_pool: InferencePool = InferencePool()
+
+
+class RatioBounds(Resource, frozen=True):
+    """Of prefill to decode replicas, held at every moment of a change."""
+
+    least: Ratio = "1:999"
+    most: Ratio = "999:1"
+
+
+class Balance(Resource, frozen=True):
+    gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    """GPUs of all workers together, old and new ones of a rollout too; 0: as many as there are."""
+
+    ratio: RatioBounds = RatioBounds()
+    max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Replicas that one change adds or takes."""
+
+
+class WatchdogSpec(Resource, frozen=True):
+    """When a worker whose engine makes no progress on its work is ended and started again."""
+
+    enabled: bool = True
+    floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
+    """An engine gets at least so long for a step, however quick its steps were."""
+
+    ceiling_seconds: Seconds = 300
+    """An engine gets at most so long, also for its first steps and for work of a new kind."""
+
+
+_ROLES = rules(
+    (
+        "self.exists(r, r.type == 'prefill') == self.exists(r, r.type == 'decode')",
+        "prefill and decode need each other; a single pool has the type aggregated",
+    ),
+    ("self.exists(r, r.type != 'router')", "at least one role of workers is needed"),
+    ("self.filter(r, r.type == 'router').size() <= 1", "one role of routers at most"),
+    (
+        "oldSelf.all(o, o.type == 'router' || o.replicas == 0 || self.exists(r, r.name == o.name))",
+        "scale a role to 0 before removing it, so that its requests are finished",
+    ),
+    **keyed_by("name"),
+)
+
+DEPLOYMENT_RULES = rules(
+    (
+        "self.kvTransfer.redis == '' ? self.kvTransfer.redisSecret == '' : 'store' in self.kvTransfer.paths",
+        "kvTransfer.redis: takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only",
+    ),
+    (
+        "self.balance.gpuBudget == 0 || self.roles.all(r, r.replicas * r.gpus.perReplica <= self.balance.gpuBudget)",
+        "balance.gpuBudget: a role alone needs more",
+    ),
+    (
+        (
+            "self.engine != 'vllm' || !('store' in self.kvTransfer.paths) || "
+            "self.roles.all(r, r.nodesPerReplica == 1 && r.parallelism.pipeline == 1 && r.parallelism.data == 1)"
+        ),
+        "kvTransfer.paths: a store takes blocks of engines on one node, without pipeline stages and data parallelism",
+    ),
+    (
+        "self.watchdog.floorSeconds <= self.watchdog.ceilingSeconds",
+        "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
+    ),
+)
+
+OBJECT_RULES = rules(
+    (
+        "self.spec.roles.all(r, self.metadata.name.size() + r.name.size() <= (r.nodesPerReplica > 1 ? 38 : 54))",
+        "metadata.name: too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1",
+    ),
+)
+"""Services are called `<deployment>-<role>-control`, in 63 characters; StatefulSets `<deployment>-<role>-<revision>-<index>`, and the
+name of one and a hash are a label of its pods."""
+
+
+class DisaggDeploymentSpec(Resource, frozen=True):
+    model: Annotated[ModelSource, MODEL_RULES]
+    roles: Annotated[tuple[Annotated[RoleSpec, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
+    engine: EngineKind = EngineKind.VLLM
+    image: Text = ""
+    """Of the workers; empty: what the chart was installed with for the engine and vendor."""
+
+    kv_transfer: KvTransfer = KvTransfer()
+    routing: Routing = Routing()
+    balance: Balance = Balance()
+    watchdog: WatchdogSpec = WatchdogSpec()
+    suspend: bool = False
+    """Scale everything to 0 and keep it there."""
+
+
+class RoleStatus(Resource, frozen=True):
+    name: Name
+    desired: int = 0
+    replicas: int = 0
+    ready: int = 0
+    updated: int = 0
+    registered: int = 0
+    """Workers that all routers know and give requests to."""
+
+    draining: int = 0
+
+
+class DisaggDeploymentStatus(Resource, frozen=True):
+    observed_generation: int = 0
+    current_revision: Annotated[str, Meta(max_length=63)] = ""
+    update_revision: Annotated[str, Meta(max_length=63)] = ""
+    roles: Annotated[
+        tuple[RoleStatus, ...],
+        Meta(max_length=16, extra_json_schema=keyed_by("name")),
+    ] = ()
+    ratio: Annotated[str, Meta(max_length=16)] = ""
+    gpus: int = 0
+    ready_roles: Annotated[str, Meta(max_length=16)] = ""
+    proved: Annotated[str, Meta(max_length=16)] = ""
+    """Digest of the pods that have answered a probe: none is sent as long as these are the same."""
+
+    conditions: Conditions = ()

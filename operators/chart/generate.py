@@ -1,0 +1,210 @@
+"""The parts of the Helm chart that are made from types: `python -m operators.chart.generate deploy/helm/fleet` writes them.
+
+Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, what the operator may
+do from `operators.rbac`, dashboards from `operators.chart.dashboards`. A test holds the chart against what is made here.
+"""
+
+import argparse
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from fleet.core.errors import ConfigurationRefused
+from operators.chart.crds import KINDS, definition
+from operators.chart.dashboards import DASHBOARDS
+from operators.chart.values import OWNED, Values
+from operators.rbac import ACCESS
+from operators.settings import OperatorSettings
+
+Schema = dict[str, Any]
+
+HEADER = "# Made by `python -m operators.chart.generate`: change the types, not this file."
+WIDTH = 118
+METADATA = """\
+metadata:
+{{- if .Values.crds.keep }}
+  annotations: {helm.sh/resource-policy: keep}
+{{- end }}
+  labels: {{- include "fleet.labels" (list . "crds") | nindent 4 }}
+"""
+"""Of a definition, before its name."""
+
+
+def generated() -> dict[str, str]:
+    """Content of every generated file, by its path in the chart."""
+    dashboards = {
+        f"files/dashboards/{name}.json": f"{msgspec.json.format(msgspec.json.encode(made()), indent=1).decode()}\n"
+        for name, made in DASHBOARDS.items()
+    }
+    definitions = {f"templates/crds/{kind.plural}.yaml": _definition(definition(kind)) for kind in KINDS}
+    return {
+        "values.yaml": values(),
+        "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
+        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules())}",
+        **definitions,
+        **dashboards,
+    }
+
+
+def values() -> str:
+    """`values.yaml`: every value with what it means and its default."""
+    lines = [HEADER.replace("the types", "operators/chart/values.py")]
+    for each in _lines(Values, Values()):
+        if not each.startswith((" ", "#")) and not lines[-1].startswith("#"):
+            lines.append("")
+        lines.append(each)
+    return "\n".join(lines) + "\n"
+
+
+def schema() -> Schema:
+    """`values.schema.json`, in the draft that both versions of Helm know."""
+    (root, _), parts = msgspec.json.schema_components([Values, OperatorSettings], ref_template="#/definitions/{name}")
+    structs = _structs(Values) | _structs(OperatorSettings)
+    for name, part in parts.items():
+        for field, text in _documented(structs.get(name)).items():
+            part["properties"][field] = {"description": text} | part["properties"][field]
+    # Not the field's type: some settings have no default, since only the chart knows them.
+    parts["Operator"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
+    for owner, names in OWNED.items():
+        for name in names:
+            del parts[owner]["properties"][name]
+        parts[owner]["required"] = [each for each in parts[owner].get("required", ()) if each not in names]
+    referenced = set(_references([root, *parts.values()]))
+    kept = {name: part for name, part in parts.items() if name in referenced}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **root, "definitions": kept}
+
+
+def _references(node: Any) -> Iterator[str]:
+    """Names of definitions that a schema refers to."""
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield node["$ref"].rpartition("/")[2]
+        node = list(node.values())
+    for each in node if isinstance(node, list) else ():
+        yield from _references(each)
+
+
+def rules() -> dict[str, list[dict[str, list[str]]]]:
+    """What the operator's Roles allow: where deployments are, and where it runs itself."""
+    parts: dict[str, list[dict[str, list[str]]]] = {"deployments": [], "own": []}
+    for name, own in (("deployments", False), ("own", True)):
+        alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+        for each in ACCESS:
+            if each.own_namespace is own:
+                alike.setdefault((each.group, each.verbs, each.names), []).append(each.resource)
+        parts[name] = [
+            {"apiGroups": [group], "resources": resources, "verbs": list(verbs)}
+            | ({"resourceNames": list(names)} if names else {})
+            for (group, verbs, names), resources in alike.items()
+        ]
+    return parts
+
+
+def _definition(made: Schema) -> str:
+    """As a template: installed and kept as the values say."""
+    text = _yaml(made)
+    if "{{" in text:
+        raise ConfigurationRefused(
+            f"{made['metadata']['name']}: has two braces in a text, which Helm takes for its own"
+        )
+    head, _, rest = text.partition("metadata:\n")
+    return f"{HEADER}\n{{{{- if .Values.crds.install }}}}\n{head}{METADATA}{rest}{{{{- end }}}}\n"
+
+
+def _yaml(value: Any) -> str:
+    # A line of its own for each text, however long: folded ones would look like templates' white space.
+    return str(yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, width=10_000, allow_unicode=True))
+
+
+def _lines(kind: type[Struct], value: Struct) -> Iterator[str]:
+    described = _documented(kind)
+    for field in msgspec.structs.fields(kind):
+        name = field.encode_name
+        if text := described.get(name):
+            yield from textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
+        inner = getattr(value, field.name)
+        if isinstance(inner, Struct) and type(inner).__module__ == Values.__module__:
+            yield f"{name}:"
+            yield from (f"  {line}" for line in _lines(type(inner), inner))
+        else:
+            plain = {} if isinstance(inner, Struct) else msgspec.to_builtins(inner)
+            flow = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10_000)
+            yield f"{name}: {flow.removesuffix('...' + chr(10)).strip()}"
+
+
+def _structs(of: type[Struct]) -> dict[str, type[Struct]]:
+    """Every Struct that is part of one, by name."""
+    found: dict[str, type[Struct]] = {}
+
+    def look(info: Any) -> None:
+        if isinstance(info, msgspec.inspect.StructType):
+            if info.cls.__name__ in found:
+                return
+            found[info.cls.__name__] = info.cls
+            for field in info.fields:
+                look(field.type)
+            return
+        for name in ("item_type", "key_type", "value_type"):
+            if (inner := getattr(info, name, None)) is not None:
+                look(inner)
+        for inner in (*getattr(info, "types", ()), *getattr(info, "item_types", ())):
+            look(inner)
+        if isinstance(info, msgspec.inspect.Metadata):
+            look(info.type)
+
+    look(msgspec.inspect.type_info(of))
+    return found
+
+
+@cache
+def _documented(kind: type[Struct] | None) -> Mapping[str, str]:
+    """Docstrings under the fields of a type and those that it extends, by the fields' names on the wire."""
+    if kind is None:
+        return {}
+    wire = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
+    texts: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if issubclass(each, Struct) and each is not Struct:
+            texts |= {wire[name]: text for name, text in _own_docstrings(each) if name in wire}
+    return texts
+
+
+def _own_docstrings(kind: type[Struct]) -> Iterator[tuple[str, str]]:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    if not isinstance(node, ast.ClassDef):
+        return
+    for field, text in zip(node.body, node.body[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                yield name, " ".join(words.split())
+            case _:
+                pass
+
+
+def write(chart: Path) -> None:
+    """Write what is generated into a chart's folder."""
+    for name, content in generated().items():
+        path = chart / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m operators.chart.generate",
+        description="Write the parts of the Helm chart that are made from types.",
+    )
+    parser.add_argument("chart", type=Path, help="the chart's folder: deploy/helm/fleet")
+    write(parser.parse_args().chart)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Performs what `reconcile` has decided. Every write passes through here.
+
+Rules:
+
+1. Nothing is written by who does not lead any more, not even the rest of what it has begun.
+2. What a write answers goes into the cache at once (`fleet.net.kubernetes.cache`, rule 1).
+3. A write that comes late, sent before the Lease was lost, does no harm: replicas are changed only where they are what was seen, removals name
+   the uid, and what is applied late is applied again by the next leader, which sees another digest.
+4. What is not known to be there is made only if its name is free, and what is there is changed only if it is the one that is known, by its uid:
+   a cache that lags behind takes nothing from anybody. A name that turns out to be taken is asked for, and then looked at like everything else.
+5. What the API server will not do is remembered as a refusal, and the rest is done all the same. Any other failure ends the pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, assert_never
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
+from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
+from operators.controller import events as happenings
+from operators.controller.events import KubernetesEvent
+from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.observed.observe import DELETION_COST, InformerCaches
+from operators.observed.state import ApiRefusal
+from operators.telemetry import OperatorMetrics
+
+MOST_SECRETS = 100_000  # that are remembered; one that is forgotten is asked to be made again
+
+
+class NotLeading(Exception):
+    """Somebody else acts, or may soon."""
+
+
+class Applier:
+    """What writes."""
+
+    def __init__(
+        self,
+        cluster: KubernetesApi,
+        store: InformerCaches,
+        leads: Callable[[], bool],
+        metrics: OperatorMetrics,
+        identity: str,
+    ) -> None:
+        self._cluster = cluster
+        self._store = store
+        self._leads = leads
+        self._metrics = metrics
+        self._identity = identity
+        self._secrets: dict[tuple[str, str, str], None] = {}  # that were made, the latest last
+
+    async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[ApiRefusal, ...]:
+        """What was refused of it.
+
+        Raises:
+            ClusterError: It could not go on.
+            NotLeading: It must not.
+        """
+        refusals = []
+        for action in actions:
+            try:
+                await self._perform(action, namespace)
+            except RequestDenied as error:
+                match action:
+                    case Apply(manifest):
+                        kind, name = manifest["kind"], manifest["metadata"]["name"]
+                    case Scale(kind, name) | Remove(kind, name):
+                        pass
+                    case SetDeletionCost(name) | DeletePod(name):
+                        kind = kinds.POD.name
+                    case _:
+                        assert_never(action)
+                reason = "QuotaExceeded" if "exceeded quota" in str(error) else error.reason
+                refusals.append(ApiRefusal(kind, name, reason, str(error)))
+        return tuple(sorted(refusals))
+
+    async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:
+        """Make a Secret that never changes, once; returns why it may not be made.
+
+        Args:
+            manifest: The Secret. Nothing is asked about one of that name that is there already, since we may not read Secrets.
+            again: Whether to make it again if it has been removed.
+
+        Raises:
+            ClusterError: The API server cannot be reached.
+            NotLeading: It must not be.
+        """
+        metadata = manifest["metadata"]
+        key = (metadata["namespace"], metadata["name"], metadata["ownerReferences"][0]["uid"])
+        if key in self._secrets and not again:
+            return ()
+        self._permit("create")
+        try:
+            await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
+        except NameTaken:  # not remembered: it may be that of a deployment of the same name, and go with that
+            return ()
+        except RequestDenied as error:
+            return (ApiRefusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)
+        self._secrets[key] = None
+        while len(self._secrets) > MOST_SECRETS:
+            del self._secrets[next(iter(self._secrets))]
+        return ()
+
+    async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
+        """Write it in place of what we have written there before.
+
+        Raises:
+            ClusterError: It was not written.
+            NotLeading: It must not be.
+        """
+        metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
+        manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, "status": dict(status)}
+        self._permit("status")
+        self._store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
+
+    async def record(
+        self, kind: ApiKind, about: NamedObject, happened: Sequence[KubernetesEvent], now: datetime
+    ) -> None:
+        """Make Events of it; that one was made before, or may not be made, stops nobody.
+
+        Raises:
+            ClusterError: The API server cannot be reached.
+            NotLeading: It must not be.
+        """
+        for each in happened:
+            made = happenings.manifest(each, kind, about, self._identity, now)
+            self._permit("event")
+            try:
+                await self._cluster.create(kinds.EVENT, NamedObject, about.metadata.namespace, made)
+            except (RequestDenied, ObjectMissing, NameTaken):
+                continue
+
+    async def _perform(self, action: Action, namespace: str) -> None:
+        match action:
+            case Apply(manifest):
+                await self._apply(kinds.BY_NAME[manifest["kind"]], manifest)
+            case Scale(name, child, replicas, was):
+                await self._scale(kinds.BY_NAME[name], namespace, child, replicas, was)
+            case SetDeletionCost(pod, cost):
+                await self._value(namespace, pod, cost)
+            case Remove(name, child):
+                await self._remove(kinds.BY_NAME[name], namespace, child)
+            case DeletePod(pod):
+                await self._remove(kinds.POD, namespace, pod)
+            case _:
+                assert_never(action)
+
+    async def _apply(self, kind: ApiKind, manifest: Manifest) -> None:
+        """Make it, or bring it up to date: see rule 4.
+
+        Raises:
+            Stale: It is not the one that is known, or the name was taken by one that is known from now on.
+        """
+        view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
+        cache = self._store.of(kind, view)
+        found = cache.get(metadata["namespace"], metadata["name"])
+        if found is None or kind == kinds.ROLE_SCALER:
+            await self._make(kind, view, manifest)
+            return
+        owners = {each["uid"] for each in metadata.get("ownerReferences", ()) if each.get("controller")}
+        if owners and found.metadata.owner_uid not in owners:
+            raise NameTaken(f"{kind.name} {metadata['name']} is somebody else's since it was decided on")
+        self._permit("apply")
+        held = manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
+        cache.put(await self._cluster.apply(kind, view, held))
+
+    async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
+        """A RoleScaler is created and not applied: somebody else writes it from then on, and nothing of it is ours."""
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        cache = self._store.of(kind, view)
+        make = self._cluster.create if kind == kinds.ROLE_SCALER else self._cluster.make
+        self._permit("create")
+        try:
+            made = await make(kind, view, namespace, manifest)
+        except NameTaken as error:
+            if (found := await self._cluster.find(kind, view, namespace, name)) is not None:
+                cache.put(found)
+            raise NameTaken(f"{kind.name} {name} is there already") from error
+        cache.put(made)
+
+    async def _scale(self, kind: ApiKind, namespace: str, name: str, replicas: int, was: int | None) -> None:
+        cache = self._store.of(kind, WorkloadResource)
+        found = cache.get(namespace, name)
+        if found is None:
+            raise ObjectConflict(f"{kind.name} {name} is not there any more")
+        operations: list[Mapping[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": found.metadata.uid},
+            {"op": "test", "path": "/spec/replicas", "value": found.spec.replicas if was is None else was},
+            {"op": "replace", "path": "/spec/replicas", "value": replicas},
+        ]
+        self._permit("scale")
+        cache.put(await self._cluster.patch(kind, WorkloadResource, namespace, name, operations))
+
+    async def _value(self, namespace: str, name: str, cost: int) -> None:
+        cache = self._store.of(kinds.POD, Pod)
+        if (found := cache.get(namespace, name)) is None:
+            return
+        metadata = {
+            "name": name,
+            "namespace": namespace,
+            "uid": found.metadata.uid,
+            "annotations": {DELETION_COST: str(cost)},
+        }
+        self._permit("value")
+        manifest = {"apiVersion": kinds.POD.api_version, "kind": kinds.POD.name, "metadata": metadata}
+        cache.put(await self._cluster.apply(kinds.POD, Pod, manifest))
+
+    async def _remove(self, kind: ApiKind, namespace: str, name: str) -> None:
+        cache = self._store.any(kind)
+        if (found := cache.get(namespace, name)) is None:
+            return
+        self._permit("remove")
+        with suppress(ObjectMissing):
+            await self._cluster.delete(kind, namespace, name, found.metadata.uid)
+        cache.remove(namespace, name)
+
+    def _permit(self, write: str) -> None:
+        if not self._leads():
+            raise NotLeading
+        self._metrics.wrote(write)

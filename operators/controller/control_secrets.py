@@ -1,0 +1,134 @@
+"""Control secrets: what routers of a deployment ask of workers and of the operator at their control ports.
+
+Rules:
+
+1. The operator has one secret of its own, in a Secret in its own namespace. It makes that Secret where it is missing, and reads no other.
+2. A deployment's secret follows from the operator's, by HMAC over the deployment's namespace and name. So the operator can prove it to
+   the routers without reading it anywhere, and no deployment's pods can prove anything to another deployment's.
+3. It is written into a Secret in the deployment's namespace, whose name has a digest of the content. Such a Secret never changes: with
+   another secret of the operator, deployments get Secrets of other names, and their pods are made anew.
+"""
+
+import base64
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, NameTaken, ObjectMissing, RequestDenied
+from fleet.net.kubernetes.views import NamedObject, SecretData
+from operators.manifests.names import CONTROL_SECRET_KEY, DesiredDeployment
+from operators.manifests.objects import Manifest, of_all
+
+MASTER_BYTES = 32
+
+
+class ControlSecrets:
+    """The operator's own secret, and what follows from it."""
+
+    def __init__(self, cluster: KubernetesApi, namespace: str, name: str, owner: str = "") -> None:
+        """Nothing is read yet.
+
+        Args:
+            cluster: Where the operator's Secret is.
+            namespace: The operator's.
+            name: Of the Secret; empty: deployments have no control secrets.
+            owner: The Deployment that the operator's pods belong to: the Secret goes when it goes. Empty: it stays.
+        """
+        self._cluster = cluster
+        self._namespace = namespace
+        self._name = name
+        self._owner = owner
+        self._master = b""
+
+    async def load(self) -> None:
+        """Read the operator's secret, or make it; once.
+
+        Raises:
+            UnusableSecret: The operator may neither read nor make it, or it holds no secret.
+            ClusterError: It can be neither read nor made now.
+        """
+        if self._master or not self._name:
+            return
+        try:
+            await self._load()
+        except RequestDenied as error:
+            raise UnusableSecret(
+                f"Secret {self._namespace}/{self._name}: {error}; the operator's Role has to allow get and create there"
+            ) from error
+
+    async def _load(self) -> None:
+        try:
+            found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
+        except ObjectMissing:
+            drawn = base64.b64encode(secrets.token_hex(MASTER_BYTES).encode()).decode()
+            metadata = {"name": self._name, "namespace": self._namespace, **await self._owned()}
+            made: Manifest = {
+                "apiVersion": kinds.SECRET.api_version,
+                "kind": kinds.SECRET.name,
+                "metadata": metadata,
+                "immutable": True,
+                "data": {CONTROL_SECRET_KEY: drawn},
+            }
+            with suppress(NameTaken):  # another operator was faster
+                await self._cluster.create(kinds.SECRET, SecretData, self._namespace, made)
+            found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
+        self._master = _read(found.data, f"{self._namespace}/{self._name}")
+
+    async def _owned(self) -> Manifest:
+        """Say in metadata whose the Secret is; nothing where no owner is named, or it may not be read."""
+        if not self._owner:
+            return {}
+        try:
+            uid = (await self._cluster.get(kinds.DEPLOYMENT, NamedObject, self._namespace, self._owner)).metadata.uid
+        except (RequestDenied, ObjectMissing):
+            return {}
+        owner = {"apiVersion": kinds.DEPLOYMENT.api_version, "kind": kinds.DEPLOYMENT.name}
+        return {"ownerReferences": [owner | {"name": self._owner, "uid": uid}]}
+
+    def of(self, namespace: str, name: str) -> bytes:
+        """Return the control secret of a deployment; empty: it has none, or the operator's has not been read."""
+        if not self._master:
+            return b""
+        words = f"{namespace}/{name}".encode()
+        return hmac.digest(self._master, words, hashlib.sha256).hex().encode()
+
+
+class UnusableSecret(KubernetesError):
+    """The operator's Secret cannot be used as long as nobody changes something: its content, or what the operator may do."""
+
+
+class ControlSecret(Struct, frozen=True):
+    """One deployment's."""
+
+    content: bytes
+
+    def name(self, deployment: str) -> str:
+        """Return the name of its Secret; empty where there is none."""
+        if not self.content:
+            return ""
+        return f"{deployment}-control-{hashlib.sha256(self.content).hexdigest()[:8]}"
+
+    def manifest(self, deployment: DesiredDeployment) -> Manifest:
+        """Return the Secret."""
+        name = self.name(deployment.name)
+        made = of_all(deployment, kinds.SECRET.api_version, kinds.SECRET.name, name, {})
+        del made["spec"]
+        data = {CONTROL_SECRET_KEY: base64.b64encode(self.content).decode()}
+        return made | {"immutable": True, "data": data}
+
+
+def _read(data: Mapping[str, str], where: str) -> bytes:
+    try:
+        content = base64.b64decode(data[CONTROL_SECRET_KEY], validate=True).strip()
+    except (KeyError, ValueError) as error:
+        raise UnusableSecret(f"Secret {where}: has no key {CONTROL_SECRET_KEY}") from error
+    if len(content) < MASTER_BYTES:
+        raise UnusableSecret(
+            f"Secret {where}: {CONTROL_SECRET_KEY} has {len(content)} bytes, of {MASTER_BYTES} at least"
+        )
+    return content

@@ -1,0 +1,101 @@
+"""What is recorded on an object for whoever asks `kubectl describe`: turns of its conditions, and steps of its scaling. Pure.
+
+Rules:
+
+1. A turn is recorded once: its name is made of what it says and of the generation it says it of, so an operator that was killed and says it
+   again is told that it is there already.
+2. Notes are made of what conditions say, which holds no secrets, and cut at the length that the API takes.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.ports import Manifest
+from fleet.net.kubernetes.views import NamedObject
+from operators.api.fields import GROUP, Condition
+from operators.controller.reconcile import Action, DeletePod, Remove, Scale
+
+RECORDED_CONDITIONS = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
+"""Conditions whose turns are recorded."""
+
+HEALTHY_STATUS = {
+    "Ready": "True",
+    "Degraded": "False",
+    "Scheduled": "True",
+    "RolesRegistered": "True",
+    "ScalingLimited": "False",
+    "Feasible": "True",
+}
+MOST_CHARACTERS = 1000
+CONTROLLER = f"{GROUP}/operator"
+
+
+class KubernetesEvent(Struct, frozen=True, kw_only=True):
+    reason: str
+    note: str
+    warning: bool
+    generation: int
+
+
+def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[KubernetesEvent]:
+    """Of conditions whose status or reason is another one."""
+    was = {each.type: (each.status, each.reason) for each in before}
+    for each in after:
+        if each.type in RECORDED_CONDITIONS and was.get(each.type, (HEALTHY_STATUS[each.type], "")) != (
+            each.status,
+            each.reason,
+        ):
+            well = each.status == HEALTHY_STATUS[each.type]
+            if well and each.type not in was:
+                continue  # nothing has been wrong yet
+            note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
+            yield KubernetesEvent(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
+
+
+def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:
+    """Of scaling."""
+    for each in actions:
+        match each:
+            case Scale(kind, name, replicas, was):
+                note = f"{kind} {name}: {replicas} replicas" + (f", was {was}" if was is not None else "")
+                yield KubernetesEvent(reason="Scaled", note=note, warning=False, generation=generation)
+            case Remove(kind, name) if kind in {each.name for each in kinds.WORKLOAD_KINDS}:
+                yield KubernetesEvent(reason="Removed", note=f"{kind} {name}", warning=False, generation=generation)
+            case DeletePod(pod):
+                yield KubernetesEvent(reason="GroupRestarted", note=f"Pod {pod}", warning=True, generation=generation)
+            case _:
+                pass
+
+
+def manifest(happening: KubernetesEvent, kind: ApiKind, about: NamedObject, identity: str, now: datetime) -> Manifest:
+    """The Event, in the namespace of what it is about."""
+    metadata = about.metadata
+    said = f"{metadata.uid} {happening.generation} {happening.reason} {happening.note}"
+    # A reason may come again after another one: then it is a second event.
+    name = f"{metadata.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
+    regarding: dict[str, Any] = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": metadata.name,
+        "namespace": metadata.namespace,
+        "uid": metadata.uid,
+    }
+    return {
+        "apiVersion": kinds.EVENT.api_version,
+        "kind": kinds.EVENT.name,
+        "metadata": {"name": name, "namespace": metadata.namespace},
+        "eventTime": now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "reportingController": CONTROLLER,
+        "reportingInstance": identity[:128],
+        "action": "Reconcile",
+        "reason": happening.reason[:128],
+        "note": happening.note[:MOST_CHARACTERS],
+        "type": "Warning" if happening.warning else "Normal",
+        "regarding": regarding,
+    }

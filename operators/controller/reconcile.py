@@ -1,0 +1,282 @@
+"""What has to be done so that a cluster becomes what a DisaggDeployment says: `reconcile(wish, seen) -> Reconciled`. Pure.
+
+Rules:
+
+1. Level-triggered: everything follows from what is wished and what is seen now. Nothing is remembered between calls, so an operator that
+   is killed after any write goes on where it was.
+2. An object is applied when its digest, kept in an annotation, differs from what is seen. What somebody else made under one of our names is
+   left alone, and the deployment is Degraded until one of the two has another name. Now and then everything is applied afresh: so what somebody
+   has edited is put back.
+3. Children of workers are scaled by `operators.scaling`, one step a call. A child that should have no replicas is removed when its last pod has gone:
+   of an old revision, of a suspended deployment, of a role that is not wished for any more. So is whatever else is the deployment's own
+   and wanted no more.
+4. Replicas have one writer: the specification of a Static role, else the role's RoleScaler, which is made with the specification's number and from
+   then on never written.
+5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known. Of groups that are
+   a StatefulSet each, the least warm ones go; which of its groups a LeaderWorkerSet takes is not to be had: always the last ones.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
+from operators.api.fields import GROUP
+from operators.manifests.names import DesiredDeployment, child_name
+from operators.manifests.objects import Manifest
+from operators.manifests.pods import Images, is_foreign
+from operators.manifests.shared import shared
+from operators.manifests.workloads import group, grouped, revision, role_scaler, workers
+from operators.observed.state import ObservedChild, ObservedState
+from operators.probes.evidence import PendingProbes
+from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
+from operators.status.deployment import status
+
+DIGEST = f"{GROUP}/digest"
+SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
+CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
+MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
+
+
+class Apply(Struct, frozen=True, tag=True):
+    """Server-side apply of a manifest, which is all that we say of the object."""
+
+    manifest: Manifest
+
+
+class Scale(Struct, frozen=True, tag=True):
+    """Only while it is asked for as many as were seen: a leader that comes late changes nothing."""
+
+    kind: str
+    name: str
+    replicas: int
+    was: int | None = None
+
+
+class SetDeletionCost(Struct, frozen=True, tag=True):
+    """Say what it would cost to lose a pod, so that of those that go the cheapest go."""
+
+    pod: str
+    cost: int
+
+
+class Remove(Struct, frozen=True, tag=True):
+    kind: str
+    name: str
+
+
+class DeletePod(Struct, frozen=True, tag=True):
+    """A pod, which its controller then makes anew."""
+
+    pod: str
+
+
+Action = Apply | Scale | SetDeletionCost | Remove | DeletePod
+
+
+class Reconciled(Struct, frozen=True, kw_only=True):
+    actions: tuple[Action, ...]
+    status: DisaggDeploymentStatus
+    wanted: PendingProbes | None = None
+    """What probes are to show; None: nothing yet."""
+
+
+def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now: str) -> Reconciled:
+    """One step.
+
+    Args:
+        wish: What somebody has written.
+        seen: What there is.
+        images: Where the deployment names none.
+        now: RFC 3339, for conditions that change.
+    """
+    present = revision(wish, images, seen.served)
+    routers = _wished(wish, wish.router, seen)
+    wanted = [with_digest(each) for each in shared(wish, images, seen.served, routers=routers)]
+    pools = [_pool(wish, role, seen, present) for role in wish.workers]
+    possible = targets(pools, _bounds(wish))
+    actions: list[Action] = []
+    changes = next_changes(possible, _bounds(wish))
+    for change in changes:
+        role = next((role for role in wish.workers if role.name == change.role), None)
+        assert role is not None, "pools are made of roles"
+        made, moved = _changed(wish, role, change, seen, images)
+        wanted += [with_digest(each) for each in made]
+        actions += moved
+    if seen.afresh:
+        wanted += [with_digest(each) for each in _present(wish, seen, present, images) if each not in wanted]
+    applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
+    actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
+    actions += _pruned(wish, seen, possible, wanted)
+    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
+    at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
+    said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
+    return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
+
+
+def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
+    """The children of the present revision, with the replicas that they have."""
+    for role in wish.workers:
+        for each in seen.children:
+            if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
+                continue
+            *others, made = workers(wish, role, present, images, seen.served)
+            if each.members:
+                yield from (*others, made, *(group(wish, role, present, _index(name), images) for name in each.members))
+                continue
+            made["spec"]["replicas"] = each.replicas.asked
+            yield from (*others, made)
+
+
+def _changed(
+    wish: DesiredDeployment, role: RoleSpec, change: ReplicaChange, seen: ObservedState, images: Images
+) -> tuple[list[Manifest], list[Action]]:
+    """What to apply, and what else to do, so that a revision of a role is asked for so many replicas."""
+    child = next(
+        (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)), None
+    )
+    there = child is not None and bool(child.kind)
+    if child is not None and there and child.kind != "StatefulSet":
+        worths = _worths(child, seen) if change.replicas < child.replicas.asked else []
+        return [], [*worths, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
+    if not there and not grouped(role, seen.served):
+        *others, made = workers(wish, role, change.revision, images, seen.served)
+        made["spec"]["replicas"] = change.replicas
+        return [*others, made], []
+    base = child_name(wish, role.name, change.revision)
+    members = child.members if child is not None else ()
+    if child is not None and len(members) > change.replicas:
+        return [], [Remove("StatefulSet", name) for name in _by_worth(child)[: len(members) - change.replicas]]
+    free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
+    made_groups = [
+        group(wish, role, change.revision, index, images)
+        for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
+    ]
+    return [*workers(wish, role, change.revision, images, seen.served), *made_groups], []
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _by_worth(child: ObservedChild) -> list[str]:
+    """Groups in the order in which they are to go: such as do not serve, then the least warm ones, then the last ones."""
+    return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
+
+
+def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
+    """Of the pods some of which are to go, where it is known and not said yet."""
+    return [
+        SetDeletionCost(each.pod, cost)
+        for each in seen.worths.get((child.role, child.replicas.revision), ())
+        if each.blocks is not None and str(cost := min(each.blocks, MOST_DELETION_COST)) != each.said
+    ]
+
+
+def with_digest(manifest: Manifest) -> Manifest:
+    """The manifest with the digest of itself as an annotation. Replicas are not part of that: they have other writers."""
+    spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
+    digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
+    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
+
+
+def _key(manifest: Manifest) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
+
+
+def _differs(manifest: Manifest, seen: ObservedState) -> bool:
+    if seen.afresh:
+        return True
+    replicas = manifest.get("spec", {}).get("replicas")
+    if seen.router is not None and _key(manifest) == ("Deployment", seen.router.name) and seen.router.asked != replicas:
+        return True
+    digest: str = manifest["metadata"]["annotations"][DIGEST]
+    return seen.digests.get(_key(manifest)) != digest
+
+
+def _scalers(wish: DesiredDeployment, seen: ObservedState) -> list[Manifest]:
+    """Those that are missing."""
+    return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
+
+
+def _scaled(wish: DesiredDeployment) -> Iterator[RoleSpec]:
+    """Roles with a RoleScaler."""
+    return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
+
+
+def _wished(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState) -> int:
+    if wish.spec.suspend:
+        return 0
+    if role.scaling.mode is ScalingMode.STATIC:
+        return role.replicas
+    asked = seen.scalers.get(role.name, role.replicas)
+    return min(max(asked, role.scaling.least), role.scaling.most)
+
+
+def _pool(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState, present: str) -> ScaledRole:
+    return ScaledRole(
+        name=role.name,
+        side=SIDES.get(role.type, PairSide.ALONE),
+        target=_wished(wish, role, seen),
+        gpus=role.gpus.per_replica,
+        surge=role.rollout.max_surge,
+        unavailable=role.rollout.max_unavailable,
+        revision=present,
+        replicas=tuple(each.replicas for each in seen.children if each.role == role.name),
+    )
+
+
+def _bounds(wish: DesiredDeployment) -> ScalingBounds:
+    balance = wish.spec.balance
+    return ScalingBounds(
+        gpu_budget=balance.gpu_budget,
+        least=_ratio(balance.ratio.least),
+        most=_ratio(balance.ratio.most),
+        max_step=balance.max_step,
+    )
+
+
+def _ratio(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition(":")
+    return int(prefill), int(decode)
+
+
+def _pruned(
+    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
+) -> list[Action]:
+    """Of children that nobody needs any more, and of whatever else is ours and not wanted.
+
+    That is of a role that is gone, say; or settings without a child, because their operator was killed in between.
+    """
+    targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
+    used = {_key(each) for each in wanted}
+    # Our own processes begin anew all together by themselves, and may take long over it: see `workers.rank_rendezvous`.
+    foreign = {role.name for role in wish.workers if is_foreign(role)}
+    actions: list[Action] = []
+    for each in seen.children:
+        if not each.kind:
+            continue
+        revision_now, target = targets_of.get(each.role, ("", 0))
+        names = each.members or (each.name,)
+        if each.role not in targets_of and each.replicas.asked:
+            actions += _emptied(each)
+        elif not each.replicas.there and not (each.replicas.revision == revision_now and target):
+            actions += [Remove(each.kind, name) for name in names if name]
+            continue
+        actions += [Remove(each.kind, name) for name in each.halves[-1:]]
+        actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
+        used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
+    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in seen.old_routers]
+    own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
+    scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}
+    own += [("RoleScaler", name) for name in sorted(seen.own_scalers - scaled)]
+    return actions + [Remove(kind, name) for kind, name in own]
+
+
+def _emptied(child: ObservedChild) -> list[Action]:
+    if child.kind == "StatefulSet":
+        return [Remove(child.kind, name) for name in child.members]
+    return [Scale(child.kind, child.name, 0, child.replicas.asked)]

@@ -1,0 +1,191 @@
+"""What becomes of a ServingRequest: the DisaggDeployment that is made for it, and its status. Pure.
+
+Rules:
+
+1. The deployment has the request's name and is owned by it: it goes when the request goes. One of that name that is not the request's own is left
+   alone. It is written when its digest differs, and now and then afresh, like every child (`operators.controller.reconcile`, rule 2).
+2. A request that cannot be kept any more, or that is to be applied no more, changes nothing of the deployment that was made for it.
+3. A role that the present proposal lacks is scaled to 0 first, and is left out when the deployment says that its last pod has gone. Roles that
+   somebody else has added are that one's: which ones the request has made is an annotation of the deployment.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fleet.net.kubernetes.views import CustomObject
+from operators.api.disagg_deployment import RoleType
+from operators.api.fields import GROUP, VERSION
+from operators.api.serving_request import ServingRequestSpec, ServingRequestStatus
+from operators.controller.reconcile import DIGEST, Apply, with_digest
+from operators.imports.assembly import said
+from operators.observed.observe import conditions_of
+from operators.observed.state import ApiRefusal
+from operators.proposals import Infeasible, Proposal, Reply
+from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
+
+Manifest = dict[str, Any]
+
+ROLES = f"{GROUP}/roles"
+"""Names of those that are the request's."""
+
+
+def proposed(name: str, reply: Reply) -> Manifest:
+    """The DisaggDeployment, as people write it; nothing where there is none."""
+    if isinstance(reply, Infeasible):
+        return {}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": name},
+        "spec": said(reply.spec),
+    }
+
+
+def actions(
+    request: CustomObject, asked: ServingRequestSpec, reply: Reply, there: CustomObject | None, *, afresh: bool = False
+) -> tuple[Apply, ...]:
+    """What to write.
+
+    Args:
+        request: As it is on the server.
+        asked: What it says.
+        reply: To that.
+        there: The DisaggDeployment of its name, whosever it is.
+        afresh: Also what seems to be as it should.
+    """
+    if not asked.apply or isinstance(reply, Infeasible) or _foreign(request, there):
+        return ()
+    made = _manifest(request, reply, there)
+    return (
+        (Apply(made),) if afresh or there is None or _digest(there) != made["metadata"]["annotations"][DIGEST] else ()
+    )
+
+
+def status(
+    request: CustomObject,
+    asked: ServingRequestSpec,
+    reply: Reply,
+    there: CustomObject | None,
+    refusals: Sequence[ApiRefusal],
+    now: str,
+) -> ServingRequestStatus:
+    """What it says.
+
+    Args:
+        request: As it is on the server.
+        asked: What it says.
+        reply: To that.
+        there: The DisaggDeployment of its name, whosever it is, after `actions`.
+        refusals: Of these.
+        now: RFC 3339.
+    """
+    feasible = isinstance(reply, Proposal)
+    conditions: list[ConditionUpdate] = [
+        ("Feasible", TRUE if feasible else FALSE, reply.reason, reply.message),
+        ("Proposed", TRUE, "Proposed", "") if feasible else ("Proposed", FALSE, reply.reason, "nothing to propose"),
+        _applied(request, asked, reply, there, refusals),
+    ]
+    if asked.apply:
+        conditions.append(_ready(conditions[-1], there))
+    ready = asked.apply and conditions[-1][1] == TRUE
+    return ServingRequestStatus(
+        observed_generation=request.metadata.generation,
+        phase="Infeasible" if not feasible else "Ready" if ready else "Deploying" if asked.apply else "Proposed",
+        deployment=there.metadata.name if there is not None and not _foreign(request, there) else "",
+        figures=reply.figures,
+        basis=reply.basis,
+        proposal=proposed(request.metadata.name, reply),
+        conditions=_dated(request, conditions, now),
+    )
+
+
+def misread(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
+    """Of a request that this operator does not understand: it was written for another version."""
+    return ServingRequestStatus(
+        observed_generation=request.metadata.generation,
+        phase="Infeasible",
+        conditions=_dated(request, [("Feasible", FALSE, "SpecificationRefused", problem)], now),
+    )
+
+
+def _dated(request: CustomObject, conditions: Sequence[ConditionUpdate], now: str) -> tuple[Any, ...]:
+    before, generation = conditions_of(request), request.metadata.generation
+    return tuple(condition(before, generation, now, each) for each in conditions)
+
+
+def _foreign(request: CustomObject, there: CustomObject | None) -> bool:
+    return there is not None and there.metadata.owner_uid != request.metadata.uid
+
+
+def _digest(there: CustomObject) -> str:
+    return there.metadata.annotations.get(DIGEST, "")
+
+
+def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None) -> Manifest:
+    made = proposed(request.metadata.name, reply)
+    made["metadata"] |= {
+        "namespace": request.metadata.namespace,
+        "ownerReferences": [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": "ServingRequest",
+                "name": request.metadata.name,
+                "uid": request.metadata.uid,
+                "controller": True,
+                "blockOwnerDeletion": False,  # see operators.rbac, rule 4
+            }
+        ],
+    }
+    made["spec"]["roles"] += _leaving(made["spec"]["roles"], there)
+    whole = with_digest(made)
+    whole["metadata"]["annotations"][ROLES] = ",".join(role["name"] for role in made["spec"]["roles"])
+    return whole
+
+
+def _leaving(roles: Sequence[Manifest], there: CustomObject | None) -> Iterator[Manifest]:
+    """Roles of before, as long as there is anything of them."""
+    if there is None:
+        return
+    named = {role["name"] for role in roles}
+    made = there.metadata.annotations.get(ROLES, "").split(",")
+    current = there.status.get("observedGeneration") == there.metadata.generation
+    pods = {role["name"]: role.get("replicas", 0) + role.get("draining", 0) for role in there.status.get("roles", ())}
+    for role in there.spec.get("roles", ()):
+        if role["name"] in made and role["name"] not in named and role["type"] != RoleType.ROUTER:
+            gone = current and not role.get("replicas", 1) and not pods.get(role["name"], 0)
+            if not gone:
+                yield role | {"replicas": 0}
+
+
+def _applied(
+    request: CustomObject,
+    asked: ServingRequestSpec,
+    reply: Reply,
+    there: CustomObject | None,
+    refusals: Sequence[ApiRefusal],
+) -> ConditionUpdate:
+    if _foreign(request, there):
+        text = "a DisaggDeployment of this name is not of this request; delete it, or give the request another name"
+        return "Applied", FALSE, "NameTaken", text
+    if not asked.apply:
+        text = "spec.apply is false" if there is None else "spec.apply is false; the deployment stays as it is"
+        return "Applied", FALSE, "NotAskedFor", text
+    if isinstance(reply, Infeasible):
+        text = "" if there is None else "the deployment stays as it was made before"
+        return "Applied", FALSE, reply.reason, text
+    if refusals:
+        return "Applied", FALSE, refusals[0].reason, refusals[0].message
+    if there is None or there.metadata.deleted:
+        return "Applied", FALSE, "Pending", "the deployment is on its way out, and is made again then"
+    return "Applied", TRUE, "Applied", ""
+
+
+def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
+    """As the deployment is, if it is the one that should be."""
+    _, holds, reason, message = applied
+    if holds != TRUE or there is None:
+        return "Ready", FALSE, reason, message
+    found = next((each for each in conditions_of(there) if each.type == "Ready"), None)
+    if found is None or found.observed_generation != there.metadata.generation:
+        return "Ready", FALSE, "NotTold", "the deployment does not say yet how it is"
+    return "Ready", found.status, found.reason, found.message

@@ -1,0 +1,184 @@
+"""Pod templates of other projects, as far as they can stand in ours.
+
+Rules:
+
+1. What says where a pod runs and what it is given (affinity, tolerations, volumes, variables, memory) is taken over as it is. What says
+   what it runs (image, command, probes, ports) is not: our pods run our own.
+2. GPUs are fields of a role, and are taken out of the resources.
+3. A variable with a secret's name and a value written out is left out, of other containers' too: it belongs into a Secret.
+"""
+
+from typing import Any
+
+from operators.api.fields import GpuVendor
+from operators.imports.document_reader import DocumentReader, Note
+from operators.imports.secret_names import is_secret
+
+OBJECTS = ("affinity", "nodeSelector")
+LISTS = (
+    "imagePullSecrets",
+    "initContainers",
+    "resourceClaims",
+    "tolerations",
+    "topologySpreadConstraints",
+    "volumes",
+)
+FLAGS = ("hostIPC", "hostNetwork")
+TEXTS = ("dnsPolicy", "nodeName", "priorityClassName", "runtimeClassName", "schedulerName", "serviceAccountName")
+"""Fields of a pod that are taken over, by their types."""
+
+PARTS_OF_A_GPU = ("nvidia.com/mig-", "nvidia.com/gpumem", "nvidia.com/gpucores")
+MAIN = "main"
+WRITTEN_OUT = "has a secret's name and its value written out; put it into a Secret"
+
+
+class PodTemplate:
+    """One in the making."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, str] = {}
+        self.annotations: dict[str, str] = {}
+        self.spec: dict[str, Any] = {}
+        self.main: dict[str, Any] = {}
+        self.others: list[Any] = []
+        self.arguments: list[str] = []
+        self.grace_seconds: int | None = None
+
+    def take(self, pod: DocumentReader) -> None:
+        """Fields of a pod's spec."""
+        for name in OBJECTS:
+            pod.table(name).skip_all()
+        for name in LISTS:
+            pod.objects(name)
+        for name in FLAGS:
+            pod.flag(name)
+        for name in TEXTS:
+            pod.text(name)
+        self.spec |= {name: value for name in (*OBJECTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
+        # Copied: an alias in the file makes them the same list in several pods.
+        self.spec |= {name: list(values) for name in LISTS if (values := pod.any(name))}
+        if before := self.spec.get("initContainers"):
+            self.spec["initContainers"] = [
+                without_secrets(each, f"{pod.at('initContainers')}[{index}]", pod.notes)
+                for index, each in enumerate(before)
+            ]
+        if pod.any("terminationGracePeriodSeconds") is not None:
+            self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
+
+    def take_container(self, container: DocumentReader) -> None:
+        """Fields of the container that runs the engine, resources excepted."""
+        self.add_variables(container, "env")
+        if sources := container.objects("envFrom"):
+            self.main.setdefault("envFrom", []).extend(sources)
+        if mounts := container.objects("volumeMounts"):
+            self.main.setdefault("volumeMounts", []).extend(mounts)
+        if policy := container.text("imagePullPolicy"):
+            self.main["imagePullPolicy"] = policy
+
+    def add_variables(self, owner: DocumentReader, field: str) -> None:
+        """A list of environment variables."""
+        for variable in owner.tables(field):
+            name, value = variable.text("name"), variable.any("value")
+            source = variable.any("valueFrom")
+            if source is None and value and is_secret(name, str(value)):
+                variable.notes.append(Note(variable.path, f"{name}: {WRITTEN_OUT}"))
+            else:
+                said = {"valueFrom": source} if source is not None else {"value": "" if value is None else str(value)}
+                self.main.setdefault("env", []).append({"name": name, **said})
+
+    def built(self) -> dict[str, Any]:
+        """As a role's `podTemplate`; empty where it says nothing."""
+        main = dict(self.main)
+        if self.arguments:
+            main["args"] = self.arguments
+        spec = dict(self.spec)
+        containers = ([{"name": MAIN, **main}] if main else []) + self.others
+        if containers:
+            spec["containers"] = containers
+        metadata = {
+            name: value for name, value in (("labels", self.labels), ("annotations", self.annotations)) if value
+        }
+        return {name: value for name, value in (("metadata", metadata), ("spec", spec)) if value}
+
+
+def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> dict[str, Any]:
+    """A container that runs beside ours or before, as it is but for rule 3.
+
+    Args:
+        container: Of a pod.
+        path: Of it.
+        notes: Where to say what was left out.
+    """
+    variables = container.get("env")
+    if not isinstance(variables, list):
+        return container
+    kept = []
+    for index, each in enumerate(variables):
+        if isinstance(each, dict) and is_secret(name := str(each.get("name")), str(each.get("value") or "")):
+            notes.append(Note(f"{path}.env[{index}]", f"{name}: {WRITTEN_OUT}"))
+        else:
+            kept.append(each)
+    return container | {"env": kept}
+
+
+def variables_of(*lists: list[Any]) -> dict[str, str]:
+    """What a container's variables say, for the `$NAME` in its arguments; secrets, and what is only known in the pod, excepted."""
+    return {
+        name: value
+        for variables in lists
+        for each in variables
+        if isinstance(each, dict) and "name" in each and each.get("valueFrom") is None
+        if not is_secret(name := str(each["name"]), value := str(each.get("value") or ""))
+    }
+
+
+def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor, dict[str, Any]]:
+    """GPUs of a pod, their vendor, and its resources without them.
+
+    Args:
+        resources: With `limits` and `requests`, if it is anything.
+        path: Of them.
+        notes: Where to say what cannot be taken over.
+    """
+    count, vendor = 0, GpuVendor.NVIDIA
+    rest: dict[str, Any] = {}
+    for section in ("requests", "limits"):
+        kept: dict[str, Any] = {}
+        quantities = resources.get(section) if isinstance(resources, dict) else None
+        for name, quantity in (quantities if isinstance(quantities, dict) else {}).items():
+            if (some := gpus_called(name, quantity, f"{path}.{section}.{name}", notes)) is not None:
+                count, vendor = max(count, some[0]), some[1]
+            elif isinstance(quantity, dict):  # Dynamo's `custom`
+                kept |= quantity
+            else:
+                kept[name] = quantity
+        if kept:
+            rest[section] = kept
+    return count, vendor, rest
+
+
+def gpus_called(name: str, quantity: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor] | None:
+    """How many GPUs a resource stands for, and whose; None: it is something else.
+
+    Args:
+        name: Of the resource.
+        quantity: Of it.
+        path: Of the field that says so.
+        notes: Where to say what cannot be taken over.
+    """
+    if name in tuple(GpuVendor):
+        return _whole(quantity, path, notes), GpuVendor(name)
+    if name == "gpu":
+        return _whole(quantity, path, notes), GpuVendor.NVIDIA
+    if name.startswith(PARTS_OF_A_GPU):
+        notes.append(Note(path, "parts of a GPU cannot be asked for; taken as one GPU for each"))
+        return _whole(quantity, path, notes) or 1, GpuVendor.NVIDIA
+    return None
+
+
+def _whole(quantity: Any, where: str, notes: list[Note]) -> int:
+    text = str(quantity).strip()
+    if isinstance(quantity, bool) or not (text.isascii() and text.isdigit() and len(text) <= 4):
+        notes.append(Note(where, "is no whole number of GPUs; taken as 1"))
+        return 1
+    return int(text)

@@ -1,0 +1,42 @@
+"""How a child is written down."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from operators.api.fields import GROUP, VERSION
+from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
+
+Manifest = dict[str, Any]
+
+
+def mapping(value: Any) -> Manifest:
+    """A part of a user's template, which nobody has checked."""
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def from_field(name: str, path: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def object_of(
+    deployment: DesiredDeployment, api: str, kind: str, name: str, labels: Mapping[str, str], spec: Manifest
+) -> Manifest:
+    metadata: Manifest = {"name": name, "namespace": deployment.namespace, "labels": dict(labels)}
+    if deployment.uid:
+        metadata["ownerReferences"] = [
+            {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": "DisaggDeployment",
+                "name": deployment.name,
+                "uid": deployment.uid,
+                "controller": True,
+                "blockOwnerDeletion": False,  # see operators.rbac, rule 4
+            }
+        ]
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
+    """Something that is of no single role."""
+    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
+    return object_of(deployment, api, kind, name, labels, spec)

@@ -1,0 +1,265 @@
+"""The template of pods, with what the user says over it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from operators.api.disagg_deployment import DisaggDeploymentSpec, KvPath, RoleSpec, RoleType
+from operators.api.fields import GpuVendor
+from operators.manifests.names import (
+    CONTROL,
+    GROUP_PORT,
+    HEALTH,
+    HTTP,
+    LEADER,
+    RANK,
+    REVISION,
+    WORKER,
+    WORKER_CONTROL,
+    DesiredDeployment,
+    config_name,
+    labels_of,
+    selected,
+)
+from operators.manifests.objects import Manifest, from_field, mapping
+from operators.manifests.settings import (
+    CONTROL_FOLDER,
+    HUB_CACHE,
+    HUB_SECRET,
+    MODELS,
+    REDIS_FOLDER,
+    SCRATCH,
+    is_fetched,
+)
+
+SETTINGS = "/etc/fleet/settings.json"
+
+SHARED_MEMORY = "4Gi"
+
+GRACE_SECONDS = 30
+"""Between the end of a drain and the end of the pod: closing, and telling the router."""
+
+GOODBYE_SECONDS = 5
+"""Between the word that a router's pod is to end and its SIGTERM: until then everybody who sends requests there has heard of it."""
+
+LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
+"""A process that answers nothing for a minute is started again. Busy machines pause for seconds, and a restart costs minutes."""
+
+ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
+"""A router that fetches a tokenizer listens before it has it."""
+
+WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 7200}
+"""A worker listens when its engine runs. Four hours: what it fetches and loads may be hundreds of gigabytes, and it ends by itself if it cannot."""
+
+PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
+
+KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "imagePullSecrets": "name",
+}
+
+
+class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What pods run where a deployment does not say it: the chart's values."""
+
+    router: str
+    worker_cpu: str
+    worker_cuda: str
+    worker_rocm: str
+
+    def of(self, spec: DisaggDeploymentSpec, role: RoleSpec) -> str:
+        if role.type is RoleType.ROUTER:
+            return self.router
+        if spec.image:
+            return spec.image
+        if not role.gpus.per_replica:
+            return self.worker_cpu
+        return self.worker_rocm if role.gpus.vendor is GpuVendor.AMD else self.worker_cuda
+
+
+def is_foreign(role: RoleSpec) -> bool:
+    """Whether a user's own command runs in its pods, of which nobody knows whether it ends when another pod of its group does."""
+    pod = mapping(role.pod_template.get("spec"))
+    containers = pod.get("containers")
+    mains = [each for each in containers if mapping(each).get("name") == "main"] if isinstance(containers, list) else []
+    return any(mapping(each).get("command") for each in mains)
+
+
+def pod_template(
+    deployment: DesiredDeployment,
+    role: RoleSpec,
+    images: Images,
+    of_revision: str,
+    doors: Mapping[str, int] | None = None,
+) -> Manifest:
+    """The pod template, with what the user's says over it. `doors`: a router's ports for those who bring requests."""
+    mounted = list(_mounted(deployment, role, of_revision))
+    ports = (
+        {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+    )
+    mounts = [{"name": name, **mount} for name, _, mount in mounted]
+    pod: Manifest = {
+        "containers": [_container(deployment, role, images, ports, mounts)],
+        "volumes": [{"name": name, **volume} for name, volume, _ in mounted],
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": role.drain.timeout_seconds + GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "fsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    if role.gpus.product:
+        pod["nodeSelector"] = {PRODUCT_LABELS[role.gpus.vendor]: role.gpus.product}
+    if role.topology.domain and role.nodes_per_replica > 1:
+        pod["affinity"] = {
+            "podAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [
+                    {
+                        "topologyKey": role.topology.domain,
+                        "labelSelector": {"matchLabels": selected(deployment, role)},
+                        "matchLabelKeys": ["leaderworkerset.sigs.k8s.io/group-key"],
+                    }
+                ]
+            }
+        }
+    labels = labels_of(deployment, role) | ({REVISION: of_revision} if of_revision else {})
+    template: Manifest = merged({"spec": pod}, role.pod_template)
+    if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
+        # Else the node's resolver is asked, which knows no Services.
+        template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
+    metadata = mapping(template.get("metadata"))
+    # What selects pods is not the user's to change.
+    template["metadata"] = metadata | {"labels": mapping(metadata.get("labels")) | labels}
+    return template
+
+
+def _container(
+    deployment: DesiredDeployment, role: RoleSpec, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
+) -> Manifest:
+    """Of our process."""
+    routes = role.type is RoleType.ROUTER
+    own = ["router_id=$(POD_NAME)"]
+    if not routes:
+        # In quotes, since a digest such as 4407e947 would be a number.
+        own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", 'generation="$(REVISION)"']
+    if "picker" in ports:
+        own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
+    if not routes and role.nodes_per_replica > 1:
+        own += [f"group.rank=$({RANK})", f"group.leader=$({LEADER}):{GROUP_PORT}"]
+    if not routes and KvPath.STORE in deployment.spec.kv_transfer.paths:
+        own.append("embedded_store.store_id=$(POD_NAME)")
+    container: Manifest = {
+        "name": "main",
+        "image": images.of(deployment.spec, role),
+        "command": [
+            "fleet",
+            "serve",
+            "router" if routes else "worker",
+            "--config",
+            SETTINGS,
+            *(part for each in own for part in ("--set", each)),
+        ],
+        "env": [
+            from_field("POD_NAME", "metadata.name"),
+            from_field("POD_IP", "status.podIP"),
+            *([] if routes else [from_field("REVISION", f"metadata.labels['{REVISION}']")]),
+        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
+        # The last line of what it wrote says why it ended; nothing else of it is read (`operators.observed.pod_troubles`, rule 2).
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": mounts,
+    }
+    # A user's own command answers what the user says; our questions would end it.
+    if not is_foreign(role):
+        live = (
+            # Not on the clients' port: clients can take all of its connections, and the kubelet would then end a healthy router.
+            {"httpGet": {"path": "/live", "port": "health"}}
+            if routes
+            else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
+        )
+        container["startupProbe"] = live | (ROUTER_START if routes else WORKER_START)
+        container["livenessProbe"] = live | LIVENESS
+    if routes:
+        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "health"}, "periodSeconds": 2}
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
+    else:
+        # A worker says that it is ready when it serves and its router knows it.
+        container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
+    if resources := _resources(role):
+        container["resources"] = resources
+    return container
+
+
+def _mounted(
+    deployment: DesiredDeployment, role: RoleSpec, of_revision: str
+) -> Iterator[tuple[str, Manifest, Manifest]]:
+    """Volumes: what each is called, what is in it, and where it is mounted."""
+    routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
+    settings = {"name": config_name(deployment, role, of_revision)}
+    yield "settings", {"configMap": settings}, {"mountPath": "/etc/fleet", "readOnly": True}
+    yield "scratch", {"emptyDir": {}}, {"mountPath": SCRATCH}
+    if not routes:
+        # Ranks of an engine talk to each other there, and a container's own is 64 MiB.
+        memory = {"medium": "Memory", "sizeLimit": SHARED_MEMORY}
+        yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - likewise
+    if deployment.control_secret:
+        control = {"secretName": deployment.control_secret}
+        yield "control", {"secret": control}, {"mountPath": CONTROL_FOLDER, "readOnly": True}
+    if model.claim:
+        claim = {"claimName": model.claim, "readOnly": True}
+        yield "models", {"persistentVolumeClaim": claim}, {"mountPath": MODELS, "readOnly": True}
+    if not routes and transfer.redis_secret:
+        password = {"secretName": transfer.redis_secret}
+        yield "redis", {"secret": password}, {"mountPath": REDIS_FOLDER, "readOnly": True}
+    if is_fetched(deployment):
+        kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
+        yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
+        if model.token_secret:
+            # Nothing else that may be in it; and where it is missing, the process says so, for which a pod would only wait.
+            only = {"items": [{"key": "token", "path": "token"}], "optional": True}
+            secret = {"secretName": model.token_secret} | only
+            yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}
+
+
+def merged(ours: Any, theirs: Any, key: str = "") -> Any:
+    """`theirs` over `ours`, as rule 4 of `operators.manifests` has it."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        return {name: merged(ours.get(name), theirs.get(name), name) for name in dict.fromkeys((*ours, *theirs))}
+    if theirs is None:
+        return ours
+    if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
+        if not isinstance(theirs, Sequence) or isinstance(theirs, str):
+            return theirs
+        named, nameless = {item[by]: item for item in ours}, []
+        for item in theirs:
+            name = item.get(by) if isinstance(item, Mapping) else None
+            if isinstance(name, str | int):
+                named[name] = merged(named.get(name), item)
+            else:
+                nameless.append(item)  # the API server says what is wrong with it
+        return [*named.values(), *nameless]
+    return theirs
+
+
+def _resources(role: RoleSpec) -> Manifest:
+    """Of one pod: its share of the replica's GPUs, and as many RDMA devices."""
+    if role.type is RoleType.ROUTER or not role.gpus.per_replica:
+        return {}
+    each = role.gpus.per_replica // role.nodes_per_replica
+    limits: Manifest = {role.gpus.vendor.value: each}
+    if role.topology.rdma:
+        limits[role.topology.rdma] = each
+    return {"limits": limits}

@@ -1,0 +1,46 @@
+"""Where pods are found: Services, and the InferencePool of gateways."""
+
+from collections.abc import Mapping
+
+from operators.api.disagg_deployment import RoleSpec
+from operators.manifests.names import HTTP, PICKER, WORKER, DesiredDeployment, base_name, labels_of, selected
+from operators.manifests.objects import Manifest, object_of, of_all
+
+
+def service(
+    deployment: DesiredDeployment, role: RoleSpec, name: str, ports: Mapping[str, int], *, unready: bool = False
+) -> Manifest:
+    """`unready`: no address of its own, but the names of all pods, before they are ready too.
+
+    So workers find every router to register with, which is not ready before it has workers.
+    """
+    spec: Manifest = {
+        "selector": selected(deployment, role),
+        "ports": [
+            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"} for port, number in ports.items()
+        ],
+    }
+    if unready:
+        spec |= {"publishNotReadyAddresses": True, "clusterIP": "None"}
+    return object_of(deployment, "v1", "Service", name, labels_of(deployment, role), spec)
+
+
+def pod_names(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
+    """A headless Service: pods of one replica find each other before any of them is ready."""
+    return service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
+
+
+def inference_pool(deployment: DesiredDeployment) -> Manifest:
+    """Gateways send requests to what this selects: the routers, which carry out what their endpoint picker has placed."""
+    router = deployment.router
+    spec = {
+        "selector": {"matchLabels": selected(deployment, router)},
+        "targetPorts": [{"number": HTTP}],
+        "endpointPickerRef": {
+            "kind": "Service",
+            "name": base_name(deployment, router),
+            "port": {"number": PICKER},
+            "failureMode": deployment.spec.routing.inference_pool.failure_mode.value,
+        },
+    }
+    return of_all(deployment, "inference.networking.k8s.io/v1", "InferencePool", deployment.name, spec)

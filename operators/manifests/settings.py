@@ -1,0 +1,155 @@
+"""What our processes in the pods are told: their settings files."""
+
+from decimal import Decimal
+
+import msgspec
+
+from fleet.core.hub import parse_repository
+from operators.api.disagg_deployment import EngineKind, KvPath, RoleSpec, RoleType, WatchdogSpec
+from operators.manifests.names import (
+    CONTROL,
+    CONTROL_SECRET_KEY,
+    GROUP_PORT,
+    GRPC,
+    HEALTH,
+    HTTP,
+    WORKER,
+    WORKER_CONTROL,
+    DesiredDeployment,
+    config_name,
+    host_of,
+    labels_of,
+    router_service,
+)
+from operators.manifests.objects import Manifest, object_of
+
+SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
+MODELS = "/models"
+HUB_CACHE = "/hub"
+HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
+REDIS_FOLDER = "/etc/fleet-redis"
+CONTROL_FOLDER = "/etc/fleet-control"
+
+_CONTROL_FILE = f"{CONTROL_FOLDER}/{CONTROL_SECRET_KEY}"
+
+CONNECTION_SECONDS = 4
+"""How long connections to a router last, give or take a tenth: less than `operators.manifests.pods.GOODBYE_SECONDS`, so that none of before
+the word that its pod is to end is still there at the SIGTERM."""
+
+PATIENCE_SECONDS = 120.0
+"""Of a router that fetches a tokenizer, a few megabytes: when nothing has come for so long it ends, and so says why (`operators.observed.pod_troubles`). As long
+as a container runs nobody hears of it; a worker's weights may take longer, and it waits as the hub's client does."""
+
+ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
+
+
+def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
+    spec = deployment.spec
+    settings: Manifest = {
+        "engine": spec.engine.value,
+        "role": ROLES[role.type],
+        "model": spec.model.name,
+        "model_dir": _model_dir(deployment),
+        **_hub(deployment),
+        "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
+        **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
+        "listen": f"0.0.0.0:{WORKER}",
+        # Routers and workers prove the control secret to each other. Without one only the deployment's NetworkPolicy says who gets there.
+        "credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
+        "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
+        "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
+        "drain_timeout_ms": role.drain.timeout_seconds * 1000,
+        "kv_paths": [path.value for path in spec.kv_transfer.paths],
+    }
+    if KvPath.STORE in spec.kv_transfer.paths:
+        settings["embedded_store"] = {
+            "store_id": "",  # the pod's name, put in by it
+            "listen": [f"unix:{SCRATCH}/store.sock"],
+            "shm_socket": f"{SCRATCH}/store-memory.sock",
+            "capacity_bytes": in_bytes(spec.kv_transfer.store_memory),
+        }
+        if spec.kv_transfer.redis:
+            secret = {"password_file": f"{REDIS_FOLDER}/password"} if spec.kv_transfer.redis_secret else {}
+            settings["embedded_store"]["tiers"] = [{"kind": "redis", "url": spec.kv_transfer.redis} | secret]
+    if role.nodes_per_replica > 1:
+        # Its rank and where the first is, only the pod knows.
+        settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
+    if spec.watchdog != WatchdogSpec():
+        settings["watchdog"] = {
+            "enabled": spec.watchdog.enabled,
+            "floor_seconds": spec.watchdog.floor_seconds,
+            "ceiling_seconds": spec.watchdog.ceiling_seconds,
+        }
+    degree = role.parallelism
+    if spec.engine is EngineKind.VLLM:
+        given = {
+            "tensor_parallel_size": degree.tensor,
+            "pipeline_parallel_size": degree.pipeline,
+            "data_parallel_size": degree.data,
+        }
+        extra: Manifest = {key: value for key, value in given.items() if value > 1}
+        if degree.expert > 1:
+            extra["enable_expert_parallel"] = True
+        settings["vllm"] = {"enforce_eager": not role.gpus.per_replica, "extra_args": extra}
+    return settings
+
+
+def router_settings(deployment: DesiredDeployment) -> Manifest:
+    routing, spec = deployment.spec.routing, deployment.spec
+    return {
+        "http_listen": f"0.0.0.0:{HTTP}",
+        "grpc_listen": f"0.0.0.0:{GRPC}",
+        "health_listen": f"0.0.0.0:{HEALTH}",
+        "control_listen": f"0.0.0.0:{CONTROL}",
+        # Without a secret only the deployment's NetworkPolicy says who gets there.
+        "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
+        **({"worker_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
+        "connection_seconds": CONNECTION_SECONDS,
+        "models": {spec.model.name: _model_dir(deployment)},
+        **_hub(deployment, patience_seconds=PATIENCE_SECONDS),
+        "policy": routing.policy,
+        "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
+        "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
+        "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
+    }
+
+
+def _model_dir(deployment: DesiredDeployment) -> str:
+    model = deployment.spec.model
+    if model.claim:
+        return f"{MODELS}/{model.uri}".rstrip("/")
+    return model.uri or model.name
+
+
+def is_fetched(deployment: DesiredDeployment) -> bool:
+    """Whether pods fetch the model from the hub, which is not so of folders in a volume or an image: their paths begin at the root."""
+    return parse_repository(_model_dir(deployment)) is not None
+
+
+def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
+    """Where processes fetch the model from, where they do, and what more is said of it."""
+    if not is_fetched(deployment):
+        return {}
+    model = deployment.spec.model
+    settings: Manifest = {"cache": HUB_CACHE} | more
+    if model.endpoint:
+        settings["endpoint"] = model.endpoint
+    if model.token_secret:
+        settings["token_file"] = f"{HUB_SECRET}/token"
+    return {"hub": settings}
+
+
+def in_bytes(quantity: str) -> int:
+    """Of a quantity of memory: ``8Gi``, ``500M``, ``1.5G``, ``1024``."""
+    number = quantity.rstrip("kKMGTPEi")
+    suffix = quantity[len(number) :]
+    power = " kMGTPE".index(suffix[0].replace("K", "k")) if suffix else 0
+    return int(Decimal(number) * (1024 if suffix.endswith("i") else 1000) ** power)
+
+
+def config_map(deployment: DesiredDeployment, role: RoleSpec, settings: Manifest, of_revision: str = "") -> Manifest:
+    made = object_of(
+        deployment, "v1", "ConfigMap", config_name(deployment, role, of_revision), labels_of(deployment, role), {}
+    )
+    del made["spec"]
+    return made | {"data": {"settings.json": msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()}}

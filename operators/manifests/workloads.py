@@ -1,0 +1,123 @@
+"""What makes pods: for workers a child for each role and revision, or for each replica; for routers one."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from fleet.net.kubernetes.kinds import OptionalKinds
+from operators.api.disagg_deployment import RoleSpec
+from operators.api.fields import GROUP, VERSION
+from operators.manifests.names import (
+    GROUP_LABEL,
+    LEADER,
+    RANK,
+    REVISION,
+    DesiredDeployment,
+    base_name,
+    child_name,
+    host_of,
+    labels_of,
+    selected,
+)
+from operators.manifests.objects import Manifest, from_field, object_of
+from operators.manifests.pods import Images, merged, pod_template
+from operators.manifests.settings import config_map, worker_settings
+
+SERVED = OptionalKinds()
+
+
+def revision(deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED) -> str:
+    """Of all workers, in 8 characters: the same for as long as nothing changes that a pod would have to be made anew for."""
+    roles = sorted(deployment.workers, key=lambda role: role.name)
+    pods: list[Any] = [
+        [pod_template(deployment, role, images, ""), worker_settings(deployment, role)] for role in roles
+    ]
+    pods += [GROUP_LABEL for role in roles if grouped(role, served)]
+    return hashlib.sha256(msgspec.json.encode(pods, order="sorted")).hexdigest()[:8]
+
+
+def grouped(role: RoleSpec, served: OptionalKinds) -> bool:
+    """Whether each replica is a StatefulSet of its own."""
+    return role.nodes_per_replica > 1 and not served.leader_worker_sets
+
+
+def workers(
+    deployment: DesiredDeployment, role: RoleSpec, of_revision: str, images: Images, served: OptionalKinds = SERVED
+) -> list[Manifest]:
+    """The settings and the child of one role in one revision, without replicas; of `grouped` roles the settings alone."""
+    name = child_name(deployment, role.name, of_revision)
+    labels = labels_of(deployment, role) | {REVISION: of_revision}
+    config = config_map(deployment, role, worker_settings(deployment, role), of_revision)
+    if grouped(role, served):
+        return [config]
+    template = pod_template(deployment, role, images, of_revision)
+    if role.nodes_per_replica > 1:
+        # The leader's address is put in by its controller; of the rank only newer ones say it.
+        rank = from_field(RANK, "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']")
+        template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": [rank]}]})
+        spec: Manifest = {
+            "leaderWorkerTemplate": {
+                "size": role.nodes_per_replica,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "workerTemplate": template,
+            },
+            "startupPolicy": "LeaderCreated",
+        }
+        return [config, object_of(deployment, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, labels, spec)]
+    spec = {
+        "selector": {"matchLabels": selected(deployment, role) | {REVISION: of_revision}},
+        "strategy": {"type": "Recreate"},  # its pods never change
+        "template": template,
+    }
+    return [config, object_of(deployment, "apps/v1", "Deployment", name, labels, spec)]
+
+
+def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int, images: Images) -> Manifest:
+    """One replica of several nodes as a StatefulSet. Its pods come and go at once, and know each other as in a LeaderWorkerSet."""
+    name = f"{child_name(deployment, role.name, of_revision)}-{index}"
+    labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
+    template = pod_template(deployment, role, images, of_revision)
+    template["metadata"]["labels"] = template["metadata"]["labels"] | {GROUP_LABEL: str(index)}
+    own = [
+        {"name": LEADER, "value": host_of(f"{name}-0.{base_name(deployment, role)}", deployment.namespace)},
+        {"name": "LWS_GROUP_SIZE", "value": str(role.nodes_per_replica)},
+        from_field(RANK, "metadata.labels['apps.kubernetes.io/pod-index']"),
+    ]
+    template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": own}]})
+    if role.topology.domain:
+        for term in template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]:
+            if "matchLabelKeys" in term:
+                term["matchLabelKeys"] = [GROUP_LABEL]
+    spec: Manifest = {
+        "serviceName": base_name(deployment, role),
+        "replicas": role.nodes_per_replica,
+        "podManagementPolicy": "Parallel",
+        "selector": {"matchLabels": selected(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}},
+        "template": template,
+    }
+    return object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+
+
+def router_deployment(
+    deployment: DesiredDeployment, images: Images, of_settings: str, doors: Mapping[str, int], replicas: int
+) -> Manifest:
+    """Of routers, which change in place. `of_settings`: a digest of what they are told, since pods do not notice that by themselves."""
+    router = deployment.router
+    rollout = {"maxSurge": router.rollout.max_surge, "maxUnavailable": router.rollout.max_unavailable}
+    spec: Manifest = {
+        "replicas": replicas,
+        "selector": {"matchLabels": selected(deployment, router)},
+        "strategy": {"rollingUpdate": rollout},
+        "template": pod_template(deployment, router, images, of_settings, doors),
+    }
+    labels = labels_of(deployment, router)
+    return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)
+
+
+def role_scaler(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
+    """What scales a role that its specification does not; from then on whoever scales it writes it."""
+    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
+    api = f"{GROUP}/{VERSION}"
+    return object_of(deployment, api, "RoleScaler", base_name(deployment, role), labels_of(deployment, role), spec)

@@ -1,0 +1,397 @@
+"""From what the API server has to what `reconcile` looks at. Pure.
+
+Rules:
+
+1. Ours is what a deployment controls by its uid. Names and labels say nothing: a deployment that was deleted and made again has
+   nothing of its namesake before.
+2. A replica is a pod, or a group of pods that live and die together; a group counts as ready when all of its pods are, and as
+   registered when the first of them is.
+3. Groups come as a whole or not at all, without a scheduler that knows of groups: one that finds nodes for some of its pods only gives
+   them back after a while.
+4. A pod that is gone from the API server is gone. One that is marked as deleted still has its GPUs.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TypeVar, cast
+from zlib import crc32
+
+import msgspec
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.cache import Cache
+from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
+from fleet.net.kubernetes.views import (
+    VIEW_OF_KIND,
+    CustomObject,
+    KubernetesLease,
+    NamedObject,
+    Pod,
+    View,
+    WorkloadResource,
+)
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleType
+from operators.api.fields import Condition
+from operators.controller.reconcile import DIGEST
+from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, ROUTER, TYPE
+from operators.observed.pod_troubles import troubles
+from operators.observed.registrations import (
+    ReportedWorkers,
+    WorkerLease,
+    WorkerRegistration,
+    partly_unknown,
+    registered,
+)
+from operators.observed.state import ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
+from operators.probes.evidence import ProbeEvidence, RunningPod
+from operators.scaling import RevisionReplicas
+
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
+PARTIAL_GROUP_SECONDS = 60
+"""A group that has not found nodes for all of its pods after one to two times this gives its GPUs back, and tries again. Not all at once:
+two groups that each hold half of the nodes that the other one needs would do so for ever."""
+
+GROUP_REJOIN_SECONDS = 60
+"""For a pod that has begun anew to be taken back by the others of its group."""
+
+Kept = TypeVar("Kept", bound=NamedObject)
+
+
+class InformerCaches:
+    """A cache for each kind."""
+
+    def __init__(self) -> None:
+        self._caches: dict[ApiKind, Cache[NamedObject]] = {kind: Cache(deployment_of) for kind in VIEW_OF_KIND}
+
+    def of(self, kind: ApiKind, view: type[View]) -> Cache[View]:
+        assert VIEW_OF_KIND[kind] is view, f"{kind.name} is kept as {VIEW_OF_KIND[kind].__name__}"
+        return cast(Cache[View], self._caches[kind])
+
+    def any(self, kind: ApiKind) -> Cache[NamedObject]:
+        return self._caches[kind]
+
+    def sizes(self) -> Mapping[str, int]:
+        """Objects by kind."""
+        return {kind.name: len(cache) for kind, cache in self._caches.items()}
+
+
+class ForeignObjects(Struct, frozen=True):
+    """Kinds and names that are taken in a namespace by what a deployment does not own. Looked up, never made a list of."""
+
+    store: InformerCaches
+    namespace: str
+    uid: str
+
+    def __contains__(self, key: object) -> bool:
+        kind, name = cast(tuple[str, str], key)
+        found = self.store.any(kinds.BY_NAME[kind]).get(self.namespace, name)
+        # A RoleScaler that somebody made is obeyed like our own.
+        return found is not None and found.metadata.owner_uid != self.uid and kind != kinds.ROLE_SCALER.name
+
+
+def observe(
+    store: InformerCaches,
+    custom: CustomObject,
+    spec: DisaggDeploymentSpec,
+    told: ReportedWorkers | None,
+    now: datetime,
+    served: OptionalKinds,
+    shown: ProbeEvidence | None = None,
+) -> ObservedState:
+    """What there is of one deployment.
+
+    Args:
+        store: Everything that the API server has told.
+        custom: The deployment.
+        spec: What it says.
+        told: By its routers; None: nothing.
+        now: By the wall.
+        served: Which kinds there may be.
+        shown: By probes; None: none are sent.
+    """
+    namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
+    pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
+    leases = tuple(
+        WorkerLease(
+            holder=each.spec.holder_identity or "",
+            renewed=each.renewed,
+            duration_seconds=each.spec.lease_duration_seconds or 0,
+            annotations=each.metadata.annotations,
+        )
+        for each in store.of(kinds.LEASE, KubernetesLease).of(namespace, name).values()
+    )
+    known = registered(leases, told, now)
+    routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
+    heard = None if told is None else {router: workers for router, workers in told.items() if router in routers}
+    partly = partly_unknown(leases, heard, now)
+    controllers = [
+        (kind, each)
+        for kind in kinds.WORKLOAD_KINDS
+        for each in _owned(store.of(kind, WorkloadResource).of(namespace, name), uid)
+    ]
+    router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
+    products = [role.gpus.product for role in spec.roles if role.gpus.product]
+    return ObservedState(
+        children=tuple(_children(controllers, pods, known, partly, now)),
+        digests={
+            (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
+            for kind in (*kinds.WORKLOAD_KINDS, *kinds.SUPPORTING_KINDS)
+            for each in _owned(store.any(kind).of(namespace, name), uid)
+        },
+        foreign=ForeignObjects(store, namespace, uid),
+        scalers={role: each.spec.get("replicas", 1) for role, each in scalers_of(store, namespace, name).items()},
+        own_scalers=frozenset(
+            each.metadata.name for each in _owned(store.any(kinds.ROLE_SCALER).of(namespace, name), uid)
+        ),
+        conditions=conditions_of(custom),
+        generation=custom.metadata.generation,
+        router=_router(router, controllers, pods),
+        old_routers=tuple(
+            each.metadata.name for kind, each in controllers if _routes(kind, each) and not _is_of(each, router)
+        ),
+        registrations_known=known is not None,
+        partly={
+            pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
+        },
+        silent=tuple(sorted(routers - heard.keys())) if heard else (),
+        shown=shown,
+        proved=_text(custom.status.get("proved")),
+        troubles=troubles(pods, (each for _, each in controllers), products),
+        worths=_worths(pods, known or {}),
+        served=served,
+    )
+
+
+def deployment_of(item: NamedObject) -> str:
+    """Whose business an object is, by its name; empty: nobody's of ours."""
+    if isinstance(item, CustomObject):
+        target = item.spec.get("target")
+        name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
+        return name if isinstance(name, str) else ""
+    return item.metadata.labels.get(INSTANCE, "")
+
+
+def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
+    """As last written; none where somebody else wrote something else there."""
+    try:
+        return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
+    except msgspec.ValidationError:
+        return ()
+
+
+def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[str, CustomObject]:
+    """RoleScalers of a deployment, by role; of two for one role, the one with the name that we would give it, or the first by name."""
+    found: dict[str, CustomObject] = {}
+    for name, each in sorted(store.of(kinds.ROLE_SCALER, CustomObject).of(namespace, deployment).items(), reverse=True):
+        role = str(each.spec.get("target", {}).get("role"))
+        if role not in found or found[role].metadata.name != f"{deployment}-{role}":
+            found[role] = each
+        assert each.metadata.name == name
+    return found
+
+
+def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
+    """Those of them that are not on their way out."""
+    return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
+
+
+def _text(value: object) -> str:
+    """What somebody else may have written there."""
+    return value if isinstance(value, str) else ""
+
+
+def _running(pods: Iterable[Pod]) -> tuple[RunningPod, ...]:
+    return tuple(sorted(RunningPod(pod.metadata.name, pod.restarts, pod.metadata.uid) for pod in pods))
+
+
+def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
+    return (each for each in named.values() if each.metadata.owner_uid == uid)
+
+
+def _routes(kind: ApiKind, controller: WorkloadResource) -> bool:
+    """Of routers: they change in place."""
+    return kind == kinds.DEPLOYMENT and REVISION not in controller.metadata.labels
+
+
+def _is_of(item: NamedObject, role: str) -> bool:
+    return item.metadata.labels.get(ROLE) == role
+
+
+def _router(
+    role: str, controllers: Iterable[tuple[ApiKind, WorkloadResource]], pods: Iterable[Pod]
+) -> ObservedRouter | None:
+    for kind, each in controllers:
+        if _routes(kind, each) and _is_of(each, role):
+            current = each.status.observed_generation >= each.metadata.generation
+            ready = [pod for pod in routers_of(pods) if pod.ready and _is_of(pod, role)]
+            return ObservedRouter(
+                name=each.metadata.name,
+                asked=each.spec.replicas,
+                replicas=each.status.replicas,
+                ready=each.status.ready_replicas if current else 0,
+                updated=each.status.updated_replicas if current else 0,
+                pods=_running(ready),
+                addresses=tuple(sorted(pod.status.pod_ip for pod in ready if pod.status.pod_ip)),
+            )
+    return None
+
+
+def _children(
+    controllers: Iterable[tuple[ApiKind, WorkloadResource]],
+    pods: Iterable[Pod],
+    known: Mapping[str, WorkerRegistration] | None,
+    partly: Container[str],
+    now: datetime,
+) -> Iterator[ObservedChild]:
+    """One for each role and revision that has a controller, or pods that are left of one."""
+    by_child: dict[tuple[str, str], list[Pod]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        if REVISION in labels and ROLE in labels and labels.get(TYPE) != RoleType.ROUTER:
+            by_child.setdefault((labels[ROLE], labels[REVISION]), []).append(pod)
+    groups: dict[tuple[str, str], list[WorkloadResource]] = {}
+    for kind, each in controllers:
+        labels = each.metadata.labels
+        if REVISION not in labels:
+            continue
+        key = (labels.get(ROLE, ""), labels[REVISION])
+        if kind == kinds.STATEFUL_SET:
+            groups.setdefault(key, []).append(each)
+            continue
+        yield _child(kind.name, each.metadata.name, key, each.spec.replicas, by_child.pop(key, []), known, partly)
+    for key, sets in groups.items():
+        yield _group_child(key, sets, by_child.pop(key, []), known, partly, now)
+    for key, left in by_child.items():
+        yield _child("", "", key, 0, left, known, partly)
+
+
+def _group_child(
+    key: tuple[str, str],
+    sets: Iterable[WorkloadResource],
+    pods: Sequence[Pod],
+    known: Mapping[str, WorkerRegistration] | None,
+    partly: Container[str],
+    now: datetime,
+) -> ObservedChild:
+    """Of StatefulSets, each of which is one replica."""
+    staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
+    sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
+    halves, left_behind, ready, warm = [], [], [], {}
+    told = known if known is not None else {}
+    for name, each in sorted(staying.items()):
+        members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
+        if _half(
+            members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
+        ):
+            halves.append(name)
+        registrations = [told[pod.metadata.name] for pod in members if pod.metadata.name in told]
+        if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
+            ready.append(name)
+        if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
+            warm[name] = sum(blocks)
+        left_behind += _left_behind(members, now - timedelta(seconds=GROUP_REJOIN_SECONDS))
+    child = _child(kinds.STATEFUL_SET.name, "", key, len(staying), pods, known, partly, sizes)
+    return msgspec.structs.replace(
+        child,
+        members=tuple(sorted(staying)),
+        ready_members=tuple(ready),
+        warm=warm,
+        halves=tuple(halves),
+        left_behind=tuple(left_behind),
+    )
+
+
+def _half(pods: Sequence[Pod], before: datetime) -> bool:
+    """Whether some have a node, and others have found none since `before`."""
+    unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
+    return len(pods) > len(unplaced) > 0 and min(unplaced) < before
+
+
+def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
+    """Those that have begun anew less often than another one, which did before `before`, and the group is not ready yet."""
+    most = max((pod.restarts for pod in pods), default=0)
+    ended = [
+        each.last_state.terminated.finished_at
+        for pod in pods
+        if pod.restarts == most
+        for each in pod.status.container_statuses or ()
+        if each.last_state.terminated is not None and each.last_state.terminated.finished_at is not None
+    ]
+    if not ended or max(ended) > before or all(pod.ready for pod in pods):
+        return []
+    return [pod.metadata.name for pod in pods if pod.restarts < most]
+
+
+def _child(
+    kind: str,
+    name: str,
+    key: tuple[str, str],
+    asked: int,
+    pods: Iterable[Pod],
+    known: Mapping[str, WorkerRegistration] | None,
+    partly: Container[str],
+    sizes: Mapping[str, int] | None = None,
+) -> ObservedChild:
+    replicas: dict[str, list[Pod]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        group = labels.get(GROUP_LABEL) or labels.get(LEADER_GROUP) or pod.metadata.name
+        replicas.setdefault(group, []).append(pod)
+    alive = {group: found for group, each in replicas.items() if (found := [pod for pod in each if pod.alive])}
+    ready = [group for group, each in alive.items() if _group_ready(each, (sizes or {}).get(group))]
+    registered_ones = [
+        group for group, each in alive.items() if known is None or any(pod.metadata.name in known for pod in each)
+    ]
+    serving = set(ready) & set(registered_ones)
+    of_all = [
+        group
+        for group in registered_ones
+        if known is not None
+        and any(pod.metadata.name in known and pod.metadata.name not in partly for pod in alive[group])
+    ]
+    return ObservedChild(
+        kind=kind,
+        name=name,
+        role=key[0],
+        replicas=RevisionReplicas(
+            revision=key[1],
+            asked=asked,
+            pods=len(alive),
+            ready=len(serving),
+            leaving=sum(
+                any(pod.metadata.deleted for pod in each) for group, each in replicas.items() if group not in alive
+            ),
+        ),
+        ready_pods=len(ready),
+        registered=len(of_all),
+        serving=_running(pod for group in serving for pod in alive[group] if pod.metadata.name in (known or ())),
+    )
+
+
+def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
+    every = list(pods)
+    size = size or int(every[0].metadata.annotations.get("leaderworkerset.sigs.k8s.io/size", "1") or 1)
+    return len(every) >= size and all(pod.ready for pod in every)
+
+
+def _worths(
+    pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
+) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
+    """Of single pods, by role and revision: what it would cost to lose each."""
+    found: dict[tuple[str, str], list[PodDeletionCost]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        if (
+            not pod.alive
+            or REVISION not in labels
+            or ROLE not in labels
+            or LEADER_GROUP in labels
+            or GROUP_LABEL in labels
+        ):
+            continue
+        warm = known[pod.metadata.name].warm_blocks if pod.metadata.name in known else None
+        worth = PodDeletionCost(pod=pod.metadata.name, blocks=warm, said=pod.metadata.annotations.get(DELETION_COST))
+        found.setdefault((labels[ROLE], labels[REVISION]), []).append(worth)
+    return {key: tuple(sorted(each, key=lambda worth: worth.pod)) for key, each in found.items()}

@@ -1,0 +1,146 @@
+"""Why pods do not run, in words that a condition can have: from what scheduler, kubelet and controllers say. Pure.
+
+Rules:
+
+1. Only what is said of pods that should be there counts: one that is on its way out troubles nobody.
+2. Of what a container wrote before it ended, a line of our own (`fleet: …`, one line without secrets by the rules of the command) is
+   repeated, and nothing else: logs may hold anything.
+3. A trouble has one of the reasons below, in the order of how much it explains: what cannot be placed cannot pull its image.
+"""
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
+
+MOST_CHARACTERS = 300
+OURS = "fleet: "
+REFUSED = 3
+"""Exit status of a configuration that was refused."""
+
+
+class TroubleReason(IntEnum):
+    """In the order of precedence; names as conditions spell them."""
+
+    QuotaExceeded = 1
+    PodsRefused = 2
+    """By admission control, say."""
+
+    NoSuchGpu = 3
+    InsufficientCapacity = 4
+    Unschedulable = 5
+    ImagePull = 6
+    ConfigurationMissing = 7
+    """A Secret, ConfigMap or volume that a container names."""
+
+    ModelNotFound = 8
+    HubUnreachable = 9
+    """Nothing of the model came from where it is to be fetched."""
+
+    ConfigurationRefused = 10
+    OutOfMemory = 11
+    CrashLooping = 12
+
+
+UNPLACED = frozenset(
+    {
+        TroubleReason.QuotaExceeded,
+        TroubleReason.PodsRefused,
+        TroubleReason.NoSuchGpu,
+        TroubleReason.InsufficientCapacity,
+        TroubleReason.Unschedulable,
+    }
+)
+
+IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+CONFIGURATION = frozenset({"CreateContainerConfigError", "CreateContainerError"})
+
+
+class PodTrouble(Struct, frozen=True, order=True):
+    reason: TroubleReason
+    where: str
+    """Pod or controller."""
+
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.message else self.where
+
+
+def troubles(
+    pods: Iterable[Pod], controllers: Iterable[WorkloadResource], products: Sequence[str]
+) -> tuple[PodTrouble, ...]:
+    """All there are, the most telling first; one for each pod at most.
+
+    Args:
+        pods: Of a deployment.
+        controllers: Its children with replicas.
+        products: GPUs that its roles name.
+    """
+    found = [trouble for each in controllers if (trouble := _refused_pods(each)) is not None]
+    found += [trouble for each in pods if each.alive and (trouble := _of_pod(each, products)) is not None]
+    return tuple(sorted(found))
+
+
+def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
+    for each in controller.status.conditions or ():
+        if each.type == "ReplicaFailure" and each.status == "True":
+            _, quota, rest = each.message.partition("exceeded quota: ")
+            if quota:
+                return PodTrouble(TroubleReason.QuotaExceeded, controller.metadata.name, _short(quota + rest))
+            return PodTrouble(TroubleReason.PodsRefused, controller.metadata.name, each.reason)
+    return None
+
+
+def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
+    name = pod.metadata.name
+    for each in pod.status.conditions or ():
+        if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
+            return PodTrouble(_unplaced(each.message, products), name, _short(each.message))
+    statuses = (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ()))
+    found = (_of_container(name, each, ready=pod.ready) for each in statuses)
+    return min((each for each in found if each is not None), default=None)
+
+
+def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
+    """By the words of kube-scheduler: `0/3 nodes are available: 2 Insufficient nvidia.com/gpu, 1 node(s) didn't match …`."""
+    if "Insufficient " in message:
+        return TroubleReason.InsufficientCapacity
+    if products and "didn't match Pod's node affinity/selector" in message:
+        return TroubleReason.NoSuchGpu
+    return TroubleReason.Unschedulable
+
+
+def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTrouble | None:
+    waiting = container.state.waiting
+    if waiting is not None and waiting.reason in IMAGE:
+        return PodTrouble(TroubleReason.ImagePull, pod, f"{container.name}: {waiting.reason}")
+    if waiting is not None and waiting.reason in CONFIGURATION:
+        return PodTrouble(TroubleReason.ConfigurationMissing, pod, f"{container.name}: {_short(waiting.message)}")
+    ended = container.state.terminated or container.last_state.terminated
+    if ended is None or (ended.exit_code == 0 and ended.reason != "OOMKilled"):
+        return None
+    said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
+    said = said.removeprefix(OURS)
+    runs = waiting is None and container.state.terminated is None
+    if said.startswith("hub.endpoint:") and not (runs and ready):  # it asks again, for as long as it did before
+        return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
+    if runs:  # it has got over it
+        return None
+    times = f"ended {container.restart_count + 1} times, with exit status {ended.exit_code}"
+    if ended.reason == "OOMKilled":
+        return PodTrouble(TroubleReason.OutOfMemory, pod, f"{container.name}: {times}")
+    if said.startswith("model_dir:"):
+        return PodTrouble(TroubleReason.ModelNotFound, pod, _short(said))
+    if ended.exit_code == REFUSED:
+        return PodTrouble(TroubleReason.ConfigurationRefused, pod, _short(said) or times)
+    return PodTrouble(
+        TroubleReason.CrashLooping, pod, f"{container.name}: {times}" + (f": {_short(said)}" if said else "")
+    )
+
+
+def _short(text: Any) -> str:
+    return " ".join(str(text).split())[:MOST_CHARACTERS]

@@ -1,0 +1,132 @@
+"""Sends probes: to those deployments only of which something is still to be shown, and not too many at once.
+
+Rules:
+
+1. A deployment has one probe on its way at most, all of them together `at_once`; deployments whose last one failed have half of these,
+   so that the others wait for no deadline of theirs. Nobody waits for a probe but the task that sent it.
+2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin anew.
+3. Nothing is sent by who does not lead.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Never
+
+from fleet.net.kubernetes.ports import ProbeSender
+from operators.keys import ReconcileKey
+from operators.probes import evidence as probing
+from operators.probes.evidence import (
+    PendingProbes,
+    Probe,
+    ProbeCompletion,
+    ProbeEvidence,
+    ProbeFailure,
+    ProbeSubject,
+    ProbeTarget,
+)
+
+FIRST_PAUSE_SECONDS = 0.5
+
+
+class Prober:
+    def __init__(
+        self,
+        clients: ProbeSender,
+        at_once: int,
+        longest_seconds: float,
+        leads: Callable[[], bool],
+        heard: Callable[[ReconcileKey], None],
+    ) -> None:
+        """`heard` is told of whom something else is known than before."""
+        self._clients = clients
+        self._longest_seconds = longest_seconds
+        self._leads = leads
+        self._heard = heard
+        self._asking = asyncio.Semaphore(at_once)
+        self._asking_again = asyncio.Semaphore(max(1, at_once // 2))
+        self._shown: dict[ReconcileKey, ProbeEvidence] = {}
+        self._subjects: dict[ReconcileKey, ProbeSubject] = {}
+        self._tasks: dict[ReconcileKey, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    def of(self, key: ReconcileKey) -> ProbeEvidence:
+        """What is known of a deployment."""
+        return self._shown.get(key, ProbeEvidence())
+
+    def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
+        """Show what is wanted of a deployment; None: nothing, for now."""
+        if wanted is None:
+            self._end(key)
+            return
+        if self._subjects.get(key) == wanted.subject:
+            return  # it is at it, or has done it
+        self._end(key)
+        self._subjects[key] = wanted.subject
+        self._shown[key] = wanted.shown
+        self._begin(key, wanted.subject)
+
+    def forget(self, key: ReconcileKey) -> None:
+        self._end(key)
+        self._shown.pop(key, None)
+
+    async def run(self) -> Never:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for key, subject in self._subjects.items():
+                self._begin(key, subject)
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self._group = None
+        raise AssertionError("the wait has no end")
+
+    def _begin(self, key: ReconcileKey, subject: ProbeSubject) -> None:
+        if self._group is not None and probing.wanted(subject, self.of(key)):
+            self._tasks[key] = self._group.create_task(self._show(key, subject))
+
+    def _end(self, key: ReconcileKey) -> None:
+        self._subjects.pop(key, None)
+        if (task := self._tasks.pop(key, None)) is not None:
+            task.cancel()
+
+    async def _show(self, key: ReconcileKey, subject: ProbeSubject) -> None:
+        pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
+        while aims := probing.wanted(subject, self.of(key)):
+            async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
+                if not self._leads():
+                    self._subjects.pop(key, None)  # whoever leads again begins again
+                    return
+                answer = await self._clients.ask(_probe(key, subject, aims[0], asked))
+            asked += 1
+            if self._learn(key, subject, aims[0], answer):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self._longest_seconds)
+
+    def _learn(
+        self, key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion | ProbeFailure
+    ) -> bool:
+        """Whether there should be a pause."""
+        before = self.of(key)
+        if isinstance(answer, ProbeFailure):
+            after = probing.failed(before, subject, aim, answer)
+        else:
+            after = probing.answered(before, subject, aim, answer)
+        self._shown[key] = after
+        if after.told != before.told or not probing.unanswered(subject, after):
+            self._heard(key)
+        return isinstance(answer, ProbeFailure) or aim in after.unhanded
+
+
+def _probe(key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, number: int) -> Probe:
+    """The next one, of so many: routers take turns."""
+    return Probe(
+        namespace=key.namespace,
+        deployment=key.name,
+        service=subject.service,
+        model=subject.model,
+        worker=aim.worker.pod,
+        pair=aim.pair,
+        door=subject.doors[number % len(subject.doors)] if subject.doors else "",
+    )

@@ -1,0 +1,391 @@
+"""What a deployment's status says. Pure.
+
+Rules:
+
+1. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to all routers, when no
+   old one is left, when the routers are ready, and when all who answer requests have answered one since (`operators.probes.evidence`). Never on
+   hearsay: what nobody has told yet is not so.
+2. What stands in the way is the reason of Ready, the most telling first: a name that is taken, what the API server refuses, what scheduler and
+   kubelet say, what has not come up, what is not known to the routers, what does not answer.
+3. A condition keeps its instant for as long as its status is the same.
+4. Whether blocks arrive is seen by probes, and by nobody else: until the next one it is as it was seen last.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from operators.api.disagg_deployment import DisaggDeploymentStatus, KvPath, RoleStatus, RoleType
+from operators.api.fields import Condition
+from operators.manifests.names import DesiredDeployment, router_service
+from operators.observed.pod_troubles import UNPLACED
+from operators.observed.state import ApiRefusal, ObservedState
+from operators.probes.evidence import (
+    PendingProbes,
+    ProbeEvidence,
+    ProbeSubject,
+    ProbeTarget,
+    RunningPod,
+    evidence_from_status,
+    kept,
+    missing_only_routers,
+    unanswered,
+)
+from operators.scaling import PairSide, ScaledRole
+
+MOST_CHARACTERS = 1024
+MOST_TOLD = 4
+PASSING = frozenset({"ServedProbePending", "RouterSilent"})
+"""Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
+
+BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
+NOT_TOLD = "neither a router nor a Lease says which workers are registered"
+TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
+ConditionUpdate = tuple[str, str, str, str]
+"""Type, status, reason, message."""
+
+
+def status(
+    wish: DesiredDeployment,
+    seen: ObservedState,
+    pools: Sequence[ScaledRole],
+    possible: Sequence[ScaledRole],
+    taken: Sequence[str],
+    present: str,
+    routers: int,
+    at_rest: bool,
+    now: str,
+) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
+    """The status that there should be, and what probes are to show; None: nothing yet, or none are sent.
+
+    Args:
+        wish: What somebody has written.
+        seen: What there is.
+        pools: Roles of workers, with what is asked for.
+        possible: The same, with what budget and ratio allow.
+        taken: What has one of our names and is not ours.
+        present: Revision of the specification.
+        routers: Replicas of the router that there should be.
+        at_rest: Nothing is under way, and no step is possible.
+        now: RFC 3339.
+    """
+    workers = [_role(pool, seen, present) for pool in possible]
+    router = _router(wish, seen, routers)
+    roles = (*workers, router)
+    behind = [each for each in roles if not _whole(each)]
+    old = any(each.asked for pool in possible for each in pool.replicas if each.revision != present)
+    unregistered = [each for each in workers if each.registered < each.desired]
+    hindrance = next(_hindrances(wish, seen, taken, behind, unregistered, old), None)
+    wanted = None if hindrance or wish.spec.suspend else _wanted(wish, seen, possible, present)
+    ready: ConditionUpdate = ("Ready", FALSE, *hindrance) if hindrance else _served(wish, seen, wanted)
+    progressing = bool(behind or unregistered)
+    said: list[ConditionUpdate] = [
+        ready,
+        ("Progressing", TRUE if progressing else FALSE, ready[2] if progressing and hindrance else "Settled", ""),
+        _degraded(seen, taken),
+        _scheduled(seen),
+        _registered(seen, unregistered),
+        _kv_path(wish, seen, wanted),
+        _limited(pools, possible, [pool.name for pool in possible if at_rest and _stuck(pool)]),
+        _rebalancing(possible, present, at_rest),
+    ]
+    sides = {side: sum(pool.target for pool in possible if pool.side is side) for side in PairSide}
+    answered = wanted is not None and not unanswered(wanted.subject, wanted.shown)
+    found = DisaggDeploymentStatus(
+        observed_generation=seen.generation,
+        current_revision="" if old else present,
+        update_revision=present,
+        roles=roles,
+        ratio=f"{sides[PairSide.PREFILL]}:{sides[PairSide.DECODE]}"
+        if sides[PairSide.PREFILL] or sides[PairSide.DECODE]
+        else "",
+        gpus=sum(pool.there * pool.gpus for pool in possible),
+        ready_roles=f"{len(roles) - len({each.name for each in (*behind, *unregistered)})}/{len(roles)}",
+        proved=wanted.subject.digest if wanted is not None and answered else seen.proved,
+        conditions=tuple(condition(seen.conditions, seen.generation, now, each) for each in said),
+    )
+    return found, wanted
+
+
+def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
+    """Conditions of an object whose specification this operator does not understand: it was written for another version."""
+    said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
+    return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
+
+
+def with_obstacle(
+    seen_conditions: Sequence[Condition], generation: int, problem: str, now: str
+) -> tuple[Condition, ...]:
+    """Conditions of a deployment that is left as it is because the operator has no control secret for it."""
+    said: ConditionUpdate = ("Ready", FALSE, "ControlSecretUnusable", problem)
+    new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
+    return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
+
+
+def condition(before: Sequence[Condition], generation: int, now: str, said: ConditionUpdate) -> Condition:
+    kind, holds, reason, message = said
+    was = next((each for each in before if each.type == kind), None)
+    return Condition(
+        type=kind,
+        status=holds,
+        reason=reason,
+        message=message[:MOST_CHARACTERS],
+        observed_generation=generation,
+        last_transition_time=was.last_transition_time if was is not None and was.status == holds else now,
+    )
+
+
+def _role(pool: ScaledRole, seen: ObservedState, present: str) -> RoleStatus:
+    children = [each for each in seen.children if each.role == pool.name]
+    return RoleStatus(
+        name=pool.name,
+        desired=pool.target,
+        replicas=sum(each.replicas.pods for each in children),
+        ready=sum(each.ready_pods for each in children),
+        updated=sum(each.replicas.pods for each in children if each.replicas.revision == present),
+        registered=sum(each.registered for each in children),
+        draining=sum(each.replicas.leaving for each in children),
+    )
+
+
+def _router(wish: DesiredDeployment, seen: ObservedState, desired: int) -> RoleStatus:
+    there = seen.router
+    if there is None:
+        return RoleStatus(name=wish.router.name, desired=desired, draining=0 if desired else 1)
+    return RoleStatus(
+        name=wish.router.name,
+        desired=desired,
+        replicas=there.replicas,
+        ready=there.ready,
+        updated=there.updated,
+        registered=there.ready,
+    )
+
+
+def _whole(role: RoleStatus) -> bool:
+    return role.updated == role.ready == role.replicas == role.desired and not role.draining
+
+
+def _hindrances(
+    wish: DesiredDeployment,
+    seen: ObservedState,
+    taken: Sequence[str],
+    behind: Sequence[RoleStatus],
+    unregistered: Sequence[RoleStatus],
+    old: bool,
+) -> Iterator[tuple[str, str]]:
+    """Why it is not ready, the most telling reason first."""
+    if taken:
+        yield "NameTaken", f"not made by this deployment: {', '.join(taken)}"
+    if seen.refusals:
+        yield seen.refusals[0].reason, _refused(seen.refusals)
+    if behind and seen.troubles:
+        yield seen.troubles[0].reason.name, _troubled(seen)
+    if behind:
+        what = "; ".join(f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new" for each in behind)
+        yield ("RollingOut" if old else "Suspending" if wish.spec.suspend else "RolesNotReady"), what
+    if unregistered and not seen.registrations_known:
+        yield "RegistrationUnknown", NOT_TOLD
+    if unregistered:
+        yield "NotRegistered", _unregistered(unregistered, seen)
+    if seen.silent:
+        yield "RouterSilent", _silent(seen)
+
+
+def _wanted(
+    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], present: str
+) -> PendingProbes | None:
+    """What is to be shown of a deployment in whose way nothing stands, and what of it is known."""
+    if seen.shown is None or seen.router is None:
+        return None
+    serving = {each.role: each.serving for each in seen.children if each.replicas.revision == present}
+    prefills = tuple(each for pool in pools if pool.side is PairSide.PREFILL for each in serving.get(pool.name, ()))
+    pair = bool(prefills) and KvPath.DIRECT in wish.spec.kv_transfer.paths
+    subject = ProbeSubject(
+        service=router_service(wish),
+        model=wish.spec.model.name,
+        routers=seen.router.pods,
+        doors=seen.router.addresses,
+        prefills=prefills,
+        aims=tuple(
+            ProbeTarget(pool.name, worker, pair and pool.side is PairSide.DECODE)
+            for pool in pools
+            if pool.side is not PairSide.PREFILL
+            for worker in serving.get(pool.name, ())
+        ),
+    )
+    shown = kept(subject, seen.shown)
+    if unanswered(subject, shown) and (seen.proved == subject.digest or shown == ProbeEvidence()):
+        shown = evidence_from_status(subject, seen.proved, _before(seen, "KVPathReady")[1]) or shown
+    return PendingProbes(subject, shown)
+
+
+def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
+    """Ready, where only an answer may be missing."""
+    if wish.spec.suspend:
+        return "Ready", FALSE, "Suspended", ""
+    if wanted is None:
+        return "Ready", TRUE, "AllRolesReady", "no request was sent to show it: the operator's probe.enabled is off"
+    subject, shown = wanted.subject, wanted.shown
+    missing = unanswered(subject, shown)
+    if not missing:
+        return "Ready", TRUE, "AllRolesReady", ""
+    failure, was = shown.told, _before(seen, "Ready")
+    what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
+    # Until the next leader has asked twice, what the one before was told.
+    saturated = failure.busy if failure is not None else was[2] == "Saturated"
+    if saturated:
+        words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
+        return "Ready", TRUE if missing_only_routers(subject, shown) else UNKNOWN, "Saturated", words
+    if failure is None:
+        return "Ready", FALSE, "ServedProbePending", what
+    if failure.wants_key:
+        return (
+            "Ready",
+            UNKNOWN,
+            "ServedProbeNeedsKey",
+            f"{failure}; give the operator one for {wish.namespace}/{wish.name}: probe.keys",
+        )
+    return "Ready", FALSE, "ServedProbeFailed", f"{shown.failed}: {failure}"
+
+
+def _degraded(seen: ObservedState, taken: Sequence[str]) -> ConditionUpdate:
+    if taken:
+        return "Degraded", TRUE, "NameTaken", f"not made by this deployment: {', '.join(taken)}"
+    if seen.refusals:
+        return "Degraded", TRUE, seen.refusals[0].reason, _refused(seen.refusals)
+    if any(each.reason not in UNPLACED for each in seen.troubles):
+        return (
+            "Degraded",
+            TRUE,
+            next(each for each in seen.troubles if each.reason not in UNPLACED).reason.name,
+            _troubled(seen),
+        )
+    return "Degraded", FALSE, "None", ""
+
+
+def _scheduled(seen: ObservedState) -> ConditionUpdate:
+    unplaced = [each for each in seen.troubles if each.reason in UNPLACED]
+    if unplaced:
+        return "Scheduled", FALSE, unplaced[0].reason.name, "; ".join(map(str, unplaced[:MOST_TOLD]))
+    return "Scheduled", TRUE, "AllPodsPlaced", ""
+
+
+def _registered(seen: ObservedState, unregistered: Sequence[RoleStatus]) -> ConditionUpdate:
+    if not unregistered:
+        if seen.silent:
+            return "RolesRegistered", UNKNOWN, "NotTold", _silent(seen)
+        return "RolesRegistered", TRUE, "AllWorkersRegistered", ""
+    if not seen.registrations_known:
+        return "RolesRegistered", UNKNOWN, "NotTold", NOT_TOLD
+    return "RolesRegistered", FALSE, "NotRegistered", _unregistered(unregistered, seen)
+
+
+def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
+    """Whether each worker that answers took over blocks that a prefill worker had computed."""
+    if not any(role.type is RoleType.PREFILL for role in wish.workers):
+        return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
+    if KvPath.DIRECT not in wish.spec.kv_transfer.paths:
+        text = "workers keep blocks of their own, and nothing brings those of a prefill worker to a decode worker; add direct"
+        return "KVPathReady", FALSE, "NoPath", text
+    subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, ProbeEvidence())
+    pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
+    if not pairs or any(aim not in shown.answered for aim in pairs):
+        was = _before(seen, "KVPathReady")
+        if seen.shown is not None and was[2] in {"HandedOver", "NotHandedOver", "NotObserved"}:
+            return was
+        return (
+            "KVPathReady",
+            UNKNOWN,
+            "NotObserved",
+            "no probe was answered yet; routers count what arrives, as fleet_kv_bytes_total",
+        )
+    if unhanded := [aim.worker for aim in pairs if aim in shown.unhanded]:
+        text = f"{_named(unhanded)}: computed the prompt of a probe, instead of taking over what a prefill worker had computed"
+        return "KVPathReady", FALSE, "NotHandedOver", text
+    if unclear := [aim.worker for aim in pairs if aim in shown.unclear]:
+        return (
+            "KVPathReady",
+            UNKNOWN,
+            "NotObserved",
+            f"{_named(unclear)}: the prompt of a probe does not fill one block",
+        )
+    return "KVPathReady", TRUE, "HandedOver", "each worker that answers took over blocks of a prefill worker"
+
+
+def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
+    """Whether the number of prefill replicas, or of decode replicas, moves beside the other. A rollout by itself moves neither."""
+    pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
+    asked = {
+        side: sum(pool.asked for pool in pairs if pool.side is side) for side in (PairSide.PREFILL, PairSide.DECODE)
+    }
+    moving = {
+        pool.name: pool for pool in pairs if (pool.asked if _settled(pool, present) else pool.counted) != pool.target
+    }
+    leaving = {pool.name: pool for pool in pairs if _leaving(pool, present)}
+    if at_rest or not all(asked.values()) or not (moving or leaving):
+        return "Rebalancing", FALSE, "Settled", ""
+    ratio = f"prefill to decode: {asked[PairSide.PREFILL]}:{asked[PairSide.DECODE]}"
+    meant = [sum(pool.target for pool in pairs if pool.side is side) for side in asked]
+    text = f"{ratio}, to be {meant[0]}:{meant[1]}"
+    if any(pool.asked > pool.target for pool in moving.values()):
+        return "Rebalancing", TRUE, "Shrinking", text
+    if leaving:
+        return "Rebalancing", TRUE, "Draining", text
+    return "Rebalancing", TRUE, "Growing", text
+
+
+def _settled(pool: ScaledRole, present: str) -> bool:
+    """Whether it has replicas of the present revision alone."""
+    return not any(each.asked for each in pool.replicas if each.revision != present)
+
+
+def _leaving(pool: ScaledRole, present: str) -> int:
+    """Pods of the present revision that drain: in a rollout those of another one do."""
+    return sum(each.leaving for each in pool.replicas if each.revision == present)
+
+
+def _limited(pools: Sequence[ScaledRole], possible: Sequence[ScaledRole], stuck: Sequence[str]) -> ConditionUpdate:
+    if stuck:
+        text = f"{', '.join(stuck)}: no step is left within gpuBudget, ratio, maxSurge and maxUnavailable; allow more of one"
+        return "ScalingLimited", TRUE, "NoRoom", text
+    lowered = [
+        f"{pool.name}: {able.target} of {pool.target}"
+        for pool, able in zip(pools, possible, strict=True)
+        if able.target < pool.target
+    ]
+    if lowered:
+        return "ScalingLimited", TRUE, "BudgetOrRatio", "; ".join(lowered)
+    return "ScalingLimited", FALSE, "Unlimited", ""
+
+
+def _stuck(pool: ScaledRole) -> bool:
+    """Whether it would have to change, were there a way."""
+    return pool.asked != pool.target or any(each.asked for each in pool.replicas if each.revision != pool.revision)
+
+
+def _refused(refusals: Sequence[ApiRefusal]) -> str:
+    return "; ".join(f"{each.kind} {each.name}: {each.message}" for each in refusals[:MOST_TOLD])
+
+
+def _troubled(seen: ObservedState) -> str:
+    more = len(seen.troubles) - MOST_TOLD
+    return "; ".join(map(str, seen.troubles[:MOST_TOLD])) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unregistered(roles: Sequence[RoleStatus], seen: ObservedState) -> str:
+    short = [f"{each.name}: {each.registered} of {each.desired} known to all routers" for each in roles]
+    partly = [f"{pod} is not known to {', '.join(routers)}" for pod, routers in seen.partly.items()]
+    return "; ".join((*short, *partly[:MOST_TOLD]))
+
+
+def _silent(seen: ObservedState) -> str:
+    return f"{', '.join(seen.silent[:MOST_TOLD])}: has not said which workers it knows"
+
+
+def _named(workers: Sequence[RunningPod]) -> str:
+    return ", ".join(each.pod for each in workers[:MOST_TOLD])
+
+
+def _before(seen: ObservedState, kind: str) -> ConditionUpdate:
+    """A condition as it was written last; empty: it was not."""
+    was = next((each for each in seen.conditions if each.type == kind), None)
+    return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -1,0 +1,77 @@
+"""What the status of RoleScalers says, and of ServingPlans, which wait for a planner. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from operators.api.disagg_deployment import DisaggDeploymentStatus, ScalingMode
+from operators.api.fields import Condition
+from operators.api.role_scaler import RoleScalerStatus
+from operators.api.serving_plan import ServingPlanStatus
+from operators.manifests.names import DesiredDeployment, pod_selector
+from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
+
+NO_PLANNER = "no planner is installed, so nothing is decided by this; replicas stay as they are asked for"
+
+
+def scaler_status(
+    before: Mapping[str, Any],
+    conditions: Sequence[Condition],
+    generation: int,
+    asked: int,
+    role: str,
+    wish: DesiredDeployment | None,
+    status: DisaggDeploymentStatus | None,
+    now: str,
+) -> RoleScalerStatus:
+    """Of a RoleScaler. HPAs and `kubectl scale` read its replicas and its selector.
+
+    Args:
+        before: As it was written last.
+        conditions: In it.
+        generation: Of what was asked for.
+        asked: Replicas.
+        role: Whose.
+        wish: Its deployment; None: there is none, or it cannot be understood.
+        status: Of that.
+        now: RFC 3339.
+    """
+    target = next((each for each in wish.spec.roles if each.name == role), None) if wish is not None else None
+    there = next((each for each in status.roles if each.name == role), None) if status is not None else None
+    said: list[ConditionUpdate] = []
+    if wish is None or target is None:
+        text = f"no role {role} in a DisaggDeployment of that name"
+        said.append(("Bound", FALSE, "NoTarget", text))
+    elif target.scaling.mode is ScalingMode.STATIC:
+        said.append(
+            ("Bound", FALSE, "StaticRole", "the role's scaling.mode is Static: the deployment says its replicas")
+        )
+    else:
+        said.append(("Bound", TRUE, "Bound", ""))
+        least, most = target.scaling.least, target.scaling.most
+        if not least <= asked <= most:
+            said.append(
+                ("WithinBounds", FALSE, "OutOfBounds", f"{asked} are asked for; scaling allows {least} to {most}")
+            )
+        elif there is not None and there.desired < asked and not wish.spec.suspend:
+            said.append(("WithinBounds", FALSE, "BudgetOrRatio", f"{there.desired} of {asked}: balance allows no more"))
+        else:
+            said.append(("WithinBounds", TRUE, "WithinBounds", ""))
+    scaled = generation != before.get("observedGeneration") and generation > 1
+    return RoleScalerStatus(
+        observed_generation=generation,
+        replicas=there.replicas if there is not None else 0,
+        selector=pod_selector(wish, role) if wish is not None else "",
+        last_scale_time=now if scaled else str(before.get("lastScaleTime", "")),
+        conditions=tuple(condition(conditions, generation, now, each) for each in said),
+    )
+
+
+def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
+    """Of a ServingPlan, as long as nobody plans."""
+    target: ConditionUpdate = (
+        ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
+    )
+    said = (target, ("Settled", FALSE, "NoPlanner", NO_PLANNER))
+    return ServingPlanStatus(
+        observed_generation=generation, conditions=tuple(condition(conditions, generation, now, each) for each in said)
+    )

@@ -1,0 +1,62 @@
+"""The promises of the engine port, kept by the simulated engine."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import KvPath, Role
+from tests.contract.workers.engine_contract import ALONE, PAIRED
+from tests.support.kvstore.builders import a_node
+from tests.support.workers.engine_driver import EngineDriver, driven
+from workers.engines.simulated.launch import open_engine
+from workers.settings import SimulatedSettings, WorkerSettings
+
+
+def simulated(role: Role = Role.BOTH, store: str = "", kv_paths: tuple[KvPath, ...] = ()) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId("worker"),
+        role=role,
+        engine="simulated",
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=kv_paths,
+        max_running=4,
+        simulated=SimulatedSettings(speedup=20, kv_blocks=256),
+    )
+
+
+@pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
+async def test_the_simulated_engine_promises_that(promise):
+    async with open_engine(simulated()) as engine, driven(engine) as (one,):
+        await promise(one)
+        engine.check()
+
+
+@pytest.fixture(scope="module")
+def store():
+    with a_node() as node:
+        yield node.address
+
+
+@asynccontextmanager
+async def a_pair(path: KvPath, store: str) -> AsyncIterator[tuple[EngineDriver, EngineDriver]]:
+    address = store if path is KvPath.STORE else ""
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(open_engine(simulated(role, address, (path,))))
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        prefill, decode = await stack.enter_async_context(driven(*engines))
+        yield prefill, decode
+        for engine in engines:
+            engine.check()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("path", KvPath)
+@pytest.mark.parametrize("promise", PAIRED, ids=lambda promise: promise.__name__)
+async def test_a_pair_of_simulated_engines_promises_that(promise, path, store):
+    async with a_pair(path, store) as (prefill, decode):
+        await promise(prefill, decode, path)

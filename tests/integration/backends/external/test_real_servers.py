@@ -1,0 +1,180 @@
+"""Two servers of other projects behind a router, each told from the other by nothing but its address.
+
+vLLM's own server and that of transformers, with the built-in model and without KV events.
+"""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+
+import openai
+import pytest
+
+from fleet.core.ids import RequestId
+from tests.support.backends import openai_servers
+from tests.support.backends.openai_servers import a_relay
+from tests.support.backends.real_servers import real_servers
+from tests.support.waiting import until
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.integration,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        find_spec("accelerate") is None, reason="accelerate is not installed: transformers serve needs it"
+    ),
+]
+
+MODEL = openai_servers.MODEL
+NAMES = ("vllm", "transformers")
+MESSAGES = [{"role": "user", "content": "say something about names and scopes"}]
+GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("foreign")
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    with real_servers(folder, MODEL) as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def a_client(world):
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@asynccontextmanager
+async def in_front_of(folder, *servers):
+    """A router and a client of it; the router has the tokenizer."""
+    async with a_relay(*servers, model_dir=folder / MODEL) as world, a_client(world) as client:
+        yield world, client
+
+
+async def test_prompts_that_begin_alike_stay_with_one_of_both_without_kv_events(folder, servers):
+    beginnings = [f"{name} " * 90 for name in ("alpha", "beta", "gamma", "delta")]
+    went: dict[str, list[str]] = {beginning: [] for beginning in beginnings}
+    async with in_front_of(folder, *servers.values()) as (world, client):
+        for number in range(4):
+            for beginning in beginnings:
+                answer = await client.completions.with_raw_response.create(
+                    prompt=f"{beginning} and {number}", **{**GREEDY, "max_tokens": 2}
+                )
+                assert answer.parse().usage.completion_tokens == 2
+                request_id = RequestId(answer.headers["x-fleet-request-id"])
+                placed = world.router.explain(request_id).placements[0]
+                went[beginning].append(placed.decode)
+                assert (placed.uncached_tokens < 64) == (number > 0), "what is believed to be cached is what was sent"
+        await world.settled()
+        assert world.workers.knowledge()["approximate"] == 2
+
+    assert all(len(set(places)) == 1 for places in went.values()), went
+    assert {place for places in went.values() for place in places} == {"w0", "w1"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_streams_arrive_with_their_usage_and_say_what_whole_answers_say(folder, servers, name):
+    async with in_front_of(folder, servers[name]) as (world, client):
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        whole = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        stream = await client.chat.completions.create(
+            messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+        chunks = [chunk async for chunk in stream]
+        await world.settled()
+
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert len([text for text in texts if text]) > 1, "it came in pieces"
+    assert "".join(texts) == whole.choices[0].message.content
+    (used,) = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert used.completion_tokens == whole.usage.completion_tokens == 12
+    assert used.prompt_tokens == whole.usage.prompt_tokens > 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_client_that_goes_stops_the_server(folder, servers, name):
+    endless = {**GREEDY, "max_tokens": 1900}
+    async with in_front_of(folder, servers[name]) as (world, client):
+        loop = asyncio.get_running_loop()
+        for _ in range(3):  # on a busy machine an engine may be through before its server has written twenty events
+            began = loop.time()
+            stream = await client.completions.create(prompt="once upon a time", stream=True, **endless)
+            for _ in range(20):
+                await anext(stream)
+            a_token = (loop.time() - began) / 20
+            await stream.close()
+            await until(lambda: world.router.status().active == 0)
+            if world.router.status().counters.cancelled:
+                break
+        assert world.router.status().counters.cancelled == 1
+
+        began = loop.time()  # one that generates a request at a time is free for the next; the other says so
+        await client.completions.create(prompt="and then", **GREEDY)
+        assert loop.time() - began < 400 * a_token + 5
+        if name == "vllm":
+            async with asyncio.timeout(20):
+                while await asyncio.to_thread(running_at, servers[name]):
+                    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "wrong"),
+    [
+        ("vllm", "/v1/completions", {"prompt": "x", "temperature": -1}),
+        ("vllm", "/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("transformers", "/v1/completions", {"prompt": "x", "no_such_field": 1}),
+    ],
+)
+async def test_what_a_server_refuses_arrives_in_its_own_words(folder, servers, name, path, wrong):
+    async with in_front_of(folder, servers[name]) as (world, _):
+        status, relayed = await asyncio.to_thread(posted, world.url + path, {"model": MODEL, **wrong})
+        own_status, own = await asyncio.to_thread(posted, servers[name].url + path, {"model": MODEL, **wrong})
+
+        assert 400 <= status < 500
+        assert (status, relayed) == (own_status, own)
+        assert world.serving() == 1
+        await world.settled()
+
+
+async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, servers):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    async with in_front_of(folder, servers["vllm"]) as (_, client):
+        answer = await client.chat.completions.create(
+            messages=MESSAGES,
+            response_format=form,
+            extra_body={"structured_outputs": None},
+            **{**GREEDY, "max_tokens": 200},
+        )
+        assert json.loads(answer.choices[0].message.content)["n"] in (1, 2)
+        choice = await client.completions.create(
+            prompt="x", extra_body={"structured_outputs": {"choice": ["left", "right"]}}, **GREEDY
+        )
+        assert choice.choices[0].text in ("left", "right")
+        with pytest.raises(openai.BadRequestError, match="auto"):  # it was not started to parse calls
+            await client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="auto", **GREEDY)
+
+
+def running_at(server) -> float:
+    """Requests that vLLM says it runs."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def posted(url: str, body: dict) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()

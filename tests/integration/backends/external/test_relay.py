@@ -1,0 +1,413 @@
+"""What passes between a client and a foreign server, over real sockets: the client's own bytes, and connections on both sides."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from hashlib import sha256
+
+import openai
+import pytest
+
+from fleet.backends.external import backend as openai_worker
+from fleet.core.ids import RequestId
+from fleet.router.tenants import TenantSettings
+from tests.support.backends.openai_servers import (
+    COMPLETIONS,
+    EVENTS,
+    MESSAGES,
+    MODEL,
+    STREAMING_REQUEST,
+    ServerExchange,
+    a_relay,
+    an_openai_client,
+    texts,
+    token,
+)
+from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+
+# The official client
+
+
+async def test_a_stream_arrives_as_the_server_gave_it(server):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        await world.settled()
+
+
+async def test_an_answer_in_one_piece_arrives_whole(server):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        completion = await client.completions.create(model=MODEL, prompt="say", max_tokens=5)
+
+        assert completion.choices[0].text == "abcde"
+        assert completion.usage.completion_tokens == 5
+        await world.settled()
+
+
+async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=tools, response_format={"type": "json_object"}, logprobs=True
+        )
+
+        assert server.seen[0].json["tools"] == tools
+        assert server.seen[0].json["response_format"] == {"type": "json_object"}
+        assert server.seen[0].json["logprobs"] is True
+
+
+async def test_the_clients_own_bytes_go_on(server):
+    body = b'{ "model":"mock",\n\t"prompt" : "Gr\\u00f6\xc3\x9fe", "unknown": [1e400, {"a": 1, "a": 2}] }'
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, body, "user-agent: t/1", "connection: keep-alive, x-mine", "x-mine: 1"))
+        assert (await peer.answer())[0] == 200
+
+    assert server.seen[0].body == body
+    assert server.seen[0].headers["user-agent"] == "t/1"
+    assert "x-mine" not in server.seen[0].headers
+    assert server.seen[0].headers["host"] == server.url.removeprefix("http://")
+
+
+async def test_embeddings_pass_through(server):
+    async def embed(answering: ServerExchange) -> None:
+        data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
+        await answering.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
+
+    server.play = embed
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        answer = await client.embeddings.create(model=MODEL, input="x" * 1000, encoding_format="float")
+
+        assert answer.data[0].embedding == [0.5, 0.25]
+        assert server.seen[0].start == "POST /v1/embeddings HTTP/1.1"
+        assert world.router.status().index_blocks == 0
+        await world.settled()
+
+
+async def test_models_are_listed(server):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_what_the_server_refuses_arrives_as_it_is(server):
+    async def refuse(answering: ServerExchange) -> None:
+        error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
+        await answering.respond(422, json.dumps({"error": error}).encode())
+
+    server.play = refuse
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        with pytest.raises(openai.UnprocessableEntityError, match="no such thing"):
+            await client.completions.create(model=MODEL, prompt="say", extra_body={"top_k": -5})
+        assert world.serving() == 1
+        await world.settled()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b'{"model": "other", "prompt": "x"}', 404, "'other' is not served here; served: mock"),
+        (b'{"model": ', 400, "not valid JSON"),
+        (b'{"model": 5, "prompt": "x"}', 400, "model"),
+        (b'{"model": "mock", "prompt": "x", "fleet": {"priority": "high"}}', 400, "fleet.priority"),
+        (b'{"model": "mock", "x": ' + b"[" * 100_000, 400, "nested too deeply"),
+    ],
+)
+async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(server, body, status, said):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, body))
+            answered, _, content = await peer.answer()
+
+            assert answered == status
+            assert said in error_of(content)["message"]
+        await world.settled()
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server, field, number):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", field: number}))
+            status, _, _ = await peer.answer()
+
+            assert status == 200
+        assert server.seen[0].json[field] == number
+        await world.settled()
+
+
+async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_client_wrote(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
+        status, _, body = await peer.answer()
+
+        error = error_of(body)
+        assert (status, error["param"], error["code"], error["cause"]) == (
+            400,
+            "fleet.pin",
+            "invalid_argument",
+            "pin_unknown",
+        )
+        await world.settled()
+
+
+async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, monkeypatch):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+
+        def broken(*_: object) -> None:
+            raise OverflowError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.reader, "read", broken)
+            with pytest.raises(openai.InternalServerError):
+                await client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        assert (await client.completions.create(model=MODEL, prompt="x")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_the_api_key_of_the_worker_takes_the_place_of_the_clients(server):
+    async with a_relay(server, api_key="sk-upstream") as world, an_openai_client(world, "sk-client") as client:
+        await client.completions.create(model=MODEL, prompt="say")
+
+    assert server.seen[0].headers["authorization"] == "Bearer sk-upstream"
+
+
+async def test_without_a_key_of_its_own_the_server_gets_the_clients(server):
+    async with a_relay(server) as world, an_openai_client(world, "sk-client") as client:
+        await client.completions.create(model=MODEL, prompt="say")
+
+    assert server.seen[0].headers["authorization"] == "Bearer sk-client"
+
+
+async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
+    tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
+    async with a_relay(server, tenants=tenants) as world, an_openai_client(world, "fk-1") as client:
+        answers = [await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters")]
+        async with an_openai_client(world, "fk-2") as stranger:
+            with pytest.raises(openai.AuthenticationError) as unknown:
+                await stranger.completions.create(model=MODEL, prompt="say five letters")
+        answers.append(
+            await client.completions.with_raw_response.create(model=MODEL, prompt="say five letters", stream=True)
+        )
+        with pytest.raises(openai.RateLimitError) as limited:
+            await client.completions.create(model=MODEL, prompt="say five letters")
+        await world.settled()
+
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0"]
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "2"
+    assert unknown.value.response.headers["www-authenticate"] == "Bearer"
+    assert 0 < int(limited.value.response.headers["retry-after"]) <= 30
+
+    assert len(server.seen) == 2
+    assert "authorization" not in server.seen[0].headers
+    usage = world.tenants.usage()["a"]
+    assert (usage.requests, usage.prompt_tokens) == (2, 2 * 4)
+    assert usage.answer_tokens == 5 + 6, "as the server says; of a stream without usage, its events"
+
+
+async def test_an_answer_says_what_the_request_is_called_here(server):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
+        request_id = answer.headers["x-fleet-request-id"]
+        assert answer.headers["x-request-id"] == answer.parse()._request_id == request_id
+        assert world.router.explain(RequestId(request_id)).placements[0].decode == "w0"
+
+        async def with_names_of_its_own(answering: ServerExchange) -> None:
+            await answering.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
+
+        server.play = with_names_of_its_own
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
+        assert answer.headers.get_list("x-request-id") == ["theirs"]
+        assert answer.headers.get_list("x-ratelimit-limit-requests") == ["7"]
+        assert answer.headers["x-fleet-request-id"] != request_id
+
+
+# Connections
+
+
+async def test_head_and_first_event_arrive_in_one_piece(server):
+    async def in_pieces(answering: ServerExchange) -> None:
+        await answering.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
+        await asyncio.sleep(0.02)
+        await answering.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
+        await asyncio.sleep(0.02)
+        await answering.event(token("a"))
+        await asyncio.sleep(0.02)
+        await answering.end()
+
+    server.play = in_pieces
+    async with a_relay(server) as world:
+        loop = asyncio.get_running_loop()
+        first = loop.create_future()
+
+        class Client(asyncio.Protocol):
+            def connection_made(self, transport):
+                transport.write(post(COMPLETIONS, STREAMING_REQUEST))
+
+            def data_received(self, data):
+                first.done() or first.set_result(data)
+
+        host, _, port = world.http.address.rpartition(":")
+        transport, _ = await loop.create_connection(Client, host, int(port))
+        async with asyncio.timeout(60):
+            data = await first
+        transport.close()
+
+    assert data.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: {" in data
+
+
+async def test_connections_to_the_server_are_used_again(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(20):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            assert b"[DONE]" in (await peer.answer())[2]
+
+    assert (len(server.seen), server.connections) == (20, 1)
+
+
+async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeypatch):
+    monkeypatch.setattr(openai_worker, "IDLE_SECONDS", 0.3)
+    all_there = asyncio.Event()
+
+    async def together(answering: ServerExchange) -> None:
+        await all_there.wait()
+        await answering.respond(200, b"{}")
+
+    server.play = together
+    async with a_relay(server) as world, AsyncExitStack() as burst, connected(world) as peer:
+        for _ in range(8):
+            other = await burst.enter_async_context(connected(world))
+            await other.send(post(COMPLETIONS, STREAMING_REQUEST))
+        await until(lambda: server.open == 8)
+        all_there.set()
+
+        while server.open > 1:  # the latest is used again and again
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            assert (await peer.answer())[0] == 200
+        await until(lambda: server.open == 0)
+
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert (await peer.answer())[0] == 200
+        assert server.cut == 0
+        await world.settled()
+
+
+async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
+    async def and_close(answering: ServerExchange) -> None:
+        await answering.respond(200, b"{}")
+        answering.writer.transport.close()
+
+    for server in servers:
+        server.play = and_close
+    async with a_relay(*servers) as world, connected(world) as peer:
+        for _ in range(20):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            assert (await peer.answer())[0] == 200
+        assert world.router.status().counters.retried == 0
+
+
+async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(server):
+    served: set[asyncio.StreamWriter] = set()
+
+    async def one_each(answering: ServerExchange) -> None:
+        if answering.writer in served:
+            answering.writer.transport.abort()
+        else:
+            served.add(answering.writer)
+            await answering.respond(200, b"{}")
+
+    server.play = one_each
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(4):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            assert (await peer.answer())[0] == 200
+        assert (len(server.seen), server.connections) == (7, 4)
+        assert world.router.status().counters.retried == 0
+        await world.settled()
+
+
+async def test_pipelined_requests_are_answered_in_order(server):
+    async def echo(answering: ServerExchange) -> None:
+        await answering.respond(200, answering.seen.body)
+
+    server.play = echo
+    bodies = [{**STREAMING_REQUEST, "n": number} for number in range(30)]
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, bodies[0]))
+        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
+        await peer.send(b"".join(post(COMPLETIONS, body) for body in bodies))
+
+        for body in bodies:
+            assert json.loads((await peer.answer())[2]) == body
+        await world.settled()
+
+
+async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
+    async def echo(answering: ServerExchange) -> None:
+        await answering.respond(200, answering.seen.body)
+
+    server.play = echo
+    request = post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 500})
+    async with a_relay(server) as world, connected(world) as peer:
+        for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
+            await peer.send(request[:cut])
+            await asyncio.sleep(0.002)
+            await peer.send(request[cut:] + request[:10])  # the next one begins in the same piece
+            assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
+            await peer.send(request[10:])
+            assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
+        await world.settled()
+    assert {seen.body for seen in server.seen} == {request.partition(b"\r\n\r\n")[2]}
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_clients_that_close_get_a_connection_that_closes(server, version):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: close", version=version))
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert ("transfer-encoding" in headers) == (version == "1.1")
+        assert body.count(b"data: ") == 6
+        assert body.endswith(b"data: [DONE]\n\n")  # without the signs between chunks
+        assert await peer.rest() == b""
+
+
+async def test_an_answer_that_ends_with_its_connection_is_whole(server):
+    async def until_close(answering: ServerExchange) -> None:
+        await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+        answering.writer.close()
+
+    server.play = until_close
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"], body) == (200, "close", b"{}")
+        await world.settled()
+        assert world.router.status().counters.completed == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
+    ],
+)
+async def test_what_is_no_request_or_too_large_never_gets_to_the_server(server, sent, status):
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(sent)
+        assert (await peer.answer())[0] == status
+        assert server.seen == []

@@ -1,0 +1,564 @@
+"""Foreign servers that fail, and clients that leave or do not read, over real sockets."""
+
+import asyncio
+import gc
+import json
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from fleet.backends.external.workers import ExternalBackends
+from fleet.core.ids import RequestId
+from fleet.core.system_clock import SystemClock
+from fleet.net.settings import HttpSettings
+from fleet.router.settings.router import OpenAiWorkerSettings
+from tests.support.backends.openai_servers import (
+    COMPLETIONS,
+    EVENTS,
+    MESSAGES,
+    MODEL,
+    STREAMING_REQUEST,
+    RelaySetup,
+    ServerExchange,
+    a_relay,
+    an_openai_client,
+    chunk,
+    five_tokens,
+    hold,
+    never_answer,
+    texts,
+    token,
+)
+from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.waiting import until, until_answered
+
+pytestmark = pytest.mark.integration
+
+
+# Failures
+
+
+async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
+    async def die(answering: ServerExchange) -> None:
+        await servers[0].stop()
+
+    servers[0].play = die
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert (len(servers[0].seen), len(servers[1].seen)) == (1, 1)
+        await world.settled()
+        await until(lambda: world.serving() == 1)
+
+
+async def test_a_head_without_content_counts_as_nothing(servers):
+    async def die_after_the_head(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        answering.writer.transport.abort()
+
+    servers[0].play = die_after_the_head
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+
+        assert await texts(stream) == "abcde"
+        assert world.router.status().counters.retried == 1
+        await world.settled()
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_server_error_is_tried_elsewhere(servers, status):
+    async def fail(answering: ServerExchange) -> None:
+        await answering.respond(status, b'{"error": "out of memory"}')
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_a_server_error_everywhere_is_told(server):
+    async def fail(answering: ServerExchange) -> None:
+        await answering.respond(500, b'{"error": "out of memory"}')
+
+    server.play = fail
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        with pytest.raises(openai.InternalServerError, match="has failed the request"):
+            await client.completions.create(model=MODEL, prompt="say")
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
+    async def die(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        answering.writer.transport.abort() if answering.seen.json.get("now") else answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        assert (await anext(stream)).choices[0].delta.content == "a"
+        with pytest.raises(openai.APIError, match="w0"):
+            await anext(stream)
+        await world.settled()
+
+
+async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
+    async def die(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await answering.send(b"400\r\ndata: {")
+        answering.writer.close()
+
+    server.play = die
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert (await peer.head())[0] == 200
+        rest = await peer.rest()
+
+        assert rest.endswith(b"400\r\ndata: {")
+        await world.settled()
+
+
+async def cut_by_reset(answering: ServerExchange, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    answering.writer.transport.abort()
+
+
+async def cut_by_close(answering: ServerExchange, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    answering.writer.close()
+
+
+async def end_early(answering: ServerExchange, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    await answering.end()
+
+
+async def end_early_with_an_event(answering: ServerExchange, seen: asyncio.Event) -> None:
+    await answering.begin_events()
+    await answering.event(token("a"))
+    await seen.wait()
+    await answering.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
+
+
+async def without_chunks(answering: ServerExchange, seen: asyncio.Event) -> None:
+    """An answer that ends with its connection, as those of HTTP/1.0 do."""
+    await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    await answering.send(b"data: " + token("a") + b"\n\n")
+    await seen.wait()
+    answering.writer.close()
+
+
+@pytest.mark.parametrize("play", [cut_by_reset, cut_by_close, end_early, end_early_with_an_event, without_chunks])
+async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play):
+    seen = asyncio.Event()
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
+        server.play = lambda answering: play(answering, seen)
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert (await peer.head())[0] == 200
+        seen.set()
+        rest = await peer.rest()
+
+        assert token("a") in rest
+        assert b"[DONE]" not in rest
+        error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+        assert error["code"] == "worker_lost"
+        assert "w0" in error["message"]
+        assert "sampling" not in error["message"]
+        assert error["retry_after_ms"] == 1000
+        await world.settled()
+
+
+async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
+    async def nothing(answering: ServerExchange) -> None:
+        if answering.seen.json["prompt"] == "cut":
+            await answering.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
+        else:
+            await five_tokens(answering)
+
+    servers[0].play = nothing
+    async with a_relay(*servers) as world, connected(world) as peer:
+        while not (servers[0].seen and servers[1].seen):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            assert (await peer.answer())[0] == 200
+        for _ in range(4):
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "cut"}))
+            assert b"[DONE]" in (await peer.answer())[2]
+        await world.settled()
+
+
+async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
+    seen = asyncio.Event()
+    seen.set()
+    server.play = lambda answering: end_early(answering, seen)
+    async with a_relay(server) as world, connected(world) as peer:
+        for _ in range(3):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            status, _, content = await peer.answer()
+            assert (status, b"error" in content) == (200, False)
+        await world.settled()
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+async def test_done_is_found_however_it_is_cut(server, cut):
+    async def in_two(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        await answering.event(token("a"))
+        await answering.send(chunk(b"data: " + b"[DONE]"[:cut]))
+        await asyncio.sleep(0.02)
+        await answering.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
+
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        await peer.answer()
+        server.play = in_two
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert b"error" not in (await peer.answer())[2]
+        await world.settled()
+
+
+async def test_what_is_no_http_is_a_failure_of_the_server(server):
+    async def babble(answering: ServerExchange) -> None:
+        await answering.send(b"hello\r\n\r\n")
+
+    server.play = babble
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert (await peer.answer())[0] == 503
+        await world.settled()
+
+
+@pytest.mark.parametrize("size", [3, 30, None])
+async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
+    async def twice(answering: ServerExchange) -> None:
+        answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+        await answering.send(answer + b"{}" + (answer + b"[]")[:size])
+
+    server.play = twice
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        status, _, body = await peer.answer()
+
+        assert status == 503
+        assert b"[]" not in body
+        await world.settled()
+
+
+async def test_a_silent_server_is_given_up(server):
+    server.play = never_answer
+    async with a_relay(server, silence_timeout_seconds=0.3) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        assert (await peer.answer())[0] == 503
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is(server):
+    server.play = never_answer
+    async with a_relay(server) as world, connected(world) as peer:
+
+        async def asked() -> int:
+            """How many of its requests the server has: on a busy machine, a deadline may pass on the way to it."""
+            await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "fleet": {"timeout_ms": 100}}))
+            assert (await peer.answer())[0] == 504
+            return len(server.seen)
+
+        await until_answered(asked)
+        await until(lambda: server.cut == len(server.seen))
+        await world.settled()
+
+
+async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
+    async with a_relay(server) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
+            assert world.serving() == 1
+        assert (await peer.answer())[0] == 200
+        await world.settled()
+
+
+async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
+    async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, connected(world) as peer:
+        with no_file_left():
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            status, headers, content = await peer.answer()
+        assert (status, headers["retry-after"], error_of(content)["code"]) == (429, "1", "queue_full")
+        assert "open files" in error_of(content)["message"]
+        assert world.serving() == 1
+        await world.settled()
+
+
+@contextmanager
+def no_file_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the files that are open already
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_dead_server_leaves_and_returns(servers):
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        await servers[0].stop()
+        await until(lambda: world.serving() == 1)
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+
+        await servers[0].start()
+        await until(lambda: world.serving() == 2)
+        await world.settled()
+
+
+async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
+    """As when a url in the settings is wrong: nobody would be told else."""
+    server.health_status = 503
+    urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
+    settings = [
+        OpenAiWorkerSettings(worker_id=name, url=url, model=MODEL, probe_seconds=0.02) for name, url in urls.items()
+    ]
+    heard = []
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(ExternalBackends(settings, 1.0, SystemClock()).run(heard.append))
+        await until(lambda: len(caplog.records) == 2)
+        await asyncio.sleep(0.2)  # it is asked again and again
+        server.health_status = 200
+        await until(lambda: heard)
+        running.cancel()
+
+    told = {record.worker: (record.url, record.cause) for record in caplog.records if record.levelname == "WARNING"}
+    assert len(caplog.records) == 2
+    assert told["sick"] == (server.url, "it answered with status 503")
+    assert told["absent"][0] == urls["absent"]
+    assert told["absent"][1], "in the words of the system"
+
+
+async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
+    async def fail(answering: ServerExchange) -> None:
+        await answering.respond(500, b"{}")
+
+    servers[0].play = fail
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        for _ in range(10):
+            await client.completions.create(model=MODEL, prompt="say")
+        assert len(servers[0].seen) == 5
+        assert world.serving() == 1
+        await world.settled()
+
+
+async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
+    async def choke(answering: ServerExchange) -> None:
+        poison = "poison" in answering.seen.json["prompt"]
+        await (answering.respond(500, b"{}") if poison else five_tokens(answering))
+
+    for server in servers:
+        server.play = choke
+    async with a_relay(*servers) as world, an_openai_client(world) as client:
+        for number in range(12):
+            with pytest.raises(openai.InternalServerError):
+                await client.completions.create(model=MODEL, prompt=f"poison {number}")
+        assert world.serving() >= 1
+        assert (await client.completions.create(model=MODEL, prompt="say")).choices[0].text == "abcde"
+        await world.settled()
+
+
+async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
+    go_on = asyncio.Event()
+
+    async def slowly(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        while not go_on.is_set():
+            await answering.event(token("a"))
+            await asyncio.sleep(0.01)
+        await answering.event(b"[DONE]")
+        await answering.end()
+
+    server.play = slowly
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+        await anext(stream)
+        server.health_status = 500
+        await asyncio.sleep(0.6)
+        assert world.serving() == 1
+
+        go_on.set()
+        assert set(await texts(stream)) == {"a"}
+        await until(lambda: world.serving() == 0)
+
+
+async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
+    """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+    go = asyncio.Event()
+
+    async def when_let(answering: ServerExchange) -> None:
+        await go.wait()
+        await five_tokens(answering)
+
+    async def ask(world: RelaySetup) -> tuple[int, dict[str, str]]:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}))
+            status, headers, _ = await peer.answer()
+            return status, headers
+
+    server.play = when_let
+    sizes = []
+    tracemalloc.start()
+    limits = {"oversubscribe": 1.0, "max_queued": 4, "explained_requests": 4}
+    async with a_relay(server, max_running=2, limits=limits) as world:
+        for _ in range(6):
+            go.clear()
+            async with asyncio.TaskGroup() as tasks:
+                asking = [tasks.create_task(ask(world)) for _ in range(12)]
+                await until(lambda: sum(each.done() for each in asking) == 6)  # noqa: B023
+                assert (world.router.status().active, world.router.status().queued) == (6, 4)
+                go.set()
+            answers = [each.result() for each in asking]
+            assert sorted(status for status, _ in answers) == [200] * 6 + [429] * 6
+            assert all(int(headers["retry-after"]) >= 1 for status, headers in answers if status == 429)
+            await world.settled()
+            server.seen.clear()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[-1] - sizes[2] < 50_000
+
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        assert (await ask(world))[0] == 503
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("status", [422, 500, 503])
+async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(server, status):
+    async def refuse(answering: ServerExchange) -> None:
+        await answering.respond(status, b'{"error": {"message": "no such thing"}}')
+
+    server.play = refuse
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        answered, headers, _ = await peer.answer()
+
+        assert (answered == 422) == (status == 422)
+        assert headers["x-request-id"] == headers["x-fleet-request-id"]
+        assert world.router.explain(RequestId(headers["x-request-id"])).placements[0].decode == "w0"
+        await world.settled()
+
+
+async def test_no_server_is_a_refusal_that_says_so(server):
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        await server.stop()
+        await until(lambda: world.serving() == 0)
+        with pytest.raises(openai.InternalServerError, match="no worker serves"):
+            await client.completions.create(model=MODEL, prompt="say")
+
+
+# Clients
+
+
+@pytest.mark.parametrize("play", [never_answer, hold])
+async def test_a_client_that_goes_takes_its_request_with_it(server, play):
+    server.play = play
+    async with a_relay(server) as world:
+        async with connected(world) as peer:
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+            await until(lambda: len(server.seen) == 1)
+            assert world.running("w0") == 1
+        await until(lambda: server.cut == 1)
+        await world.settled()
+        assert world.router.status().counters.cancelled == 1
+
+
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
+    server.play = hold
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        await peer.head()
+        peer.writer.write_eof()
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
+    sent = 0
+
+    async def flood(answering: ServerExchange) -> None:
+        nonlocal sent
+        answering.writer.transport.set_write_buffer_limits(high=0)
+        await answering.begin_events()
+        for _ in range(2000):
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+            sent += 1
+        await answering.end()
+
+    server.play = flood
+    async with a_relay(server) as world, connected(world, limit=1000) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        await peer.head()
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.2)
+        assert sent < 400  # 20 MB: what the kernel's buffers of four sockets take at most
+
+        received = 0
+        async for each in peer.chunks():
+            received += len(each)
+        assert received == 2000 * 50_008
+        await world.settled()
+
+
+async def test_a_client_that_never_reads_is_cut_off(server):
+    async def flood(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        while True:
+            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+
+    server.play = flood
+    async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        await until(lambda: server.cut == 1)
+        await world.settled()
+
+
+async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
+    go_on = asyncio.Event()
+
+    async def when_told(answering: ServerExchange) -> None:
+        await go_on.wait()
+        await answering.respond(200, b"{}")
+
+    server.play = when_told
+    async with a_relay(server) as world, connected(world) as peer:
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
+        await until(lambda: len(server.seen) == 1)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.http.drain(10))
+            await asyncio.sleep(0)
+            go_on.set()
+            assert (await peer.answer())[0] == 200
+            status, _, content = await peer.answer()
+        assert (status, error_of(content)["code"]) == (503, "draining")
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"), [("POST", ("content-type: text/plain",), 415), ("GET", (), 405)]
+)
+async def test_embeddings_that_cannot_be_relayed_are_refused_for_what_is_wrong(server, method, headers, status):
+    async with a_relay(server) as world, connected(world) as peer:
+        sent = post("/v1/embeddings", {"model": MODEL, "input": "x"}, *headers)
+        await peer.send(sent.replace(b"POST", method.encode(), 1))
+        assert (await peer.answer())[0] == status
+        assert server.seen == []

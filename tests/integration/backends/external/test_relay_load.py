@@ -1,0 +1,212 @@
+"""Many streams through one router at once, and clients among them that hardly read, over real sockets on both sides."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from tests.support.backends.openai_servers import COMPLETIONS, EVENTS, MODEL, RelaySetup, a_relay, chunk, token
+from tests.support.frontend.http_clients import post
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+STREAMS = 2000
+SECONDS = 120.0  # for what takes three on a core of its own
+TOKENS = 3
+SLOW_BYTES = 32 << 20  # for a client that takes one byte a second
+END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+class HeldAnswer(asyncio.Protocol):
+    """One connection to the server: a request at a time, whose answer the test writes."""
+
+    def __init__(self, server: "CrowdServer") -> None:
+        self._server = server
+        self._received = b""
+        self.prompt = ""
+        self.writable = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, separator, body = self._received.partition(b"\r\n\r\n")
+        if not separator:
+            return
+        if head.startswith(b"GET"):
+            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+            self.transport.close()
+            return
+        length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+        if len(body) < length:
+            return
+        self._received = b""
+        self.prompt = json.loads(body)["prompt"]
+        self._server.streams[self.prompt] = self
+        self.transport.write(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n")
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+
+    def say(self, text: str) -> None:
+        self.transport.write(chunk(b"data: " + token(text, chat=False) + b"\n\n"))
+
+    def end(self) -> None:
+        self.transport.write(END)
+
+
+class CrowdServer:
+    """A server that answers as many at once as ask."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, HeldAnswer] = {}  # by prompt
+        self.url = ""
+
+    async def start(self) -> None:
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: HeldAnswer(self), "127.0.0.1", 0, backlog=4096
+        )
+        self.url = f"http://127.0.0.1:{self._listening.sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._listening.close()
+        for stream in self.streams.values():
+            stream.transport.abort()
+
+
+class StreamingClient(asyncio.Protocol):
+    """One client's connection; takes all that comes."""
+
+    def __init__(self, prompt: str) -> None:
+        self._ask = post(COMPLETIONS, {"model": MODEL, "prompt": prompt, "stream": True})
+        self.received = b""
+        self.tokens = 0
+        self.ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self._ask)
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        self.tokens = self.received.count(b'"text"')
+        self.ended = self.received.endswith(END)
+
+    def text(self) -> str:
+        """Of its answer."""
+        events = [line[6:] for line in self.received.split(b"\r\n") if line.startswith(b"data: {")]
+        return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+async def clients(world: RelaySetup, server: CrowdServer, prompts: list[str]) -> dict[str, StreamingClient]:
+    """That many ask, a hundred at a time; all have an answer that has begun, and not one that has ended."""
+    host, _, port = world.http.address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    asking = {}
+    for first in range(0, len(prompts), 100):
+        some = prompts[first : first + 100]
+        made = await asyncio.gather(
+            *(loop.create_connection(lambda prompt=prompt: StreamingClient(prompt), host, int(port)) for prompt in some)
+        )
+        asking |= dict(zip(some, (client for _, client in made), strict=True))
+        await until(lambda: server.streams.keys() >= asking.keys(), SECONDS)  # noqa: B023
+    return asking
+
+
+@pytest.fixture
+async def server():
+    server = CrowdServer()
+    await server.start()
+    yield server
+    server.stop()
+
+
+async def test_two_thousand_streams_at_once_get_their_own_tokens_each(server):
+    """All have begun before the first one ends, and each of their tokens comes while all others run."""
+    prompts = [f"stream {number}" for number in range(STREAMS)]
+    async with a_relay(
+        server, max_running=STREAMS, limits={"connect_timeout_seconds": SECONDS}, seconds=SECONDS, probe_seconds=SECONDS
+    ) as world:
+        asking = await clients(world, server, prompts)
+        for step in range(TOKENS):
+            for prompt in prompts:
+                server.streams[prompt].say(f"[{prompt} {step}]")
+            await until(lambda: all(client.tokens == step + 1 for client in asking.values()), SECONDS)  # noqa: B023
+            assert world.running("w0") == STREAMS
+        for prompt in prompts:
+            server.streams[prompt].end()
+        await until(lambda: all(client.ended for client in asking.values()))
+
+        for prompt, client in asking.items():
+            assert client.text() == "".join(f"[{prompt} {step}]" for step in range(TOKENS))
+            client.transport.close()
+        await world.settled()
+        counters = world.router.status().counters
+        assert (counters.completed, counters.refused) == (STREAMS, {})
+
+
+async def test_a_client_that_reads_a_byte_a_second_costs_those_beside_it_nothing_and_the_router_little(server):
+    """Its server stops for it and goes on for the others; when it reads on, all is there."""
+    prompts = [f"fast {number}" for number in range(50)]
+    async with a_relay(
+        server, max_running=64, limits={"connect_timeout_seconds": SECONDS}, seconds=SECONDS, probe_seconds=SECONDS
+    ) as world:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        host, _, port = world.http.address.rpartition(":")
+        await loop.sock_connect(slow, (host, int(port)))
+        await loop.sock_sendall(slow, post(COMPLETIONS, {"model": MODEL, "prompt": "slow", "stream": True}))
+        await until(lambda: "slow" in server.streams)
+        sent = 0
+
+        async def flood() -> None:
+            nonlocal sent
+            while sent < SLOW_BYTES:
+                await asyncio.sleep(0)
+                if (stream := server.streams["slow"]).writable:
+                    stream.say("x" * 60_000)
+                    sent += 60_000
+                else:
+                    await asyncio.sleep(0.01)
+            server.streams["slow"].end()
+
+        async def dribble() -> None:
+            """A byte a second."""
+            while True:
+                assert len(await loop.sock_recv(slow, 1)) == 1
+                await asyncio.sleep(1)
+
+        async with asyncio.TaskGroup() as tasks:
+            flooding, dribbling = tasks.create_task(flood()), tasks.create_task(dribble())
+            await until(lambda: not server.streams["slow"].writable)
+            asking = await clients(world, server, prompts)
+            for step in range(100):
+                for prompt in prompts:
+                    server.streams[prompt].say("y")
+                await until(lambda: all(client.tokens == step + 1 for client in asking.values()))  # noqa: B023
+            for prompt in prompts:
+                server.streams[prompt].end()
+            await until(lambda: all(client.ended for client in asking.values()))
+            assert not flooding.done()
+            assert not dribbling.done()
+            assert sent < 24 << 20, "what the kernel's buffers of four sockets take, and little more"
+            assert world.running("w0") == 1, "the slow one, which is not cut off for it"
+
+            dribbling.cancel()
+            received = 0
+            while received < SLOW_BYTES:
+                received += len(await loop.sock_recv(slow, 1 << 20))
+        slow.close()
+        for client in asking.values():
+            client.transport.close()
+        await world.settled()

@@ -1,0 +1,385 @@
+"""Foreign servers that answer for their health and hang on requests, over real sockets; and servers that only look like it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.backends.openai_servers import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    STREAMING_REQUEST,
+    OpenAiServer,
+    RelaySetup,
+    ServerExchange,
+    a_relay,
+    chunk,
+    five_tokens,
+    never_answer,
+    token,
+)
+from tests.support.fleet_processes import serve
+from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.servers.processes import a_free_port
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+FLOOR = 0.3  # seconds, of which the default is one
+REQUESTS = 16
+
+
+async def asked(
+    address: str, prompt: str = "say", *, patience: float = 60.0, stream: bool = True, path: str = COMPLETIONS
+) -> int | None:
+    """The status of an answer that came whole; None: its client did not wait so long."""
+    host, _, port = address.rpartition(":")
+    said = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+    content = post(path, {"model": MODEL, "stream": stream, **said}, "connection: close")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(patience):
+            writer.write(content)
+            answer = await reader.read()
+            return int(answer.split()[1])
+    except TimeoutError:
+        return None
+    finally:
+        writer.close()
+
+
+async def warmed(world: RelaySetup, **fields) -> None:
+    """Have every server answer some requests."""
+    for number in range(20):
+        assert await asked(world.http.address, f"warm {number}", **fields) == 200
+    await world.settled()
+
+
+def state(world: RelaySetup, worker_id: str) -> str:
+    return next((w.state for p in world.router.status().pools for w in p.workers if w.worker_id == worker_id), "away")
+
+
+# Servers that hang
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("patience", [1.0, 2.0])
+async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, patience, stream):
+    """Of 16 requests one after the other 10 hung as long as the server got those of all clients that had left."""
+    async with a_relay(*servers, probe_seconds=2.0) as world:
+        await warmed(world, stream=stream)
+        servers[0].play = never_answer
+        answers = [
+            await asked(world.http.address, f"{number}", patience=patience, stream=stream) for number in range(REQUESTS)
+        ]
+
+        assert answers.count(None) <= 3
+        assert state(world, "w0") == "draining"
+        assert world.running("w0") == 0
+        await world.settled()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world, path=path)
+        servers[0].play = never_answer
+        async with asyncio.TaskGroup() as tasks:
+            asking = [
+                tasks.create_task(asked(world.http.address, f"{number}", path=path)) for number in range(REQUESTS)
+            ]
+
+        assert {each.result() for each in asking} == {200}
+        assert world.router.status().counters.retried > 0
+        await world.settled()
+
+
+async def test_a_head_without_content_is_no_sign_of_life(servers):
+    async def begin_only(answering: ServerExchange) -> None:
+        await answering.begin_events()
+        await asyncio.sleep(60)
+
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world)
+        servers[0].play = begin_only
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(6)]
+
+        assert {each.result() for each in asking} == {200}
+        assert state(world, "w0") == "draining"
+
+
+async def an_empty_first_event(answering: ServerExchange) -> None:
+    await answering.begin_events()
+    await answering.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
+    await asyncio.sleep(60)
+
+
+async def only_comments(answering: ServerExchange) -> None:
+    await answering.begin_events()
+    while True:
+        await answering.send(chunk(b": keep-alive\n\n"))
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("play", [an_empty_first_event, only_comments])
+async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
+    """Four clients that leave after a while; each that leaves makes room for another one."""
+
+    async def soon(answering: ServerExchange) -> None:
+        await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
+        await five_tokens(answering)
+
+    for server in servers:
+        server.play = soon
+    async with a_relay(*servers) as world:
+        await warmed(world, path=CHAT)
+        servers[0].play = play
+
+        async def one_after_the_other(client: int) -> list[int | None]:
+            await asyncio.sleep(0.4 * client)  # so that one of them always has just begun
+            prompts = [f"{client} {number}" for number in range(20)]
+            return [await asked(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
+
+        async with asyncio.TaskGroup() as tasks:
+            clients = [tasks.create_task(one_after_the_other(client)) for client in range(4)]
+
+        assert state(world, "w0") == "draining"
+        assert sum(each.result().count(None) for each in clients) <= 12
+        await world.settled()
+
+
+async def test_a_server_that_answers_again_takes_requests_again(servers):
+    go_on = asyncio.Event()
+
+    async def when_told(answering: ServerExchange) -> None:
+        await go_on.wait()
+        await five_tokens(answering)
+
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world)
+        servers[0].play = when_told
+        while state(world, "w0") == "serving":
+            await asked(world.http.address, patience=1.0)
+        go_on.set()
+        await until(lambda: world.serving() == 2)
+        before = len(servers[0].seen)
+        while len(servers[0].seen) == before:
+            assert await asked(world.http.address) == 200
+        await world.settled()
+
+
+async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
+    async def hang_but_for_trials(answering: ServerExchange) -> None:
+        if answering.seen.json.get("max_tokens") == 1:
+            await answering.respond(401, b'{"error": {"message": "who are you?"}}')
+        else:
+            await asyncio.sleep(60)
+
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world)
+        servers[0].play = hang_but_for_trials
+        answers = [await asked(world.http.address, f"{number}", patience=1.0) for number in range(REQUESTS)]
+
+        assert answers.count(None) <= 4
+
+
+async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
+    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+        await warmed(world)
+        server.play = never_answer
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
+        status, headers, content = await peer.answer()
+
+        assert status == 503
+        assert error_of(content)["code"] == "worker_lost"
+        assert "retry-after" in headers
+        assert world.serving() == 1, "nobody else is there"
+
+
+async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
+    hang = asyncio.Event()
+
+    async def stop(answering: ServerExchange) -> None:
+        if hang.is_set():
+            await asyncio.sleep(60)
+        elif "stops" in answering.seen.json["prompt"]:
+            await answering.begin_events()
+            await answering.event(token("a", chat=False))
+            await asyncio.sleep(60)
+        else:
+            await five_tokens(answering)
+
+    server.play = stop
+    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+        await warmed(world)
+        await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "it stops"}))
+        assert (await peer.head())[0] == 200
+        hang.set()
+        events = b"".join([chunk async for chunk in peer.chunks()])
+
+        assert b"worker_lost" in events
+        assert b"w0" in events
+        assert b"sampling" not in events
+
+
+# No false alarm
+
+
+async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
+    """Servers that compute one prompt after the other, and a long one in twenty times as long as usual."""
+    turns = {id(server): asyncio.Lock() for server in servers}
+
+    def one_by_one(server: OpenAiServer):
+        async def play(answering: ServerExchange) -> None:
+            async with turns[id(server)]:
+                await asyncio.sleep(3.0 if len(answering.seen.body) > 20_000 else 0.02)
+                await five_tokens(answering)
+
+        return play
+
+    for server in servers:
+        server.play = one_by_one(server)
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(asked(world.http.address, "long " * 12_000))]
+            for number in range(20):
+                asking.append(tasks.create_task(asked(world.http.address, f"short {number}")))
+                await asyncio.sleep(0.1)
+                assert world.serving() == 2
+
+        assert {each.result() for each in asking} == {200}
+        assert world.router.status().counters.retried == 0
+
+
+async def test_servers_that_become_slow_together_all_stay(servers):
+    slow = asyncio.Event()
+
+    async def play(answering: ServerExchange) -> None:
+        await asyncio.sleep(1.5 if slow.is_set() else 0.0)
+        await five_tokens(answering)
+
+    for server in servers:
+        server.play = play
+    async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
+        await warmed(world)
+        slow.set()
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(12)]
+            for _ in range(15):
+                await asyncio.sleep(0.1)
+                assert world.serving() == 2
+
+        assert {each.result() for each in asking} == {200}
+
+
+async def test_servers_that_load_at_their_first_requests_all_stay(servers):
+    loaded = asyncio.Event()
+
+    async def play(answering: ServerExchange) -> None:
+        await loaded.wait()
+        await five_tokens(answering)
+
+    for server in servers:
+        server.play = play
+    async with a_relay(*servers, silence_floor_seconds=0.05) as world:
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(4)]
+            await until(lambda: sum(len(server.seen) for server in servers) == 4)
+            await asyncio.sleep(1.0)  # twenty times the floor
+            assert world.serving() == 2
+            loaded.set()
+
+        assert {each.result() for each in asking} == {200}
+        assert world.router.status().counters.retried == 0
+
+
+@asynccontextmanager
+async def a_router_process(
+    folder: Path, servers: Sequence[OpenAiServer], **worker: object
+) -> AsyncIterator[tuple[subprocess.Popen, str, Path]]:
+    """`fleet serve router` in front of servers, its address, and its log."""
+    address, log = f"127.0.0.1:{a_free_port()}", folder / "router.log"
+    workers = [{"worker_id": f"w{n}", "url": each.url, "model": MODEL, **worker} for n, each in enumerate(servers)]
+    settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers}
+    with log.open("w") as output:
+        started = {"stdout": output, "stderr": output}
+        process, endpoints = await asyncio.to_thread(
+            lambda: serve("router", settings, folder / "router.json", **started)
+        )
+    try:
+        assert endpoints, log.read_text()
+        yield process, address, log
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, 60)
+
+
+async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
+    """Answers come while it sleeps, and clients are still there: it finds neither silence nor anybody late."""
+
+    async def soon(answering: ServerExchange) -> None:
+        await asyncio.sleep(0.2)
+        await five_tokens(answering)
+
+    for server in servers:
+        server.play = soon
+    async with a_router_process(tmp_path, servers, silence_floor_seconds=FLOOR) as (process, address, log):
+        for number in range(10):
+            assert await asked(address, f"warm {number}") == 200
+        before = sum(len(server.seen) for server in servers)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(asked(address, f"{number}")) for number in range(6)]
+            asking += [tasks.create_task(asked(address, f"leaves {number}", patience=1.0)) for number in range(6)]
+            await until(lambda: sum(len(server.seen) for server in servers) == before + 12)
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(2.0)
+            process.send_signal(signal.SIGCONT)
+        assert [each.result() for each in asking[:6]] == [200] * 6
+        assert [await asked(address, f"after {number}") for number in range(6)] == [200] * 6
+
+        assert "suspended" not in log.read_text()
+        assert "failed" not in log.read_text()
+
+
+@contextmanager
+def busy_loops(core: int, count: int) -> Iterator[None]:
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        for loop in loops:
+            os.sched_setaffinity(loop.pid, {core})
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+        for loop in loops:
+            loop.wait()
+
+
+async def test_one_core_shared_by_four_busy_loops_is_no_hang(servers, tmp_path):
+    core = min(os.sched_getaffinity(0))
+    all_cores = os.sched_getaffinity(0)
+    async with a_router_process(tmp_path, servers) as (process, address, log):
+        for number in range(10):
+            assert await asked(address, f"warm {number}") == 200
+        os.sched_setaffinity(process.pid, {core})
+        os.sched_setaffinity(0, {core})  # of the servers, which are here
+        try:
+            with busy_loops(core, 4):
+                for _ in range(4):
+                    async with asyncio.TaskGroup() as tasks:
+                        asking = [tasks.create_task(asked(address, f"{number}")) for number in range(8)]
+                    assert {each.result() for each in asking} == {200}
+        finally:
+            os.sched_setaffinity(0, all_cores)
+
+        assert "suspended" not in log.read_text()

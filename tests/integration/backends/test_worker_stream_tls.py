@@ -1,0 +1,369 @@
+"""Streams between hosts: both ends show certificates, prove a secret, or both, and both say why a stream does not come about."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from fleet.app.worker import run_worker
+from fleet.backends.workers.streams import WorkerStreams
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import Incarnation, ModelName, WorkerId
+from fleet.core.system_clock import SystemClock
+from fleet.net.streams.handshake import MAX_UNPROVEN, StreamAuthenticator, dial
+from fleet.net.streams.identity import router_identity, worker_identity
+from fleet.net.streams.proof import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
+from fleet.router.messages import WorkerJoined
+from fleet.router.settings.router import RouterSettings
+from kvstore.net.frames import FrameConnection, connect, open_server
+from kvstore.security.credentials import Credentials
+from tests.support.backends.stream_workers import EventInbox
+from tests.support.certificates import Authority
+from tests.support.waiting import until
+from workers.connections.router_streams import serve_routers
+from workers.engines.simulated.launch import open_engine
+from workers.server import WorkerServer
+from workers.settings import WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ours"), "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("theirs"), "theirs")
+
+
+@asynccontextmanager
+async def a_worker(credentials: Credentials):
+    told = WorkerSettings(worker_id=WorkerId("w1"), engine="simulated", model=ModelName("tiny"))
+    async with open_engine(told) as engine:
+        server = WorkerServer(told, engine, SystemClock(), Incarnation("one"))
+        async with serve_routers(server, "127.0.0.1:0", worker_identity("credentials", credentials)) as address:
+            yield address
+
+
+@asynccontextmanager
+async def a_router(address: str, credentials: Credentials):
+    heard = EventInbox()
+    settings = RouterSettings(worker_credentials=credentials, max_reconnect_seconds=0.05)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(WorkerStreams(settings, addresses=[address]).run(heard))
+        yield heard
+        running.cancel()
+
+
+async def test_both_ends_know_each_other_by_their_certificates(ours):
+    worker = Credentials(**ours.issue("worker"), authority=ours.file)
+    router = Credentials(**ours.issue("router"), authority=ours.file)
+
+    async with a_worker(worker) as address, a_router(address, router) as heard:
+        assert isinstance(await heard.take(), WorkerJoined)
+
+
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory) -> str:
+    return a_secret(tmp_path_factory.mktemp("secret"), "of this cluster")
+
+
+@pytest.fixture(scope="module")
+def other_secret(tmp_path_factory) -> str:
+    return a_secret(tmp_path_factory.mktemp("secret"), "of another one")
+
+
+def a_secret(folder, content) -> str:
+    (folder / "secret").write_text(content.ljust(32, "."))
+    return str(folder / "secret")
+
+
+@pytest.mark.parametrize("over_tls", [False, True])
+async def test_both_ends_know_each_other_by_a_secret(ours, secret, over_tls):
+    worker = Credentials(secret_file=secret, **(ours.issue("worker") if over_tls else {}))
+    router = Credentials(secret_file=secret, authority=ours.file if over_tls else "")
+
+    async with a_worker(worker) as address, a_router(address, router) as heard:
+        assert isinstance(await heard.take(), WorkerJoined)
+
+
+# What the router has and what the worker has, and what each of them says of it.
+REFUSALS = {
+    "router without a certificate": (
+        {"authority": "ours"},
+        {"certificate": "ours", "authority": "ours"},
+        "it asks for a certificate: see worker_credentials.certificate",
+        "the peer shows no certificate",
+    ),
+    "router of another authority": (
+        {"certificate": "theirs", "authority": "ours"},
+        {"certificate": "ours", "authority": "ours"},
+        "not signed by its authority: see worker_credentials.certificate",
+        "unable to get local issuer certificate: see credentials.authority",
+    ),
+    "router with an expired certificate": (
+        {"certificate": "expired", "authority": "ours"},
+        {"certificate": "ours", "authority": "ours"},
+        "the certificate shown has expired: see worker_credentials.certificate",
+        "certificate has expired: see credentials.authority",
+    ),
+    "worker of another authority": (
+        {"certificate": "ours", "authority": "theirs"},
+        {"certificate": "ours", "authority": "ours"},
+        "self-signed certificate in certificate chain: see worker_credentials.authority",
+        "not signed by its authority: see credentials.certificate",
+    ),
+    "worker with an expired certificate": (
+        {"certificate": "ours", "authority": "ours"},
+        {"certificate": "expired", "authority": "ours"},
+        "certificate has expired: see worker_credentials.authority",
+        "the certificate shown has expired: see credentials.certificate",
+    ),
+    "plain router": (
+        {},
+        {"certificate": "ours", "authority": "ours"},
+        "this end speaks TLS: set the authority of its certificate in the credentials of your end",
+        "the peer does not speak TLS, and this end does: see credentials",
+    ),
+    "plain worker": (
+        {"certificate": "ours", "authority": "ours"},
+        {},
+        "it may not speak TLS",
+        "the peer speaks TLS, and this end does not",
+    ),
+    "router without the secret": (
+        {},
+        {"secret_file": "secret"},
+        "it proves no secret, and credentials.secret_file is set here",
+        "it proves no secret, and credentials.secret_file is set here",
+    ),
+    "router with another secret": (
+        {"secret_file": "other"},
+        {"secret_file": "secret"},
+        "it has another secret than the one in worker_credentials.secret_file",
+        "it proves another secret than the one in credentials.secret_file",
+    ),
+    "worker without the secret": (
+        {"secret_file": "secret"},
+        {},
+        "it proves no secret, and worker_credentials.secret_file is set here",
+        "you want to prove a secret, and this worker has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("case", REFUSALS)
+def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
+    def credentials(told):
+        files = {"secret": secret, "other": other_secret}
+        issued = {"ours": ours.issue, "theirs": theirs.issue, "expired": lambda name: ours.issue(name, hours=(-2, -1))}
+        made = {}
+        if "certificate" in told:
+            made |= issued[told["certificate"]]("one")
+        if "authority" in told:
+            made["authority"] = {"ours": ours, "theirs": theirs}[told["authority"]].file
+        if "secret_file" in told:
+            made["secret_file"] = files[told["secret_file"]]
+        return Credentials(**made)
+
+    async def play():
+        router, worker, at_router, at_worker = REFUSALS[case]
+        async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
+            await until(lambda: at_router in said(caplog, "worker stream ended"), 20)
+            await until(lambda: at_worker in said(caplog, "stream refused"), 20)
+            assert heard._events.empty()
+
+    run(play())
+
+
+def said(caplog, message):
+    return "; ".join(each.cause for each in caplog.records if each.getMessage() == message)
+
+
+async def test_silent_connections_give_way_to_the_router(secret, caplog):
+    """More than may be unproven at a time, for as long as it lasts."""
+    worker, router = Credentials(secret_file=secret), Credentials(secret_file=secret)
+    async with a_worker(worker) as address:
+        host, port = address.rsplit(":", 1)
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_UNPROVEN)]
+        async with a_router(address, router) as heard:
+            assert isinstance(await heard.take(), WorkerJoined)
+        cut = [await asyncio.wait_for(reader.read(), 60) for reader, _ in silent[:MAX_UNPROVEN]]
+        for _, writer in silent:
+            writer.transport.abort()
+
+    assert cut == [b""] * MAX_UNPROVEN
+    assert "it had proven nothing when newer ones came" in said(caplog, "stream refused")
+
+
+class Echo:
+    def __init__(self, connection):
+        self._connection = connection
+
+    def received(self, payload):
+        self._connection.send(payload)
+
+    def resumed(self): ...
+
+    def lost(self, cause): ...
+
+
+@asynccontextmanager
+async def a_door(secret):
+    """A listener that lets in who proves the secret, and then says what it is told."""
+    door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
+    async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
+        yield address
+
+
+async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
+    """The proof and the newcomer are both there when the event loop looks at its sockets."""
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
+    prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
+    async with a_door(secret) as address:
+        host, port = address.rsplit(":", 1)
+        peer = await a_peer(address)
+        peer.say(prover.opening)
+        proof = prover.received(await peer.hear())
+        silent = [await a_peer(address) for _ in range(MAX_UNPROVEN - 1)]
+        for each in silent:  # until the door has taken it
+            each.say(other.opening)
+            await each.hear()
+
+        peer.say(proof)
+        peer.flush()
+        with socket.create_connection((host, int(port))):
+            assert (await peer.hear()).startswith(MAGIC + VERIFIED)
+            peer.say(b"hello")
+            assert await peer.hear() == b"hello"
+
+
+async def test_silent_connections_of_one_host_end_each_other(secret):
+    prover = Prover(router_identity("worker_credentials", Credentials(secret_file=secret)), TO_WORKERS)
+    async with a_door(secret) as address:
+        host, port = address.rsplit(":", 1)
+        loop = asyncio.get_running_loop()
+        peer = a_peer(address)
+        _, peer._connection = await loop.create_connection(
+            lambda: FrameConnection(lambda _: peer), host, int(port), local_addr=("127.0.0.2", 0)
+        )
+        peer.say(prover.opening)
+        proof = prover.received(await peer.hear())
+
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2 * MAX_UNPROVEN)]
+        assert await asyncio.wait_for(silent[MAX_UNPROVEN][0].read(), 60) == b""
+
+        peer.say(proof)
+        assert (await peer.hear()).startswith(MAGIC + VERIFIED)
+        for _, writer in silent:
+            writer.transport.abort()
+
+
+async def test_proof_of_one_connection_opens_no_other(secret):
+    """A stranger who passes the worker's challenge on to nobody can only repeat what was said before."""
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
+    heard_before = Prover(identity, TO_WORKERS)
+    async with a_worker(Credentials(secret_file=secret)) as address:
+        first = await a_peer(address)
+        first.say(heard_before.opening)
+        proof = heard_before.received(await first.hear())
+        first.say(proof)
+        assert (await first.hear()).startswith(MAGIC + VERIFIED)
+
+        again = await a_peer(address)
+        again.say(heard_before.opening)
+        await again.hear()
+        again.say(proof)
+
+        assert await again.hear() == MAGIC + REFUSED
+
+
+async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
+    """It has heard a proof before, and sends back what it got."""
+    said_there: list[bytes] = []
+
+    class Mirror:
+        def __init__(self, connection):
+            self._connection = connection
+
+        def received(self, payload):
+            said_there.append(payload)
+            self._connection.send(payload)
+
+        def resumed(self): ...
+
+        def lost(self, cause): ...
+
+    identity = router_identity("worker_credentials", Credentials(secret_file=secret))
+    async with open_server("listen", "127.0.0.1:0", Mirror) as address:
+        with pytest.raises(ConnectionError, match="it does not prove the secret"):
+            await dial(address, lambda _: pytest.fail("it was let in"), identity, TO_WORKERS)
+
+    assert [len(each) for each in said_there] == [24, 32]
+
+
+@pytest.mark.parametrize(
+    ("read", "told"),
+    [
+        (worker_identity, {"authority": "a.pem"}),
+        (worker_identity, {"secret_file": "/nowhere"}),
+        (worker_identity, {"certificate": "/nowhere", "key": "/nowhere"}),
+        (router_identity, {"certificate": "c.pem", "key": "k.pem"}),
+        (router_identity, {"authority": "/nowhere"}),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_with_the_field(read, told):
+    with pytest.raises(ConfigurationRefused, match="credentials"):
+        read("credentials", Credentials(**told))
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:1", "worker.example:1"])
+def test_worker_open_to_other_hosts_is_refused(listen):
+    settings = WorkerSettings(worker_id=WorkerId("w"), engine="simulated", model=ModelName("tiny"), listen=listen)
+
+    with pytest.raises(ConfigurationRefused, match=r"^listen: .* is open to other hosts: set credentials\.secret_file"):
+        asyncio.run(run_worker(settings, lambda _: pytest.fail("it serves")))
+
+
+@pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", {}), ("unix:/x", {}), ("0.0.0.0:0", {"insecure": True})])
+def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
+    worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
+
+
+class a_peer:  # noqa: N801 - awaited like a function
+    """A connection by hand."""
+
+    def __init__(self, address):
+        self._address = address
+        self._heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def __await__(self):
+        return self._open().__await__()
+
+    async def _open(self):
+        self._connection = await connect(self._address, lambda _: self)
+        return self
+
+    def say(self, payload):
+        self._connection.send(payload)
+
+    def flush(self):
+        self._connection.flush()
+
+    async def hear(self):
+        """Return the next payload; empty: it is over."""
+        async with asyncio.timeout(60):
+            return await self._heard.get()
+
+    def received(self, payload):
+        self._heard.put_nowait(payload)
+
+    def resumed(self): ...
+
+    def lost(self, cause):
+        self._heard.put_nowait(b"")

@@ -1,0 +1,374 @@
+"""Streams to workers, and what happens when they break; the workers are played by the test."""
+
+import asyncio
+import time
+
+import pytest
+from msgspec import structs
+
+from fleet.backends.workers import streams as worker_streams
+from fleet.backends.workers.streams import SLICES
+from fleet.core.ids import RequestId, StoreId, WorkerId
+from fleet.core.roles import KvPath
+from fleet.core.work import Goodbye, KvCleared, KvEvents
+from fleet.membership.messages import MemberJoined
+from fleet.membership.settings import MembershipSettings
+from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, WorkerJoined, WorkerLeft
+from fleet.router.ports import WorkerUnreachable
+from fleet.router.settings.router import RouterSettings
+from fleet.v1 import worker_pb2 as pb
+from kvstore.net.frames import HEAD
+from tests.support.backends.stream_workers import StreamSetup, StreamWorker, a_stream_setup
+from tests.support.builders import a_description, a_load, a_start
+from tests.support.stopwatch import at_most
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+LEFT = WorkerLeft(worker_id=WorkerId("w1"))
+SHORT = 0.2  # seconds of silence
+
+
+async def joined(world: StreamSetup) -> WorkerJoined:
+    event = await world.take()
+    assert isinstance(event, WorkerJoined), event
+    return event
+
+
+async def nothing_but_load(world: StreamSetup, peer: StreamWorker) -> None:
+    """What the peer says now is the next that is heard: nothing has happened in between."""
+    await peer.say(a_load(running=77))
+    assert await world.take() == LoadReported(worker_id=peer.description.worker_id, load=a_load(running=77))
+
+
+async def test_the_router_introduces_itself():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await peer.connected()
+
+        assert peer.hellos == ["router-7"]
+
+
+async def test_a_second_description_tells_the_ways_of_blocks_anew():
+    async with a_stream_setup() as world:
+        alone = a_description(kv_paths=(), store_id=None)
+        peer = await world.join(alone)
+        await joined(world)
+
+        await peer.say(structs.replace(alone, kv_paths=(KvPath.STORE,), store_id=StoreId("s")))
+
+        assert await world.take() == KvPathsChanged(
+            worker_id=alone.worker_id, kv_paths=(KvPath.STORE,), store_id=StoreId("s")
+        )
+        await nothing_but_load(world, peer)
+
+
+async def test_a_second_description_of_another_worker_breaks_the_stream():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(structs.replace(a_description(), max_running=999))
+
+        assert await world.take() == LEFT
+
+
+async def test_a_worker_that_comes_back_at_its_address_joins_again():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+        await peer.leave()
+        assert await world.take() == LEFT
+
+        await peer.start()
+
+        await joined(world)
+        await nothing_but_load(world, peer)
+
+
+async def test_a_worker_that_listens_only_after_it_was_announced_is_reached():
+    async with a_stream_setup() as world:
+        peer = await world.peer(a_description())
+        await peer.leave()
+        world.announce(peer)
+        await asyncio.sleep(0)
+
+        await peer.start()
+
+        await joined(world)
+
+
+async def test_silence_is_death():
+    async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
+        loop = asyncio.get_running_loop()
+        await world.join(a_description())
+        await joined(world)
+        began = loop.time()
+
+        with at_most(2):
+            assert await world.take() == LEFT
+
+        assert loop.time() - began >= SHORT * 0.9
+
+
+def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
+    """With all that it held (`test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die`)."""
+    longest_silence = RouterSettings().heartbeat_timeout_seconds * (1 + 1 / SLICES)
+
+    assert longest_silence < MembershipSettings().lease_ms / 1000
+
+
+async def test_a_worker_that_reports_its_load_is_alive():
+    silence = 5 * SHORT  # on a busy machine, a third of it may last as long as it should
+    async with a_stream_setup(heartbeat_timeout_seconds=silence) as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        for _ in range(6):
+            await asyncio.sleep(silence / 3)
+            await nothing_but_load(world, peer)
+
+
+async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_workers():
+    async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        time.sleep(SHORT * 2)  # all of it stands still, as a process that was stopped
+
+        await nothing_but_load(world, peer)
+
+
+@pytest.mark.parametrize("sequence", [1, 5])
+async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repairs_it(sequence):
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+        cleared = (KvCleared(),)
+
+        await peer.say(KvEvents(sequence=sequence, events=cleared))
+
+        assert await world.take() == LEFT
+        await joined(world)
+        await peer.say(KvEvents(sequence=0, events=cleared))  # numbering starts again with the stream
+        assert await world.take() == KvChanged(worker_id=WorkerId("w1"), events=cleared)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(request_id="r", finish="exploded")])),
+        pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent(stored=pb.KvStored(hashes=b"odd"))])),
+        pb.WorkerMessage(description=pb.Description(worker_id="w1")),
+    ],
+    ids=["step", "hashes", "description"],
+)
+async def test_what_cannot_be_understood_breaks_the_stream(nonsense):
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(nonsense)
+
+        assert await world.take() == LEFT
+
+
+async def test_a_message_of_a_newer_worker_is_skipped():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(pb.WorkerMessage())
+
+        await nothing_but_load(world, peer)
+
+
+async def test_a_worker_under_another_name_than_announced_does_not_join():
+    async with a_stream_setup() as world:
+        impostor = await world.peer(a_description(worker_id="w2"))
+        impostor.description = a_description(worker_id="w3")
+        honest = await world.peer(a_description(worker_id="w1"))
+        world.changes.put_nowait(_announcement(impostor, "w2"))
+        await impostor.connected()
+
+        world.announce(honest)
+
+        assert (await joined(world)).description.worker_id == "w1"
+
+
+async def test_two_workers_of_one_name_are_not_mixed_up():
+    async with a_stream_setup() as elsewhere:  # only to have a second folder for sockets
+        twin = await elsewhere.peer(a_description(incarnation="twin"))
+        async with a_stream_setup(addresses=(twin.address,)) as world:
+            assert (await joined(world)).description.incarnation == "twin"
+            peer = await world.join(a_description(incarnation="other"))
+            await peer.connected()
+
+            await nothing_but_load(world, twin)
+
+
+async def test_members_by_address_need_no_registry():
+    async with a_stream_setup() as elsewhere:
+        peer = await elsewhere.peer(a_description(worker_id="by-address"))
+
+        async with a_stream_setup(addresses=(peer.address,)) as world:
+            assert (await joined(world)).address == peer.address
+
+
+# Membership.
+
+
+async def test_a_worker_that_leaves_the_registry_keeps_its_stream_until_that_ends():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        world.withdraw("w1")
+        await nothing_but_load(world, peer)
+        await peer.leave()
+        assert await world.take() == LEFT
+        await peer.start()
+        other = await world.join(a_description(worker_id="w2"))
+
+        assert (await joined(world)).description.worker_id == "w2"
+        await asyncio.sleep(0.3)  # several pauses between attempts
+        assert len(peer.hellos) == 1
+        await nothing_but_load(world, other)
+
+
+async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
+    async with a_stream_setup() as world:
+        peer = await world.peer(a_description())
+        await peer.leave()
+        world.announce(peer)
+        await asyncio.sleep(0.1)
+        world.withdraw("w1")
+        await asyncio.sleep(0.1)
+        await peer.start()
+        await asyncio.sleep(0.3)
+
+        assert peer.hellos == []
+
+
+async def test_a_renewed_membership_of_the_same_process_leaves_its_stream_alone():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        world.withdraw("w1")  # the lease ended while the worker was busy, say
+        world.announce(peer)
+        await nothing_but_load(world, peer)
+        await peer.leave()
+        assert await world.take() == LEFT
+        await peer.start()
+
+        await joined(world)  # it is a member again, so it is dialled again
+
+
+async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
+    async with a_stream_setup() as world:
+        old = await world.join(a_description(incarnation="old"))
+        await joined(world)
+
+        await world.join(a_description(incarnation="new"))
+
+        assert await world.take() == LEFT
+        assert (await joined(world)).description.incarnation == "new"
+        assert len(old.hellos) == 1
+
+
+# Limits.
+
+
+async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
+    monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+        await world.join(a_description())
+        await joined(world)
+
+        with pytest.raises(WorkerUnreachable):  # without an await in between nothing is sent
+            fill(world)
+
+        assert await world.take() == LEFT
+        await joined(world)  # on a new stream
+
+
+async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
+    monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+        await world.join(a_description())
+        await joined(world)
+
+        for _ in range(1000):
+            world.workers.cancel(WorkerId("w1"), RequestId("r0"))
+
+        assert await world.take() == LEFT
+
+
+def fill(world: StreamSetup) -> None:
+    for number in range(1000):
+        world.workers.start(WorkerId("w1"), a_start(request_id=f"r{number}"))
+
+
+# What is no worker.
+
+
+async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_again():
+    async with a_stream_setup(connect_timeout_seconds=SHORT) as world:
+        peer = await world.peer(a_description())
+        peer.silent = True
+        world.announce(peer)
+        await until(lambda: len(peer.hellos) == 2)
+
+        peer.silent = False
+
+        await joined(world)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        HEAD.pack(4) + b"\xff\xff\xff\xff",
+        HEAD.pack(1 << 31),
+        HEAD.pack(9) + b"half",
+    ],
+    ids=["http", "no protobuf", "oversize", "half a frame"],
+)
+async def test_garbage_ends_the_stream_and_another_one_is_opened(said):
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        peer.connection._transport.write(said)
+        peer.connection.close()
+
+        assert await world.take() == LEFT
+        await joined(world)
+
+
+async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(Goodbye(reason="the router does not read fast enough"))
+
+        assert await world.take() == LEFT
+    assert "the router does not read fast enough" in [getattr(record, "cause", "") for record in caplog.records]
+
+
+async def test_nothing_is_heard_of_a_stream_after_it_was_given_up():
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        await peer.say(KvEvents(sequence=5, events=(KvCleared(),)))  # a gap, and in the same packet:
+        await peer.say(a_load(running=1))
+
+        assert await world.take() == LEFT
+        await joined(world)
+
+
+def _announcement(peer: StreamWorker, worker_id: str):
+    return MemberJoined(worker_id=WorkerId(worker_id), incarnation=peer.description.incarnation, address=peer.address)

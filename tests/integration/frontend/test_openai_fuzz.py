@@ -1,0 +1,145 @@
+"""Whatever a client sends to the HTTP port, it gets an answer of the documented kind or a closed connection."""
+
+import asyncio
+import json
+import socket
+import threading
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from fleet.frontend.openai.openapi import openapi_document
+from tests.support.backends.openai_servers import OpenAiServer, a_relay
+from tests.support.frontend.frontends import open_frontends
+
+pytestmark = pytest.mark.integration
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@contextmanager
+def serving(model_dir):
+    """Fronts on a loop in a thread of their own; yields the HTTP addresses, of one with models and of one before a foreign server."""
+    started: list[str] = []
+    foreign = OpenAiServer()
+    ready, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        await foreign.start()
+        async with open_frontends(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
+            fronts.will_answer("An answer.")
+            started.extend((fronts.http.address, relay.http.address))
+            loops.append(asyncio.get_running_loop())
+            ready.set()
+            await stop.wait()
+        await foreign.stop()
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    yield started
+    loops[0].call_soon_threadsafe(stop.set)
+    thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def addresses(model_dir):
+    with serving(model_dir) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="module")
+def address(addresses):
+    return addresses[0]
+
+
+API = schemathesis.openapi.from_dict(json.loads(openapi_document(embeddings=True)))
+EMBEDDINGS = "POST /v1/embeddings"
+OPERATIONS = {operation.label: operation for operation in (found.ok() for found in API.get_all_operations())}
+
+
+KINDS = [
+    (name, mode)
+    for name, operation in OPERATIONS.items()
+    for mode in GenerationMode
+    if operation.body or mode is GenerationMode.POSITIVE  # else nothing can be wrong
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), KINDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_the_document_allows_or_forbids_is_answered_as_documented(addresses, name, mode, data):
+    case = data.draw(OPERATIONS[name].as_strategy(generation_mode=mode))
+    answer = case.call(base_url=f"http://{addresses[name == EMBEDDINGS]}", timeout=60)
+    unmet = (
+        answer.status_code == 503 and answer.json()["error"].get("cause") == "no_label"
+    )  # as the document allows to ask for
+    case.validate_response(answer, checks=[each for each in CHECKS if not (unmet and each is not_a_server_error)])
+
+
+def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
+    assert OPERATIONS.keys() >= {EMBEDDINGS, "POST /v1/completions"}
+    for address, made in zip(addresses, (False, True), strict=True):
+        with urllib.request.urlopen(f"http://{address}/openapi.json", timeout=60) as answer:
+            assert ("/v1/embeddings" in json.load(answer)["paths"]) is made
+
+
+def answered(address: str, sent: bytes) -> bytes:
+    """All that comes back until the server closes, or has nothing more to say."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        got = b""
+        while piece := connection.recv(65536):
+            got += piece
+        return got
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        b"POST /v1/completions HTTP/1.1\r\n",
+        b"GET /v1/models HTTP/1.1\r\n",
+        b"HTTP/1.1",
+        b"host: x\r\n",
+        b"content-length: 5\r\n",
+        b"content-length: -1\r\n",
+        b"content-length: 99999999999999999999\r\n",
+        b"transfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked, chunked\r\n",
+        b"expect: 100-continue\r\n",
+        b"content-type: application/json\r\n",
+        b"connection: upgrade\r\n",
+        b"\r\n",
+        b"5\r\nhello\r\n",
+        b"0\r\n\r\n",
+        b"ffffffffffffffff\r\n",
+        b'{"prompt": "a", "max_tokens": 1}',
+        b"[" * 2000,
+        b'{"a":' * 500,
+        b"\x00\xff\xfe",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.one_of(FRAGMENTS, st.binary(max_size=40)), max_size=10).map(b"".join))
+def test_bytes_that_are_no_request_get_an_http_error_or_a_closed_connection_and_harm_nobody(address, sent):
+    got = answered(address, sent)
+    assert got == b"" or got.startswith(b"HTTP/1.1 ")
+    assert b"HTTP/1.1 500" not in got
+    assert answered(address, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").startswith(b"HTTP/1.1 200")

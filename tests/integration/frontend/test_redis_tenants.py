@@ -1,0 +1,153 @@
+"""Limits that routers share in a real Redis."""
+
+import pytest
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import RequestRejected
+from fleet.peers.redis_tenants import RedisRateLimits
+from fleet.router.tenants import Tenants, TenantSettings
+from tests.support.servers.processes import a_redis_server
+
+pytestmark = pytest.mark.integration
+
+START = Nanos(5 * SECOND)
+LIMITS = {name: TenantSettings(requests_per_minute=10, tokens_per_minute=1000) for name in ("acme", "other")}
+
+
+class StoppedClock:
+    """A clock that stands still until it is told, so that buckets fill in Redis only."""
+
+    def __init__(self):
+        self.seconds = 0
+
+    def now(self):
+        return Nanos(START + self.seconds * SECOND)
+
+
+@pytest.fixture
+def redis():
+    with a_redis_server() as server:
+        yield server
+
+
+class LimitedRouter:
+    def __init__(self, url):
+        self.clock = StoppedClock()
+        self.tenants = Tenants(LIMITS, START)
+        self.shared = RedisRateLimits(url, self.tenants, self.clock)
+
+    def admits(self, tokens=10, tenant="acme"):
+        try:
+            self.tenants.admit(tenant, tokens, self.clock.now())
+        except RequestRejected:
+            return False
+        return True
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.shared._redis.aclose()
+
+
+async def test_two_routers_together_let_in_what_one_would(redis):
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
+        admitted = 0
+        for number in range(30):
+            admitted += (one, other)[number % 2].admits()
+            await one.shared.exchange()
+            await other.shared.exchange()
+        assert 10 <= admitted <= 11  # Redis's own clock goes on meanwhile
+
+
+async def test_what_was_taken_while_redis_was_away_is_told_when_it_is_back(tmp_path, redis):
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
+        assert all(one.admits(tokens=100) for _ in range(4))
+        await one.shared.exchange()
+        with redis.client() as client:
+            client.config_set("maxmemory", "1")  # it refuses to write from now on
+            client.config_set("maxmemory-policy", "noeviction")
+            assert all(one.admits(tokens=100) for _ in range(4))
+            await one.shared.exchange()
+            client.config_set("maxmemory", "0")
+        await one.shared.exchange()
+
+        assert other.admits(tokens=1)
+        await other.shared.exchange()
+        left = other.tenants.admit("acme", 1, START)
+
+    assert left.requests.remaining == 0  # eight, and its own two
+    assert 195 <= left.tokens.remaining <= 210
+
+
+async def test_a_router_goes_on_by_itself_without_redis():
+    async with LimitedRouter("redis://127.0.0.1:1") as alone:
+        assert sum(alone.admits() for _ in range(30)) == 10
+        await alone.shared.exchange()
+        assert not alone.admits()
+
+
+async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_full(redis):
+    async with LimitedRouter(redis.url) as one:
+        one.admits(tokens=500)
+        await one.shared.exchange()
+        with redis.client() as client:
+            assert 29 <= client.ttl("fleet/tenants/acme") <= 32  # half of the tokens, half a minute
+
+
+async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the_routers(redis):
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other, LimitedRouter(redis.url) as ignorant:
+        assert all(router.admits() for router in (one, other, one, other, one, other))
+        for router in (one, other, one):
+            await router.shared.exchange()
+        redis.kill()
+        redis.start()
+        for router in (ignorant, one, other):
+            await router.shared.exchange()  # finds its connection broken, or has nothing to say
+
+        ignorant.admits()
+        for router in (ignorant, one, other) * 3:
+            await router.shared.exchange()
+
+        assert [sum(router.admits() for _ in range(30)) for router in (one, other, ignorant)] == [3, 3, 3]
+
+
+async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_limits_are_shared(redis, caplog):
+    async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
+        with redis.client() as client:
+            client.set("fleet/tenants/acme", "somebody else's")
+        for _ in range(4):
+            assert one.admits()
+            assert one.admits(tenant="other")
+            await one.shared.exchange()
+        assert other.admits(tenant="other")
+        await other.shared.exchange()
+
+        assert sum(other.admits(tenant="other") for _ in range(30)) == 5
+        assert sum(one.admits() for _ in range(30)) == 6
+        assert one.shared.refused == 4
+        (said,) = [record for record in caplog.records if record.name == "fleet.peers.redis_tenants"]
+        assert (said.tenants, said.first) == (1, "acme")
+        assert "WRONGTYPE" in said.cause
+
+        with redis.client() as client:
+            client.delete("fleet/tenants/acme")
+        await one.shared.exchange()
+        assert other.admits()
+        await other.shared.exchange()
+        assert sum(other.admits() for _ in range(30)) == 0
+
+
+async def test_a_tenant_does_not_pay_twice_for_what_it_had_while_redis_was_long_away(redis):
+    async with LimitedRouter(redis.url) as one:
+        redis.kill()
+        for _ in range(10):
+            assert sum(one.admits() for _ in range(30)) == 10
+            await one.shared.exchange()
+            one.clock.seconds += 60
+        one.clock.seconds -= 48  # a fifth of the last minute has passed
+        redis.start()
+        for _ in range(3):
+            await one.shared.exchange()
+
+        assert sum(one.admits() for _ in range(30)) == 2

@@ -1,0 +1,44 @@
+"""What clients may say about a request reaches the router, over both protocols."""
+
+import openai
+import pytest
+
+from fleet.client import AsyncClient
+from tests.support.builders import MODEL
+from tests.support.frontend.frontends import open_frontends
+
+pytestmark = pytest.mark.integration
+
+HINTS = {"session": "s1", "priority": 3, "expected_tokens": 500, "pin": "w1", "labels": ["fast", "near"]}
+
+
+@pytest.fixture
+async def fronts(model_dir):
+    async with open_frontends(model_dir) as fronts:
+        fronts.will_answer("An answer.")
+        yield fronts
+
+
+def heard(fronts):
+    (arrived,) = fronts.router.submitted
+    return {name: getattr(arrived, name) for name in HINTS} | {"labels": list(arrived.labels)}
+
+
+async def test_hints_reach_the_router_over_grpc(fronts):
+    async with AsyncClient(fronts.grpc.address) as client:
+        await client.complete("A question", max_tokens=4, **HINTS)
+    assert heard(fronts) == HINTS
+
+
+async def test_hints_reach_the_router_over_http(fronts):
+    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
+        await client.completions.create(model=MODEL, prompt="A question", max_tokens=4, extra_body={"fleet": HINTS})
+    assert heard(fronts) == HINTS
+
+
+async def test_a_wrong_one_is_refused_under_the_name_that_the_client_wrote(fronts):
+    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
+        for hint, value in (("labels", ["l"] * 17), ("expected_tokens", -1), ("pin", 7)):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model=MODEL, prompt="A", extra_body={"fleet": {hint: value}})
+            assert caught.value.body["param"] == f"fleet.{hint}"

@@ -1,0 +1,113 @@
+"""Tenants at both front doors: keys, limits, and what clients are told about them."""
+
+import asyncio
+import json
+from hashlib import sha256
+from urllib.request import urlopen
+
+import openai
+import pytest
+
+from fleet.client import AsyncClient, Unauthenticated, Unavailable
+from fleet.core.errors import Reason
+from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.router.tenants import TenantSettings
+from tests.support.builders import MODEL
+from tests.support.frontend.frontends import open_frontends
+
+pytestmark = pytest.mark.integration
+
+KEY = "sk-of-acme"
+TENANTS = {"acme": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdigest(),), requests_per_minute=2)}
+
+
+@pytest.fixture
+async def fronts(model_dir):
+    async with open_frontends(model_dir, TENANTS) as fronts:
+        fronts.will_answer("An answer.")
+        yield fronts
+
+
+def openai_client(fronts, api_key=KEY):
+    return openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+
+
+def page(url: str) -> bytes:
+    with urlopen(url, timeout=60) as answer:
+        return answer.read()
+
+
+async def ask(client, **options):
+    return await client.completions.with_raw_response.create(model=MODEL, prompt="A question", max_tokens=4, **options)
+
+
+async def test_over_http_a_known_key_is_needed(fronts):
+    async with openai_client(fronts, "sk-wrong") as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await ask(client)
+    assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    assert caught.value.body["code"] == "unauthenticated"
+    assert not fronts.router.submitted
+
+
+async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_none(fronts):
+    """As OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
+    async with openai_client(fronts, "sk-wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.retrieve(MODEL)
+    async with openai_client(fronts) as client:
+        assert [each.id async for each in await client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+    assert json.loads(await asyncio.to_thread(page, f"{fronts.url}/health")) == {"status": "ok"}
+    assert await asyncio.to_thread(page, f"{fronts.url}/metrics")
+
+
+async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_says_when(fronts):
+    async with openai_client(fronts) as client:
+        whole = await ask(client)
+        streamed = await ask(client, stream=True)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask(client)
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in (whole, streamed)] == ["1", "0"]
+    assert whole.headers["x-ratelimit-limit-requests"] == "2"
+    assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
+    assert caught.value.body["code"] == "rate_limited"
+    assert len(fronts.router.submitted) == 2
+
+
+async def test_what_a_tenant_has_had_is_on_record(fronts):
+    async with openai_client(fronts) as client:
+        usages = [(await ask(client)).parse().usage for _ in range(2)]
+        with pytest.raises(openai.RateLimitError):
+            await ask(client)
+
+    record = {
+        (sample.labels["tenant"], sample.labels.get("of", "requests")): sample.value
+        for family in TenantMetrics(fronts.generation._tenants.usage).collect()
+        for sample in family.samples
+    }
+    prompts, answers = (
+        sum(each) for each in zip(*((u.prompt_tokens, u.completion_tokens) for u in usages), strict=True)
+    )
+    assert record == {("acme", "requests"): 2, ("acme", "prompts"): prompts, ("acme", "answers"): answers}
+    assert min(prompts, answers) > 2
+
+
+async def test_over_grpc_the_same_holds(fronts):
+    async with AsyncClient(fronts.grpc.address) as stranger:
+        with pytest.raises(Unauthenticated) as refused:
+            await stranger.complete("A question", max_tokens=4)
+        with pytest.raises(Unauthenticated):
+            await stranger.models()
+    assert refused.value.field == "authorization"
+    async with AsyncClient(fronts.grpc.address, api_key=KEY) as client:
+        for _ in range(2):
+            await client.complete("A question", max_tokens=4)
+        with pytest.raises(Unavailable) as limited:
+            await client.complete("A question", max_tokens=4)
+        assert [model.name for model in await client.models()] == [MODEL]
+    assert limited.value.reason is Reason.RATE_LIMITED
+    assert 0 < limited.value.retry_after_seconds <= 30
+    assert [arrived.tenant for arrived in fronts.router.submitted] == ["acme", "acme"]

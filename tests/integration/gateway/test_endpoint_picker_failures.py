@@ -1,0 +1,296 @@
+"""How calls of an endpoint picker end, and what is booked then: gateways that break off, that are wrong, and that do anything."""
+
+import asyncio
+import random
+
+import grpc
+import pytest
+
+from fleet.core.ids import WorkerId
+from fleet.router.messages import WorkerLeft
+from fleet.v1 import ext_proc_pb2 as pb
+from tests.support.gateway.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
+from tests.support.gateway.envoy import FULL_DUPLEX, a_completion, a_header_map
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+
+# Whose bookings end when
+
+
+async def test_a_worker_that_is_lost_ends_the_booking_and_not_the_answer(model_dir):
+    async with a_picker_setup(model_dir, D1, D2) as world:
+        request = world.request()
+        picked = await request.ask(a_completion())
+        world.router.hear(WorkerLeft(worker_id=WorkerId(f"d{picked.endpoints[0][7]}")))
+        await world.idle()
+        await request.answer_begins()
+        assert await request.answer_goes_on(EVENT, ends=True) == EVENT
+
+
+async def test_a_gateway_that_tells_nothing_loses_its_booking_and_can_go_on(model_dir):
+    async with a_picker_setup(model_dir, D1, picker={"lease_seconds": 0.1}) as world:
+        request = world.request()
+        await request.ask(a_completion())
+        await world.idle()
+        await request.answer_begins()
+        assert await request.answer_goes_on(EVENT) == EVENT
+
+
+async def at_head(request):
+    await request.head()
+
+
+async def at_body(request):
+    await request.head()
+    await request.body(a_completion()[:10], ends=False)
+
+
+async def when_picked(request):
+    await request.ask(a_completion())
+
+
+async def while_answered(request):
+    await request.ask(a_completion())
+    await request.answer_begins()
+    await request.answer_goes_on(EVENT)
+
+
+async def when_answered(request):
+    await while_answered(request)
+    await request.answer_goes_on(EVENT, ends=True)
+
+
+PHASES = [at_head, at_body, when_picked, while_answered, when_answered]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("cut", [True, False], ids=["cancelled", "ended"])
+async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_dir, phase, cut):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        await phase(request)
+        if cut:
+            request.call.cancel()
+        else:
+            await request.over()
+        await world.idle()
+
+
+async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue(model_dir):
+    async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
+        first, waiting = await world.one_behind_another()
+        waiting.call.cancel()
+        await until(lambda: world.router.status().queued == 0)
+        assert world.booked() == {"d1": 1}
+        await first.over()
+        await world.idle()
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"", 400, None),
+        (b"{", 400, None),
+        (b"\xff\xfe", 400, None),
+        (b"[" * 100_000, 400, None),
+        (a_completion(model="other"), 404, "model"),
+        (a_completion(""), 400, "prompt"),
+        (a_completion(temperature=9), 400, "temperature"),
+        (a_completion(list(range(5000))), 400, None),
+        (a_completion(fleet={"pin": "nobody"}), 400, "fleet.pin"),
+    ],
+)
+async def test_a_request_that_is_wrong_is_answered_as_the_openai_api_does(model_dir, body, status, param):
+    async with a_picker_setup(model_dir, D1) as world:
+        picked = await world.request().ask(body)
+        assert picked.status == status
+        if param is not None:
+            assert picked.error["param"] == param
+        await world.idle()
+
+
+async def test_a_body_that_is_too_long_is_refused_while_it_comes(model_dir):
+    async with a_picker_setup(model_dir, D1, picker={"max_body_bytes": 10_000}) as world:
+        request = world.request()
+        await request.head()
+        await request.body(b" " * 6000, b" " * 6000, ends=False)
+        picked = await request.picked()
+        assert (picked.status, picked.error["code"]) == (413, "too_large")
+        assert await request.hears() is None
+        await world.idle()
+
+
+async def test_bodies_that_together_take_too_much_are_shed(model_dir):
+    async with a_picker_setup(model_dir, D1, picker={"max_held_bytes": 10_000}) as world:
+        slow, other = world.request(), world.request()
+        await slow.head()
+        await slow.body(b" " * 8000, ends=False)
+        await until(lambda: world.picker.held_bytes == 8000)
+        assert (await other.ask(b" " * 8000)).status == 429
+        slow.call.cancel()
+        await world.idle()
+        assert (await world.request().ask(a_completion() + b" " * 8000)).endpoints
+
+
+async def test_a_request_that_does_not_come_is_given_up(model_dir):
+    async with a_picker_setup(model_dir, D1, picker={"body_seconds": 0.1}) as world:
+        request = world.request()
+        await request.head()
+        await request.body(b"{", ends=False)
+        assert (await request.picked()).status == 504
+        assert await request.hears() is None
+        await world.idle()
+
+
+BODY = pb.HttpBody(body=a_completion(), end_of_stream=True)
+HEADERS = pb.HttpHeaders(headers=a_header_map({":path": "/v1/completions"}))
+OUT_OF_TURN = [
+    (),
+    ({"request_body": BODY},),
+    ({"response_headers": HEADERS},),
+    ({"response_body": BODY},),
+    ({"request_trailers": pb.HttpTrailers()},),
+    ({"request_headers": HEADERS}, {"request_headers": HEADERS}),
+    ({"request_headers": HEADERS}, {"response_body": BODY}),
+    ({"request_headers": HEADERS}, {"request_body": BODY}, {"request_body": BODY}),
+    ({"request_headers": HEADERS}, {"request_body": BODY}, {"response_trailers": pb.HttpTrailers()}),
+    (
+        {"request_headers": HEADERS},
+        {"request_body": BODY},
+        {"response_headers": HEADERS},
+        {"response_headers": HEADERS},
+    ),
+    ({"request_headers": HEADERS}, {"request_body": BODY}, {"response_headers": HEADERS}, {"request_body": BODY}),
+    (
+        {"request_headers": HEADERS},
+        {"request_body": BODY},
+        {"response_headers": HEADERS},
+        {"response_body": BODY},
+        {"response_body": BODY},
+    ),
+]
+
+
+async def status_of(call):
+    async def to_the_end():
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await to_the_end()
+    return caught.value.code()
+
+
+@pytest.mark.parametrize("messages", OUT_OF_TURN)
+async def test_messages_out_of_turn_end_the_call_and_leave_nothing_booked(model_dir, messages):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        for message in messages or ({},):
+            await request.say(**message)
+        assert await status_of(request.call) is grpc.StatusCode.INVALID_ARGUMENT
+        await world.idle()
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"\x12\xff\xff\xff\xff\x0f", b"\x22\x05abc", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_bytes_that_are_no_message_end_the_call(model_dir, content):
+    async with a_picker_setup(model_dir, D1) as world:
+        call = world.gateway.raw()
+        await call.write(content)
+        assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_with_nothing_in_it_ends(model_dir):
+    async with a_picker_setup(model_dir, D1) as world:
+        await world.request().over()
+
+
+async def test_an_answer_of_the_gateways_own_may_come_before_the_request_is_whole(model_dir):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        await at_body(request)
+        await request.answer_begins("text/plain")
+        assert await request.answer_goes_on(b"too slow", ends=True) == b"too slow"
+        await world.idle()
+
+
+@pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL, 5, 77])
+async def test_a_gateway_that_keeps_bodies_to_itself_is_told_what_to_set(model_dir, mode):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        await request.head(modes=pb.ProtocolConfiguration(request_body_mode=mode))
+        picked = await request.picked()
+        assert picked.status == 500
+        assert "FULL_DUPLEX_STREAMED" in picked.error["message"]
+
+
+async def test_gateways_that_do_not_say_how_they_send_bodies_send_them_both_ways(model_dir):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        assert (await request.ask(a_completion(), modes=None)).endpoints
+        await request.answer_begins()
+        assert await request.answer_goes_on(EVENT) == EVENT
+
+
+async def test_who_only_watches_is_told_nothing_and_books_nothing(model_dir):
+    async with a_picker_setup(model_dir, D1) as world:
+        request = world.request()
+        await request.say(request_headers=HEADERS, observability_mode=True, protocol_config=FULL_DUPLEX)
+        await request.say(request_body=BODY, observability_mode=True)
+        await request.over()
+        assert world.booked() == {}
+
+
+async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_dir):
+    """Sixty calls side by side, each with a random course and end, while workers come and go."""
+    chance = random.Random(7)
+    bodies = [a_completion([number] * 40) for number in range(5)] + [a_completion(LONG), b"{", b""]
+    served = ["", "", "10.0.0.1:8000", "10.0.0.2:8000", "10.9.9.9:1"]
+
+    async def call(world):
+        request = world.request()
+        body, modes = chance.choice(bodies), chance.choice([FULL_DUPLEX, FULL_DUPLEX, None])
+
+        async def whole_body():
+            await request.body(body[:9], body[9:])
+            await request.picked()
+
+        steps = [
+            lambda: request.head(subset=chance.choice([None, None, ["10.0.0.1:8000"], []]), modes=modes),
+            whole_body,
+            lambda: request.answer_begins(served=chance.choice(served)),
+            lambda: request.answer_goes_on(EVENT),
+            lambda: request.answer_goes_on(EVENT * 40),
+            lambda: request.answer_goes_on(b"", ends=True),
+        ]
+        if chance.random() < 0.3:
+            steps.insert(chance.randrange(6), lambda: request.say(**chance.choice(chance.choice(OUT_OF_TURN[1:]))))
+        try:
+            for step in steps[: chance.randrange(1, 8)]:
+                await step()
+                await asyncio.sleep(chance.random() / 100)
+            if chance.random() < 0.5:
+                await request.over()
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, AssertionError, AttributeError):
+            pass  # the picker has ended the call
+        request.call.cancel()
+
+    small = {"max_running": 4}
+    async with a_picker_setup(
+        model_dir, D1, P1, joined("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
+    ) as world:
+        async with asyncio.TaskGroup() as calls:
+            for number in range(60):
+                calls.create_task(call(world))
+                if number % 20 == 10:
+                    world.router.hear(WorkerLeft(worker_id=WorkerId("d2")))
+                    await asyncio.sleep(0.02)
+                    world.router.hear(joined("d2", "10.0.0.2:8000", **small))
+        await world.idle()
+        world.router._machine.check()
+        assert world.router.status().counters.ended > 20
+        assert not world.selection._bookings

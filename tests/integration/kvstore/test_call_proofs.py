@@ -1,0 +1,185 @@
+"""Proofs of control-plane calls that somebody overheard: none is of use a second time, or for anything else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from google.protobuf.struct_pb2 import Struct
+
+from kvstore.security.authentication import SKEW_SECONDS, AuthenticationKey, CallProof, Purpose
+from kvstore.security.call_proofs import (
+    PROOF_KEY,
+    ProofAioUnaryInterceptor,
+    ProofServerInterceptor,
+    ProofStreamInterceptor,
+    ProofUnaryInterceptor,
+)
+from kvstore.security.call_replays import WINDOW
+from kvstore.system_clock import unix_seconds
+from kvstore.v1 import blocks_pb2 as pb
+from kvstore.v1 import blocks_pb2_grpc as pb_grpc
+from tests.support.waiting import SECONDS
+
+pytestmark = pytest.mark.integration
+
+KEY = AuthenticationKey(b"the secret of this deployment", Purpose.CONTROL)
+STATS, MATCH, WATCH = (f"/kvstore.v1.BlockStore/{name}" for name in ("Stats", "Match", "Watch"))
+CALLER = bytes(range(16))
+BODY = pb.MatchRequest(hashes=b"the blocks asked about").SerializeToString()
+
+
+class CountingStore(pb_grpc.BlockStoreServicer):
+    """Counts the calls that get through."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    async def Stats(self, request, context):  # noqa: N802 - named by the protocol
+        self.served += 1
+        return pb.StatsResponse(store_id="asked")
+
+    async def Match(self, request, context):  # noqa: N802 - named by the protocol
+        self.served += 1
+        return pb.MatchResponse()
+
+    async def Watch(self, request, context):  # noqa: N802 - named by the protocol
+        self.served += 1
+        yield pb.BlockChanges(sequence=1)
+
+
+async def _echo(request, context):
+    return request
+
+
+@asynccontextmanager
+async def a_server() -> AsyncIterator[tuple[CountingStore, str]]:
+    server = grpc.aio.server(interceptors=[ProofServerInterceptor(KEY)])
+    servicer = CountingStore()
+    pb_grpc.add_BlockStoreServicer_to_server(servicer, server)
+    echo = grpc.unary_unary_rpc_method_handler(_echo, Struct.FromString, Struct.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Maps", {"Echo": echo}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+def a_proof(method: str = MATCH, request: bytes = BODY, *, number: int = 0, ago: int = 0) -> str:
+    proof = CallProof.of(KEY, method, request, unix_seconds=unix_seconds() - ago, caller=CALLER, number=number)
+    return proof.text
+
+
+async def send(channel: grpc.aio.Channel, method: str, request: bytes, proof: str) -> None:
+    """Send these very bytes with that proof, as whoever overheard it can."""
+    metadata = ((PROOF_KEY, proof),)
+    if method == WATCH:
+        async for _ in channel.unary_stream(method)(request, metadata=metadata, timeout=SECONDS):
+            pass
+    else:
+        await channel.unary_unary(method)(request, metadata=metadata, timeout=SECONDS)
+
+
+async def refusal(channel: grpc.aio.Channel, method: str, request: bytes, proof: str) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await send(channel, method, request, proof)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    return caught.value.details() or ""
+
+
+async def test_captured_proof_is_refused_a_second_time():
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        proof = a_proof()
+        await send(channel, MATCH, BODY, proof)
+
+        assert "accepted once" in await refusal(channel, MATCH, BODY, proof)
+
+        assert server.served == 1
+
+
+async def test_captured_proof_is_refused_with_another_body():
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        other = pb.MatchRequest(hashes=b"other blocks").SerializeToString()
+
+        assert "another call" in await refusal(channel, MATCH, other, a_proof())
+
+        assert server.served == 0
+        await send(channel, MATCH, BODY, a_proof())  # a refused call does not use its number up
+
+
+async def test_captured_proof_is_refused_for_another_method():
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        for method in (STATS, WATCH):
+            assert "another call" in await refusal(channel, method, BODY, a_proof())
+        assert server.served == 0
+
+
+async def test_captured_proof_of_a_stream_is_refused_a_second_time():
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        proof = a_proof(WATCH, b"")
+        await send(channel, WATCH, b"", proof)
+
+        assert "accepted once" in await refusal(channel, WATCH, b"", proof)
+
+        assert server.served == 1
+
+
+async def test_calls_may_overtake_each_other_within_the_window():
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        for number in (WINDOW, 1, WINDOW - 1, 2):
+            await send(channel, MATCH, BODY, a_proof(number=number))
+        assert "overtaken" in await refusal(channel, MATCH, BODY, a_proof(number=0))
+        assert server.served == 4
+
+
+@pytest.mark.parametrize("ago", [SKEW_SECONDS + 10, -SKEW_SECONDS - 10])
+async def test_clock_that_is_off_is_refused_with_the_hint(ago):
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
+        says = await refusal(channel, MATCH, BODY, a_proof(ago=ago))
+        assert f"{-ago} s ahead" in says
+        assert "set the clocks" in says
+        assert server.served == 0
+
+
+async def test_proof_of_an_older_version_is_refused_and_says_so():
+    async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
+        older = f"{unix_seconds()}.{bytes(16).hex()}.{bytes(32).hex()}"
+        assert "update the caller's software" in await refusal(channel, MATCH, BODY, older)
+
+
+async def test_request_that_is_not_proven_is_not_parsed():
+    """Only a request whose proof holds reaches the parser; else strangers could feed it."""
+    async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
+        assert "asks for a proof" in await refusal(channel, MATCH, b"\xff" * 40, "no proof")
+
+
+async def test_clients_prove_the_bytes_they_send():
+    calls = [ProofStreamInterceptor(KEY), ProofAioUnaryInterceptor(KEY)]
+    async with a_server() as (server, address), grpc.aio.insecure_channel(address, interceptors=calls) as channel:
+        stub = pb_grpc.BlockStoreStub(channel)
+        answers = stub.Watch(pb.WatchRequest(), timeout=SECONDS)
+        assert [each.sequence async for each in answers] == [1]
+        await asyncio.gather(*(stub.Stats(pb.StatsRequest(), timeout=SECONDS) for _ in range(200)))
+        assert server.served == 201
+
+
+async def test_clients_prove_messages_with_maps():
+    """The entries of a map have no order, and the bytes that are proven must be those that are sent."""
+    calls = [ProofAioUnaryInterceptor(KEY)]
+    async with a_server() as (_, address), grpc.aio.insecure_channel(address, interceptors=calls) as channel:
+        echo = channel.unary_unary("/test.Maps/Echo", Struct.SerializeToString, Struct.FromString)
+        for entries in range(0, 2000, 100):
+            message = Struct()
+            message.update({f"key {each}": each for each in range(entries)})
+            assert await echo(message, timeout=SECONDS) == message
+
+
+async def test_answer_is_proven_to_synchronous_clients():
+    def ask() -> str:
+        with grpc.insecure_channel(address) as channel:
+            stub = pb_grpc.BlockStoreStub(grpc.intercept_channel(channel, ProofUnaryInterceptor(KEY)))
+            return stub.Stats(pb.StatsRequest(), timeout=SECONDS).store_id
+
+    async with a_server() as (_, address):
+        assert await asyncio.to_thread(ask) == "asked"

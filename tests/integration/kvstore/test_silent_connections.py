@@ -1,0 +1,132 @@
+"""Connections to a node that say nothing: they cost those who can prove the secret nothing, on any of its ports."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from urllib.request import urlopen
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore.messages import DataPath
+from kvstore.security.authentication import AuthenticationKey, Purpose
+from kvstore.security.credentials import Credentials
+from kvstore.service import server
+from kvstore.service.server import open_node
+from kvstore.system_clock import MonotonicClock
+from kvstore.transports.tcp import TcpTransport
+from kvstore.transports.tcp_server import NEWCOMERS
+from tests.support.kvstore.builders import (
+    BLOCK_BYTES,
+    NodeProcess,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    a_store_client,
+    node_settings,
+    soon,
+)
+from tests.support.servers.processes import a_free_port
+from tests.support.waiting import SECONDS, eventually, until
+
+pytestmark = pytest.mark.integration
+
+SECRET = "a secret of this deployment"
+SILENT = 600
+CLIENTS = 60
+
+
+@pytest.fixture
+def secret(tmp_path) -> Credentials:
+    (tmp_path / "secret").write_text(SECRET)
+    return Credentials(secret_file=str(tmp_path / "secret"))
+
+
+@contextmanager
+def silent_connections(address: str, count: int = SILENT) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        host, _, port = address.rpartition(":")
+        yield [stack.enter_context(socket.create_connection((host, int(port)), SECONDS)) for _ in range(count)]
+
+
+def ended(connections: list[socket.socket]) -> int:
+    """How many of them the node has ended."""
+    count = 0
+    for each in connections:
+        each.settimeout(0)
+        try:
+            count += not each.recv(1 << 16)
+        except BlockingIOError:
+            continue
+        except ConnectionError:
+            count += 1
+    return count
+
+
+def a_metric(node: NodeProcess, name: str) -> float:
+    with urlopen(f"http://{node.settings.metrics_listen}/metrics", timeout=SECONDS) as response:
+        return next(float(line.split()[1]) for line in response.read().decode().splitlines() if line.startswith(name))
+
+
+def test_silent_connections_refuse_no_client_with_the_secret(secret):
+    namespace = a_namespace()
+    with (
+        a_node(
+            shm_socket="", credentials=secret, metrics_listen=f"127.0.0.1:{a_free_port()}", listen=["127.0.0.1:0"]
+        ) as node,
+        a_store_client(node.endpoints.listen[0], namespace, credentials=secret) as first,
+        silent_connections(node.endpoints.data_address) as silent,
+        ThreadPoolExecutor(CLIENTS) as threads,
+    ):
+
+        def connect(_: int) -> TcpTransport:
+            key = AuthenticationKey(SECRET.encode(), Purpose.DATA)
+            return TcpTransport(
+                node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), soon(SECONDS), key
+            )
+
+        clients = list(threads.map(connect, range(CLIENTS)))  # raises where one is refused
+
+        assert eventually(lambda: ended(silent) >= SILENT - NEWCOMERS)
+        assert a_metric(node, "kvstore_data_crowded_out_total") >= SILENT - NEWCOMERS
+        assert first.stats() is not None
+        for client in clients:
+            client.close()
+
+
+def test_silent_connections_to_the_metrics_keep_nobody_from_them():
+    with (
+        a_node(metrics_listen=f"127.0.0.1:{a_free_port()}") as node,
+        silent_connections(node.settings.metrics_listen, 200) as silent,
+    ):
+        assert a_metric(node, "kvstore_expired_total") == 0
+        assert ended(silent) >= 100
+        assert a_metric(node, "kvstore_expired_total") == 0
+
+
+async def test_silent_connections_to_the_control_plane_are_cut(monkeypatch):
+    monkeypatch.setattr(server, "HANDSHAKE_MS", 300)
+    with a_short_folder() as folder:
+        async with open_node(node_settings(folder), MonotonicClock()) as endpoints:
+            address = endpoints.listen[1]
+            with silent_connections(address, 50) as silent:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    health = health_pb2_grpc.HealthStub(channel)
+                    await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+
+                    await until(lambda: ended(silent) == 50)
+
+                    await health.Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+
+
+def test_silent_connections_to_the_memory_socket_give_way():
+    namespace = a_namespace()
+    with a_node() as node, ExitStack() as stack:
+        for _ in range(SILENT):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.settimeout(SECONDS)
+            silent.connect(node.endpoints.shm_socket)
+        with a_store_client(node.address, namespace) as client:
+            assert client.path is DataPath.SHM

@@ -1,0 +1,479 @@
+"""The SSD tier on disks that fail, hang, are full or read-only: misses and `TierFailed`, never a wrong byte."""
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.codecs.plain import PlainCodec
+from kvstore.errors import StoreNotStarted, TierFailed
+from kvstore.messages import BlockOutcome
+from kvstore.pool.extents import PAGE_BYTES
+from kvstore.system_clock import MonotonicClock
+from kvstore.tiers.ssd.disk import aligned, open_disk
+from kvstore.tiers.ssd.tier import SsdTier
+from tests.support.kvstore.builders import BLOCK_BYTES
+from tests.support.kvstore.ssd_disks import (
+    PER_SEGMENT,
+    DiskFaults,
+    HoldPoint,
+    ShiftedClock,
+    a_tier,
+    get,
+    keys_of,
+    put,
+    segments,
+    served,
+    soon,
+    ssd_settings,
+)
+from tests.support.stopwatch import at_most
+from tests.support.waiting import eventually
+
+MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+
+
+@pytest.fixture
+def faults():
+    return DiskFaults()
+
+
+def in_thread(act):
+    """Calls `act` in a thread; returns the thread and a list for its result."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(act()))
+    thread.start()
+    return thread, results
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# Input and output errors
+
+
+def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
+    tier = a_tier(tmp_path, faults=faults)
+    keys = keys_of(4)
+    put(tier, keys)
+    faults.fail_reads(errno.EIO)
+
+    with pytest.raises(TierFailed, match=r"^nothing can be read: injected$"):
+        get(tier, keys[:2])
+    with pytest.raises(TierFailed):
+        get(tier, keys[2:3])
+
+    assert get(tier, keys[:3]) == [GONE] * 3, "what cannot be read is not tried again and again"
+    assert tier.status().failures == 2
+    assert warnings(caplog) == ["SSD tier: reading fails; blocks are misses"]
+    faults.heal()
+    assert get(tier, keys) == [GONE, GONE, GONE, MOVED]
+    assert put(tier, keys) == [True] * 4
+    assert get(tier, keys) == [MOVED] * 4
+    tier.check()
+    tier.close()
+
+
+def test_where_only_some_reads_fail_the_others_are_answered(tmp_path, faults):
+    tier = a_tier(tmp_path, faults=faults)
+    keys = keys_of(2 * PER_SEGMENT)
+    put(tier, keys[:PER_SEGMENT])
+    put(tier, keys[PER_SEGMENT:])
+    bad = segments(tmp_path)[0].name
+    faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
+
+    assert get(tier, keys) == [GONE] * PER_SEGMENT + [MOVED] * PER_SEGMENT
+    assert tier.status().failures >= 1
+    assert tier.status().misses == PER_SEGMENT
+    tier.close()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ENOSPC])
+def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog, code):
+    clock = ShiftedClock()
+    tier = a_tier(tmp_path, faults=faults, clock=clock)
+    before, after = keys_of(3), keys_of(3, "later")
+    put(tier, before)
+    faults.fail_writes(code)
+
+    with pytest.raises(TierFailed, match="nothing can be written"):
+        put(tier, after)
+    writes = faults.writes
+    with pytest.raises(TierFailed):
+        put(tier, after)
+
+    assert faults.writes == writes, "a folder that fails is left alone for a while"
+    assert put(tier, before) == [True] * 3
+    assert get(tier, [*before, *after]) == [MOVED] * 3 + [GONE] * 3
+    faults.heal()
+    clock.advance(5)
+    assert put(tier, after, deadline=soon(60)) == [True] * 3
+    assert get(tier, after, deadline=soon(60)) == [MOVED] * 3
+    assert warnings(caplog) == ["SSD tier: writing fails; blocks are not kept"]
+    tier.check()
+    tier.close()
+
+
+def test_a_write_that_failed_half_way_leaves_nothing_to_read(tmp_path, faults):
+    tier = a_tier(tmp_path, faults=faults)
+    put(tier, keys_of(2))
+    faults.fail_writes(errno.ENOSPC)
+    faults.torn = True
+    with pytest.raises(TierFailed):
+        put(tier, keys_of(4, "torn"))
+    faults.heal()
+
+    assert get(tier, keys_of(4, "torn")) == [GONE] * 4
+    tier.close()
+    again = a_tier(tmp_path)
+    assert get(again, keys_of(2)) == [MOVED] * 2
+    assert get(again, keys_of(4, "torn")) == [GONE] * 4
+    again.close()
+
+
+def test_one_bad_directory_leaves_the_others_working(tmp_path, faults):
+    healthy = DiskFaults()
+    tier = SsdTier.open(
+        ssd_settings(tmp_path / "good", tmp_path / "bad", capacity_bytes=4 << 20),
+        codecs=lambda digest: PlainCodec(),
+        clock=MonotonicClock(),
+        disks=lambda folder: (faults if folder.endswith("bad") else healthy).disk(folder),
+    )
+    faults.fail_writes()
+    for number in range(4):
+        with contextlib.suppress(TierFailed):
+            put(tier, keys_of(4, f"n{number}"))
+
+    put(tier, keys_of(4, "last"))
+
+    assert served(tier, keys_of(4, "last")) == keys_of(4, "last")
+    tier.check()
+    tier.close()
+
+
+def test_bits_that_flip_on_the_way_are_corrupt_and_the_block_can_be_replaced(tmp_path, faults):
+    tier = a_tier(tmp_path, faults=faults)
+    keys = keys_of(3)
+    put(tier, keys)
+
+    def flip_in_second_payload(pieces):
+        pieces[3][17] ^= 4
+
+    faults.read_all = flip_in_second_payload
+    assert get(tier, keys) == [MOVED, CORRUPT, MOVED]
+    faults.heal()
+
+    assert get(tier, keys) == [MOVED, GONE, MOVED]
+    assert put(tier, keys) == [True] * 3
+    assert get(tier, keys) == [MOVED] * 3
+    assert tier.status().corrupt == 1
+    tier.close()
+
+
+def test_a_footer_that_cannot_be_written_costs_time_and_no_block(tmp_path, faults):
+    tier = a_tier(tmp_path, faults=faults)
+    keys = keys_of(3 * PER_SEGMENT)
+    end = 63 * PAGE_BYTES - PAGE_BYTES  # where footers begin
+    faults.write_error = lambda name, offset: OSError(errno.EIO, "injected") if offset >= end else None
+    put(tier, keys)
+    tier.close()
+
+    again = a_tier(tmp_path)
+
+    assert get(again, keys) == [MOVED] * len(keys)
+    again.close()
+
+
+def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, caplog):
+    tier = a_tier(tmp_path)
+    put(tier, keys_of(PER_SEGMENT, "a"))
+    put(tier, keys_of(PER_SEGMENT, "b"))
+    tier.close()
+    bad = segments(tmp_path)[0].name
+    faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
+    caplog.clear()
+
+    again = a_tier(tmp_path, faults=faults)
+
+    assert again.status().blocks == PER_SEGMENT
+    assert warnings(caplog) == ["a segment cannot be read; it will be written over when space is needed"]
+    again.close()
+
+
+# Slow and hanging disks
+
+
+def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
+    gate, clock = HoldPoint(), ShiftedClock()
+    tier = a_tier(tmp_path, faults=faults, clock=clock)
+    keys = keys_of(2 * PER_SEGMENT)
+    put(tier, keys[:PER_SEGMENT])
+    put(tier, keys[PER_SEGMENT:])
+    slow = segments(tmp_path)[0].name
+    faults.before_read = lambda name, offset: gate() if name == slow else None
+
+    into = [np.zeros(BLOCK_BYTES, np.uint8)]
+    stuck, answers = in_thread(lambda: tier.get(keys[:1], into, soon()))
+    gate.wait()
+
+    assert get(tier, keys[PER_SEGMENT:]) == [MOVED] * PER_SEGMENT
+    assert put(tier, keys_of(3, "new")) == [True] * 3
+    clock.advance(60)
+    assert stuck.is_alive(), "its buffers are in use"
+    gate.open()
+    stuck.join(60)
+    assert answers[0][0].outcome is GONE, "it came too late"
+    assert tier.status().failures == 1
+    tier.check()
+    tier.close()
+
+
+def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults):
+    gate = HoldPoint()
+    tier = a_tier(tmp_path, faults=faults, threads=2)
+    keys = keys_of(4)
+    put(tier, keys)
+    faults.before_read = gate
+    stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
+    eventually(tier._crew._scratch.empty)
+
+    with at_most(5):
+        assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4
+        assert put(tier, keys_of(2, "b"), deadline=soon(0.1)) == [False] * 2
+
+    gate.open()
+    for thread in stuck:
+        thread.join(60)
+    assert get(tier, keys) == [MOVED] * 4
+    assert tier.status().failures == 2
+    tier.close()
+
+
+def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
+    gate = HoldPoint()
+    tier = a_tier(tmp_path, faults=faults, max_calls=2)
+    keys = keys_of(2)
+    put(tier, keys)
+    faults.before_read = gate
+    stuck = [in_thread(lambda: get(tier, keys))[0] for _ in range(2)]
+    eventually(lambda: tier._calls == 2)
+
+    assert get(tier, keys) == [GONE] * 2, "at once, with any deadline"
+    assert put(tier, keys_of(1, "b")) == [False]
+    assert tier.find(keys, soon()) == 2
+
+    gate.open()
+    for thread in stuck:
+        thread.join(60)
+    assert get(tier, keys) == [MOVED] * 2
+    tier.close()
+
+
+def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
+    """The reader stands in the middle of its read while everything around it is evicted."""
+    gate = HoldPoint()
+    tier = a_tier(tmp_path, faults=faults)
+    first = keys_of(PER_SEGMENT, "first")
+    put(tier, first)
+    slow = segments(tmp_path)[0].name
+    faults.before_read = lambda name, offset: gate() if name == slow else None
+    reader, outcomes = in_thread(lambda: get(tier, first))
+    gate.wait()
+
+    for number in range(20):
+        assert put(tier, keys_of(PER_SEGMENT, f"n{number}")) == [True] * PER_SEGMENT
+    gate.open()
+    reader.join(60)
+
+    assert outcomes == [[MOVED] * PER_SEGMENT]
+    put(tier, keys_of(PER_SEGMENT, "after"))
+    tier.check()
+    tier.close()
+
+
+def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path, faults):
+    gate = HoldPoint()
+    tier = a_tier(tmp_path, faults=faults, capacity_bytes=1 << 20, threads=8)
+    batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(2)]
+    for batch in batches:
+        put(tier, batch)
+    faults.before_read = gate
+    readers = [in_thread(lambda keys=batch: get(tier, keys)) for batch in batches]
+    eventually(lambda: tier._calls == 2)
+    wanted = keys_of(3 * PER_SEGMENT, "more")
+
+    kept = put(tier, wanted, deadline=soon(0.3))
+
+    assert 0 < kept.count(True) < len(wanted)
+    gate.open()
+    for reader, outcomes in readers:
+        reader.join(60)
+        assert set(outcomes[0]) <= {MOVED, GONE}
+    assert put(tier, wanted[-PER_SEGMENT:]) == [True] * PER_SEGMENT
+    tier.check()
+    tier.close()
+
+
+def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
+    monkeypatch.setattr("kvstore.tiers.ssd.tier.CLOSE_SECONDS", 0.1)
+    gate = HoldPoint()
+    tier = a_tier(tmp_path, faults=faults)
+    put(tier, keys_of(1))
+    faults.before_read = gate
+    reader, outcomes = in_thread(lambda: get(tier, keys_of(1)))
+    gate.wait()
+
+    tier.close()
+
+    assert warnings(caplog) == ["SSD tier: closed while the disk hangs; its files stay open until the process ends"]
+    gate.open()
+    reader.join(60)
+    assert outcomes == [[MOVED]], "its file was not closed under it"
+    for volume in tier._volumes:
+        volume.close()
+
+
+# Real file systems: full, read-only, small
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *command: str):
+    folder.mkdir()
+    subprocess.run([*command, str(folder)], check=True, capture_output=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
+
+
+def a_tmpfs(folder: Path, size_bytes: int):
+    return mounted(folder, "mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none")
+
+
+@contextlib.contextmanager
+def an_ext4(folder: Path, image: Path, size_bytes: int):
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True, capture_output=True)
+    with mounted(folder, "mount", "-o", "loop", str(image)) as path:
+        yield path
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request, tmp_path):
+    """A file system of two MiB and a bit."""
+    context = (
+        a_tmpfs(tmp_path / "disk", 2 << 20)
+        if request.param == "tmpfs"
+        else an_ext4(tmp_path / "disk", tmp_path / "image", 2560 << 10)
+    )
+    with context as folder:
+        yield folder
+
+
+@needs_root
+def test_a_device_smaller_than_the_cap_is_used_as_far_as_it_goes(small_disk, caplog):
+    tier = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
+    for number in range(20):
+        assert put(tier, keys_of(PER_SEGMENT, f"n{number}")) == [True] * PER_SEGMENT
+
+    assert get(tier, keys_of(PER_SEGMENT, "n19")) == [MOVED] * PER_SEGMENT
+    assert tier.status().blocks >= 4 * PER_SEGMENT
+    assert sum("no further segment can be made" in line for line in warnings(caplog)) == 1
+    tier.check()
+    tier.close()
+
+    again = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
+    assert get(again, keys_of(PER_SEGMENT, "n19")) == [MOVED] * PER_SEGMENT
+    again.close()
+
+
+@needs_root
+def test_a_device_that_others_have_filled_keeps_nothing_and_says_so(small_disk):
+    tier = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
+    with contextlib.suppress(OSError), (small_disk / "others").open("wb") as file:
+        while True:
+            file.write(bytes(PAGE_BYTES))
+            file.flush()
+
+    with pytest.raises(TierFailed, match="No space left on device"):
+        put(tier, keys_of(3))
+    assert get(tier, keys_of(3)) == [GONE] * 3
+    assert segments(small_disk / "kv") == []
+    tier.check()
+    tier.close()
+
+
+@needs_root
+def test_a_read_only_directory_is_refused_at_the_start(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=True)
+
+    with pytest.raises(StoreNotStarted, match=r"directories\[0\]: .*Read-only"):
+        a_tier(small_disk / "kv")
+
+
+@needs_root
+def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
+    """A full disk takes the first part of a write; the rest is an error and not silence."""
+    with a_tmpfs(tmp_path / "disk", 64 * PAGE_BYTES) as folder:
+        disk = open_disk(str(folder), direct=False)
+        file = disk.create("segment-000000", PAGE_BYTES)
+        big = aligned(80 * PAGE_BYTES)
+        big[:] = 7
+
+        with pytest.raises(OSError, match="No space left") as failure:
+            file.write([big[: 10 * PAGE_BYTES], big[10 * PAGE_BYTES :]], 0)
+        assert failure.value.errno == errno.ENOSPC
+
+        into = aligned(80 * PAGE_BYTES)
+        count = file.read([into[: 3 * PAGE_BYTES], into[3 * PAGE_BYTES :]], 0)
+        assert 40 * PAGE_BYTES < count <= 64 * PAGE_BYTES
+        assert (into[:count] == 7).all()
+        file.close()
+        disk.close()
+
+
+def test_a_transfer_of_more_pieces_than_the_system_takes_is_whole(tmp_path):
+    disk = open_disk(str(tmp_path), direct=True)
+    file = disk.create("segment-000000", 1500 * PAGE_BYTES)
+    content = aligned(1500 * PAGE_BYTES)
+    content[:] = np.random.default_rng(1).integers(0, 255, content.nbytes, dtype=np.uint8)
+    rows = content.reshape(1500, PAGE_BYTES)
+
+    file.write(list(rows), 0)
+    into = aligned(1500 * PAGE_BYTES)
+
+    assert file.read(list(into.reshape(1500, PAGE_BYTES)), 0) == content.nbytes
+    assert np.array_equal(into, content)
+    file.close()
+    disk.close()
+
+
+def test_nothing_is_left_open(tmp_path):
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()  # of what earlier tests have left
+    threads = threading.active_count()
+    before = descriptors()
+    for _ in range(3):
+        tier = a_tier(tmp_path)
+        put(tier, keys_of(3 * PER_SEGMENT))
+        tier.close()
+        tier = a_tier(tmp_path)
+        with pytest.raises(StoreNotStarted):
+            a_tier(tmp_path)
+        tier.close()
+
+    eventually(lambda: descriptors() <= before)
+    eventually(lambda: threading.active_count() <= threads)

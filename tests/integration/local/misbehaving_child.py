@@ -1,0 +1,62 @@
+"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
+slow SECONDS``."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from fleet.local.heartbeat import send_heartbeats
+from fleet.local.process_group import die_with_parent
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def main() -> None:
+    how, *rest = sys.argv[1:-4]
+    _, ready_fd, _, parent = sys.argv[-4:]
+    die_with_parent(int(parent))
+    os.set_inheritable(int(ready_fd), False)
+    kept = None
+    match how:
+        case "exit":
+            print(rest[1], file=sys.stderr)
+            sys.exit(int(rest[0]))
+        case "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        case "family" | "loading":
+            relatives = [subprocess.Popen([sys.executable, "-c", STUBBORN]) for _ in range(2)]
+            Path(rest[0]).write_text("\n".join(str(each.pid) for each in relatives))
+        case "shared":
+            kept = shared_memory.SharedMemory(create=True, size=4096)
+            Path(rest[0]).write_text(kept.name)
+    if how == "slow":
+        time.sleep(float(rest[0]))
+    if how in ("beat", "slow"):
+        asyncio.run(stay_alive(int(ready_fd)))
+    if how != "loading":
+        say_ready(int(ready_fd))
+        os.close(int(ready_fd))
+    while True:
+        signal.pause()
+
+
+def say_ready(ready_fd: int) -> None:
+    os.write(ready_fd, json.dumps({"grpc": f"pid-{os.getpid()}"}).encode() + b"\n")
+
+
+async def stay_alive(ready_fd: int) -> None:
+    """Send beats until somebody sends SIGUSR1: then the event loop is stuck."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
+    say_ready(ready_fd)
+    send_heartbeats(ready_fd)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""Promises of the supervisor, with children that misbehave on request."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from msgspec import structs
+
+from fleet.config import child_environment
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import SystemClock
+from fleet.local.liveness import LivenessLimits
+from fleet.local.processes import ClusterFailed, LocalProcess, LocalProcesses
+from fleet.local.runs import LocalRun, runtime_folder
+from fleet.local.supervision import LONGEST_BACKOFF, ChildProcess, ChildState
+from kvstore.clock import nanos
+from tests.support.fleet_processes import alive, command_of
+from tests.support.shared_memory import abandoned_segments
+from tests.support.stopwatch import at_most
+from tests.support.waiting import eventually, until
+
+pytestmark = pytest.mark.integration
+
+CHILD = Path(__file__).with_name("misbehaving_child.py")
+DEBUGGER = Path(__file__).with_name("attaching_debugger.py")
+
+
+def a_process(name: str, *how: str) -> LocalProcess:
+    child = ChildProcess(
+        name=name, start_stage=0, stop_stage=0, ready_within=Nanos(10 * SECOND), stop_within=Nanos(5 * SECOND)
+    )
+    return LocalProcess(child=child, command=(sys.executable, str(CHILD), *how))
+
+
+def a_beating_process(
+    name: str, *, silent: float = 3600, stopped: float = 3600, how: Sequence[str] = ("beat",)
+) -> LocalProcess:
+    """A child that sends beats; limits in seconds."""
+    return structs.replace(a_process(name, *how), limits=LivenessLimits(stopped=nanos(stopped), silent=nanos(silent)))
+
+
+def supervise(
+    folder: Path, said: list[str], *processes: LocalProcess, drain=None, longest_pause=LONGEST_BACKOFF
+) -> LocalProcesses:
+    return LocalProcesses(
+        processes,
+        folder=folder,
+        logs=folder,
+        environment=child_environment(),
+        clock=SystemClock(),
+        say=said.append,
+        drain=drain,
+        longest_pause=longest_pause,
+    )
+
+
+@pytest.fixture
+def folder():
+    with runtime_folder() as folder:
+        yield folder
+    assert not folder.exists()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = abandoned_segments()
+    yield
+    eventually(lambda: abandoned_segments() <= before)
+    assert [process for process in psutil.Process().children() if str(CHILD) in " ".join(command_of(process))] == []
+
+
+def family_of(folder: Path) -> list[int]:
+    return [int(line) for path in folder.glob("*.family") for line in path.read_text().split()]
+
+
+async def test_the_body_runs_when_all_are_ready_and_their_endpoints_are_known(folder):
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"))
+    seen = {}
+
+    async def body():
+        seen.update(processes.endpoints)
+        assert alive(processes.pids.values()) == list(processes.pids.values())
+        seen["pids"] = processes.pids
+
+    await processes.hold(body)
+
+    assert seen["a"]["grpc"] == f"pid-{seen['pids']['a']}"
+    assert seen["b"]["grpc"] == f"pid-{seen['pids']['b']}"
+    assert alive(seen["pids"].values()) == []
+
+
+async def test_a_killed_child_comes_back_and_its_whole_family_goes(folder):
+    processes = supervise(folder, [], a_process("a", "family", str(folder / "a.family")))
+
+    async def body():
+        first = processes.pids["a"]
+        family = family_of(folder)
+        assert len(alive(family)) == 2
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: processes.pids.get("a", first) != first)
+        assert alive(family) == []
+        await until(lambda: len(alive(family_of(folder))) == 2)
+
+    await processes.hold(body)
+
+    assert alive(family_of(folder)) == []
+
+
+async def test_a_resource_tracker_may_finish_removing_shared_memory(folder):
+    processes = supervise(folder, [], a_process("a", "shared", str(folder / "segment")))
+    segments = []
+
+    async def body():
+        segment = Path("/dev/shm") / (folder / "segment").read_text()
+        segments.append(segment)
+        assert segment.exists()
+        first = processes.pids["a"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: processes.pids.get("a", first) != first)
+        assert not segment.exists()
+
+    await processes.hold(body)
+
+    assert not segments[0].exists()
+
+
+async def test_refused_settings_end_the_attempt_with_the_childs_own_words(folder):
+    processes = supervise(folder, [], a_process("good", "serve"), a_process("bad", "exit", "3", "fleet: x: is wrong"))
+
+    with pytest.raises(ConfigurationRefused, match=r"^x: is wrong$"):
+        await processes.hold(never)
+
+
+async def test_a_child_that_fails_at_the_start_shows_the_tail_of_its_log(folder):
+    said = []
+    processes = supervise(folder, said, a_process("good", "serve"), a_process("bad", "exit", "1", "Traceback: boom"))
+
+    with pytest.raises(ClusterFailed, match="bad ended before the cluster was ready: it ended with status 1"):
+        await processes.hold(never)
+
+    assert any("Traceback: boom" in line for line in said)
+
+
+async def test_a_command_that_does_not_exist_ends_the_attempt(folder):
+    missing = LocalProcess(child=a_process("a").child, command=("/nowhere/python",))
+
+    with pytest.raises(ClusterFailed, match="a ended before the cluster was ready: it ended with status 127"):
+        await supervise(folder, [], missing).hold(never)
+
+
+async def test_a_child_that_ignores_being_asked_is_killed_by_a_second_request(folder):
+    processes = supervise(folder, [], a_process("a", "stubborn"))
+
+    async def body():
+        pids.update(processes.pids)
+        asyncio.get_running_loop().call_later(0.2, processes.request_stop)
+        asyncio.get_running_loop().call_later(0.4, processes.request_stop)
+        await asyncio.Event().wait()
+
+    pids = {}
+    with at_most(4):  # and not the five seconds of grace
+        await processes.hold(body)
+
+    assert alive(pids.values()) == []
+
+
+async def test_stopping_while_children_load_leaves_nothing(folder):
+    processes = supervise(folder, [], a_process("a", "loading", str(folder / "a.family")))
+    asyncio.get_running_loop().call_later(0.5, processes.request_stop)
+
+    await processes.hold(never)
+
+    assert processes.pids == {}
+    assert alive(family_of(folder)) == []
+
+
+async def test_what_the_body_raises_comes_out_after_the_children_have_ended(folder):
+    processes = supervise(folder, [], a_process("a", "serve"))
+    pids = {}
+
+    async def body():
+        pids.update(processes.pids)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await processes.hold(body)
+
+    assert alive(pids.values()) == []
+
+
+async def test_cancelling_kills_everything_at_once(folder):
+    processes = supervise(folder, [], a_process("a", "stubborn"))
+    pids = {}
+
+    async def body():
+        pids.update(processes.pids)
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2):
+            await processes.hold(body)
+
+    assert pids
+    assert alive(pids.values()) == []
+
+
+def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
+    supervisor = tmp_path / "supervisor.py"
+    supervisor.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio, json, sys
+            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[3])]!r}
+            import test_processes as t
+
+            async def main():
+                with t.runtime_folder() as folder:
+                    processes = t.supervise(folder, [], t.a_process("a", "family", str(folder / "a.family")))
+                    async def body():
+                        print(json.dumps([str(folder), processes.pids["a"], *t.family_of(folder)]), flush=True)
+                        await asyncio.Event().wait()
+                    await processes.hold(body)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(supervisor)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    runtime, *pids = json.loads(process.stdout.readline())
+    assert len(alive(pids)) == 3
+
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+    eventually(lambda: not alive(pids))
+    eventually(lambda: not Path(runtime).exists())
+
+
+async def never():
+    raise AssertionError("the cluster was never ready")
+
+
+async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(folder):
+    said: list[str] = []
+    processes = supervise(folder, said, a_process("a", "serve"))
+
+    async def body():
+        processes.add(a_process("b", "serve"))
+        processes.add(a_process("c", "exit", "1", "broken"))
+        await until(lambda: processes.child_states().get("b") is ChildState.READY)
+        await until(lambda: "c" in processes.failing() and processes.child_states()["c"] is ChildState.PAUSED)
+        for name in ("b", "c"):
+            processes.remove(name, Nanos(10 * SECOND))
+        await until(lambda: processes.names == {"a"})
+        processes.add(a_process("b", "serve"))
+        await until(lambda: processes.child_states().get("b") is ChildState.READY)
+        assert set(processes.pids) == set(processes.endpoints) == {"a", "b"}
+
+    assert await processes.hold(body)
+    assert any(line.startswith("c ended with status") for line in said)
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_does_not_listen(folder, told):
+    asked = []
+
+    async def drain(endpoints, within):
+        asked.append((endpoints, within))
+        if told:
+            os.kill(processes.pids["b"], signal.SIGKILL)  # its own end
+        return told
+
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
+
+    async def body():
+        endpoints = processes.endpoints["b"]
+        processes.remove("b", Nanos(300 * SECOND))
+        await until(lambda: processes.names == {"a"})
+        assert asked == [(endpoints, 300 * SECOND)]
+
+    assert await processes.hold(body)
+
+
+async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_and_nothing_else_ends(folder):
+    asked = []
+
+    async def drain(endpoints, within):
+        asked.append(endpoints)
+        return True
+
+    processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
+    tell = processes._tell_guardian
+
+    def remove_when_it_ends(change, group):
+        tell(change, group)
+        if change == "-" and "b" in processes.names:
+            processes.remove("b", Nanos(300 * SECOND))  # before it is known that it has ended
+
+    async def body():
+        processes._tell_guardian = remove_when_it_ends
+        os.kill(processes.pids["b"], signal.SIGKILL)
+        await until(lambda: processes.names == {"a"})
+        await asyncio.sleep(0)
+        assert asked == []
+
+    assert await processes.hold(body)
+
+
+async def test_a_stopped_guardian_does_not_keep_a_cluster_from_ending(folder, monkeypatch):
+    monkeypatch.setattr("fleet.local.processes.ORPHAN_REAPER_SECONDS", 0.5)
+    processes = supervise(folder, [], a_process("a", "serve"))
+
+    async def body():
+        (guardian,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
+        guardian.suspend()
+
+    async with asyncio.timeout(60):
+        assert await processes.hold(body)
+
+
+async def test_a_child_that_dies_ten_times_does_not_end_the_others(folder):
+    said: list[str] = []
+    processes = supervise(
+        folder, said, a_process("a", "serve"), a_process("b", "serve"), longest_pause=Nanos(SECOND // 4)
+    )
+
+    async def body():
+        other = processes.pids["b"]
+        for deaths in range(1, 11):
+            await until(lambda: processes.child_states()["a"] is ChildState.READY)
+            os.kill(processes.pids["a"], signal.SIGKILL)
+            await until(lambda: LocalRun(folder).parts()["a"].deaths >= deaths)  # noqa: B023 - awaited here
+        assert LocalRun(folder).parts()["a"].failing
+        assert LocalRun(folder).parts()["a"].last_end == "was ended by SIGKILL"
+        assert not LocalRun(folder).parts()["b"].failing
+        assert processes.pids["b"] == other
+
+    assert await processes.hold(body)
+    assert any("for the 10th time in a row" in line for line in said)
+
+
+async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
+    said: list[str] = []
+    refuses = folder / "refuses"
+    command = f"test -e {refuses} && exit 3; exec {sys.executable} {CHILD} serve $*"
+    fickle = structs.replace(a_process("a"), command=("/bin/sh", "-c", command, "sh"))
+    processes = supervise(folder, said, fickle, a_process("b", "serve"), longest_pause=Nanos(SECOND))
+
+    async def body():
+        refuses.touch()
+        os.kill(processes.pids["a"], signal.SIGKILL)
+        await until(lambda: any("a refused its settings; starting it again" in line for line in said))
+        assert "a" in processes.failing()
+        refuses.unlink()
+        await until(lambda: processes.child_states()["a"] is ChildState.READY)
+
+    assert await processes.hold(body)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["stopped", "stuck"])
+async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder, number):
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=5, stopped=3), a_beating_process("b"))
+
+    async def body():
+        pids = dict(processes.pids)
+        os.kill(pids["a"], number)
+        await until(lambda: processes.pids.get("a", pids["a"]) != pids["a"])
+        await until(lambda: processes.child_states()["a"] is ChildState.READY)
+        assert processes.pids["b"] == pids["b"]
+
+    assert await processes.hold(body)
+    found = {signal.SIGSTOP: "been stopped for 3", signal.SIGUSR1: "said nothing for 5"}[number]
+    assert f"a has {found} s, and is killed" in said
+    assert any(line.startswith("a was ended by SIGKILL; starting it again in 0.") for line in said)
+
+
+async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder):
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1, how=("slow", "4")))
+
+    async def body():
+        assert processes.child_states()["a"] is ChildState.READY
+
+    assert await processes.hold(body)
+    assert not [line for line in said if "killed" in line]
+
+
+async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
+    """Supervisor, child and loops share one core."""
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})  # children inherit it
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+
+        async def body():
+            pid = processes.pids["a"]
+            await asyncio.sleep(5)  # five limits
+            assert processes.pids["a"] == pid
+
+        assert await processes.hold(body)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+        os.sched_setaffinity(0, before)
+    assert not [line for line in said if "killed" in line]
+
+
+async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
+    """The debugger is a process that attaches to the child (ptrace), which stops it."""
+    said: list[str] = []
+    processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
+
+    async def body():
+        pid = processes.pids["a"]
+        with subprocess.Popen([sys.executable, str(DEBUGGER), str(pid)], stdout=subprocess.PIPE) as debugger:
+            assert debugger.stdout is not None
+            assert await asyncio.to_thread(debugger.stdout.readline) == b"attached\n"
+            await asyncio.sleep(4)  # four limits
+            assert processes.pids["a"] == pid
+            debugger.terminate()
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(2)
+        assert processes.pids["a"] == pid
+
+    assert await processes.hold(body)
+    assert not [line for line in said if "killed" in line]
+
+
+def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
+    """Supervisor and child are stopped together for several limits, as if the machine had been suspended."""
+    supervisor = tmp_path / "supervisor.py"
+    supervisor.write_text(
+        textwrap.dedent(
+            f"""
+            import asyncio, json, sys
+            sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[3])]!r}
+            import test_processes as t
+
+            async def main():
+                said = []
+                with t.runtime_folder() as folder:
+                    processes = t.supervise(folder, said, t.a_beating_process("a", silent=1, stopped=1))
+                    async def body():
+                        print(processes.pids["a"], flush=True)
+                        await asyncio.to_thread(sys.stdin.readline)
+                        print(json.dumps([processes.pids["a"], said]), flush=True)
+                    await processes.hold(body)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    with subprocess.Popen(
+        [sys.executable, str(supervisor)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        child = int(process.stdout.readline())
+        for _ in range(2):
+            time.sleep(1)  # awake: it would be found to hang by now, if it did
+            for pid in (process.pid, child):
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(3)  # asleep
+            for pid in (process.pid, child):  # the supervisor first: to it the child seems to hang
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(2)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == [child, []]

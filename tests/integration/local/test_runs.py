@@ -1,0 +1,268 @@
+"""Clusters of `fleet up` that were killed together with their guardian: what is said of them, and what the next one clears away."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from socket import socket
+
+import psutil
+import pytest
+
+from fleet.cli.main import run
+from fleet.core.file_locks import hold_lock_file, is_abandoned, share_lock_file, take_abandoned
+from fleet.local import runs as local_runs
+from fleet.local.runs import LocalRun, note_group, note_logs, runtime_folder
+from tests.support.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
+from tests.support.shared_memory import remaining_of
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.integration
+
+NOBODY = 65534
+
+HOLDER = """
+import sys, time
+from fleet.local.runs import runtime_folder
+with runtime_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path, monkeypatch):
+    """Where runtime folders are made, and nobody else's are."""
+    monkeypatch.setattr(local_runs, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def a_killed_run(parent):
+    environment = {**os.environ, "TMPDIR": str(parent)}
+    short = f"from fleet.local import runs as local_runs; local_runs.LONGEST_PARENT = 1000\n{HOLDER}"
+    holder = subprocess.Popen([sys.executable, "-c", short], stdout=subprocess.PIPE, text=True, env=environment)
+    folder = Path(holder.stdout.readline().strip())
+    assert not LocalRun(folder).killed
+    holder.kill()
+    holder.communicate()
+    return folder
+
+
+def a_process(log=None, **environment):
+    """That leads a group of its own."""
+    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
+    with Path(log or os.devnull).open("ab") as errors:
+        started = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=errors
+        )
+    started.stdout.readline()
+    return started
+
+
+def test_a_file_is_held_until_its_holder_ends_in_order(tmp_path):
+    path = tmp_path / "alive"
+    assert not is_abandoned(path)
+    with hold_lock_file(path):
+        assert path.exists()
+        assert not is_abandoned(path)
+    assert not path.exists()
+
+
+def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
+    path = tmp_path / "alive"
+    path.touch()
+    with share_lock_file(path):
+        assert not is_abandoned(path)
+        with share_lock_file(path):
+            assert not is_abandoned(path)
+        assert not is_abandoned(path)
+    assert is_abandoned(path)
+    with take_abandoned(path) as mine:
+        assert mine
+        assert not is_abandoned(path), "two do not clear up at a time"
+
+
+def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
+    folder = a_killed_run(parent)
+    (parent / "kept").mkdir()
+    note_logs(folder, parent / "kept")
+    its = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
+    renamed, elsewhere = a_process(folder / "decode-0.log"), a_process(parent / "kept" / "decode-0.log")
+    others = a_process(TMPDIR="/tmp", PATH="/bin")
+    renamed_too = a_process()  # somebody's whose group has the number that one of the run had
+    ended = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
+    started = [its, renamed, elsewhere, others, renamed_too, ended]
+    try:
+        for process in started:
+            note_group(folder, "+", process.pid)
+        note_group(folder, "-", ended.pid)
+        (found,) = local_runs.local_runs()
+        assert found == LocalRun(folder)
+        assert found.killed
+
+        assert found.clear() == 3
+
+        assert not folder.exists()
+        assert (parent / "kept" / "decode-0.log").exists()
+        assert alive([each.pid for each in started]) == [others.pid, renamed_too.pid, ended.pid]
+    finally:
+        for each in started:
+            each.kill()
+            each.communicate()
+
+
+def test_half_a_number_is_nobodys_group(parent):
+    folder = a_killed_run(parent)
+    process = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
+    try:
+        (folder / "groups").write_text(f"+{process.pid}")  # and the disk was full
+        assert LocalRun(folder).clear() == 0
+        assert alive([process.pid]) == [process.pid]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends_killed(left):
+    """A run that is killed when it has removed so many of its files and folders."""
+
+    def count(event, _):
+        nonlocal left
+        if event in ("os.remove", "os.rmdir"):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with runtime_folder() as folder:
+        (folder / "plans").mkdir()
+        for name in ("plans/report.json", "decode-0.log", "groups", "tmp/cache"):
+            (folder / name).write_text("")
+        sys.addaudithook(count)
+
+
+def test_a_run_that_is_killed_while_it_clears_itself_away_is_known_as_killed(parent, monkeypatch):
+    monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
+    for done in range(20):
+        process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
+        process.start()
+        process.join()
+        runs = local_runs.local_runs()
+        assert all(each.killed for each in runs), (done, list(parent.glob("fleet-*/*")))
+        for each in runs:
+            assert each.clear() == 0
+        if process.exitcode == 0:
+            break
+    assert 7 <= done < 19
+    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "one that was killed at the very end"
+
+
+def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
+    for what in ("held", "mkdir"):
+        with monkeypatch.context() as patch:
+            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            with pytest.raises(OSError, match="No space"), runtime_folder():
+                pass
+        assert list(parent.iterdir()) == [], what
+
+
+def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        folder = Path(parent) / "fleet-shut"
+        folder.mkdir(0)
+        is_root = os.geteuid() == 0  # whom no mode keeps out
+        Path(parent).chmod(0o755)
+        if is_root:
+            os.seteuid(NOBODY)
+        try:
+            assert folder not in [each.folder for each in local_runs.local_runs()]
+        finally:
+            if is_root:
+                os.seteuid(0)
+            folder.chmod(0o700)
+
+
+def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):
+    monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
+    with runtime_folder() as folder:
+        (found,) = local_runs.local_runs()
+        assert not found.killed
+        assert found.clear() is None
+        assert (folder / "alive").exists()
+    assert local_runs.local_runs() == []
+
+
+def test_a_folder_that_does_not_say_whether_it_is_alive_is_left_alone(parent):
+    for name in ("fleet-begins", "fleet-of-others"):
+        (parent / name / "tmp").mkdir(parents=True)
+    assert local_runs.local_runs() == []
+
+
+def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(
+    tmp_path, capsys, monkeypatch
+):
+    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
+    monkeypatch.setenv("TMPDIR", folder_of_runs)
+    monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
+    with fleet_up(tmp_path) as up:
+        folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
+        guardian = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
+        scaling = subprocess.Popen(
+            [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert "wanted 99" in scaling.stderr.readline()
+        scaling.kill()
+        scaling.communicate()
+        assert run(["status", "--address", up.grpc]) == 0
+        shown = capsys.readouterr().err
+        os.kill(guardian, signal.SIGKILL)
+        up.end(signal.SIGKILL)
+    eventually(lambda: alive(pids) == [])
+    assert folder.exists()
+    plans = str(folder / "plans")
+
+    assert "decode: not finished: 99 wanted" in shown
+    assert f"fleet scale decode=1 --plans {plans} goes back" in shown
+    assert run(["status", "--address", up.grpc]) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"fleet: {up.grpc}: the cluster in {folder} was killed; fleet up clears up after it and starts another\n",
+    )
+    assert run(["scale", "--plans", plans]) == 1
+    assert capsys.readouterr().err == (
+        f"fleet: {plans}: whoever obeyed plans there was killed; start it again (fleet up)\n"
+    )
+    with closing(socket()) as taken:  # so that the next one ends when it has cleared up
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        next_one = run_fleet("up", "--engine", "simulated", "--http-port", port, "--grpc-port", "0")
+    assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
+    assert not folder.exists()
+    assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
+    eventually(lambda: not remaining_of(segments))
+    Path(folder_of_runs).rmdir()
+
+
+def test_of_a_killed_cluster_scale_does_not_speak_as_if_it_ran(parent, capsys):
+    folder = a_killed_run(parent)
+    (folder / "plans").mkdir()
+    (folder / "plans" / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
+
+    assert run(["scale"]) == 3
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"that of {folder} was killed" in err

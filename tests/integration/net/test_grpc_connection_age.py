@@ -1,0 +1,59 @@
+"""How long connections of clients last: they are moved without a call noticing."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from fleet.net.grpc import http2 as grpc_http2
+from fleet.net.grpc.http2 import Http2Server
+from fleet.net.grpc.options import SHARED_SERVER_OPTIONS, frontend_server_options
+
+pytestmark = pytest.mark.integration
+
+SECONDS = 0.2
+
+
+@pytest.fixture(params=["clients", "gateways"])
+async def server(request, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.05)
+    if request.param == "clients":
+        return Http2Server(connection_seconds=SECONDS)
+    return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))
+
+
+async def test_connections_end_in_time_and_no_call_does(server):
+    peers: set[str] = set()
+
+    async def answer(content: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        peers.add(context.peer())
+        return b"answer"
+
+    async def stream(content: bytes, context: grpc.aio.ServicerContext) -> None:
+        for _ in range(8):
+            await context.write(b"part")
+            await asyncio.sleep(SECONDS / 2)
+
+    methods = {
+        "Ask": grpc.unary_unary_rpc_method_handler(answer),
+        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            streaming = channel.unary_stream("/a.Service/Stream")(b"")
+            ask = channel.unary_unary("/a.Service/Ask")
+            while len(peers) < 3:
+                assert await ask(b"") == b"answer"
+                await asyncio.sleep(0.01)
+
+            assert [part async for part in streaming] == [b"part"] * 8
+    finally:
+        await server.stop(None)
+
+
+def test_without_a_time_they_last_as_long_as_clients_like():
+    assert frontend_server_options(shared=True, connection_seconds=0) == SHARED_SERVER_OPTIONS

@@ -1,0 +1,797 @@
+"""A gRPC server on the event loop's own sockets, asked by the library's client and, below gRPC, by hostile ones."""
+
+import asyncio
+import base64
+import contextlib
+import gc
+import gzip
+import socket
+import tracemalloc
+import weakref
+from contextlib import asynccontextmanager
+
+import grpc
+import ngh2
+import pytest
+from ngh2.events import DataReceived, ResponseReceived, StreamClosed, TrailersReceived
+
+from fleet.net.grpc import http2 as grpc_http2
+from fleet.net.grpc import http2_call as grpc_http2_call
+from fleet.net.grpc.http2 import Http2Server
+from fleet.net.settings import GrpcSettings
+from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
+from tests.support.waiting import until, until_answered
+
+pytestmark = pytest.mark.integration
+
+DATA, PING, CONTINUATION = 0, 6, 9
+END_STREAM = 1
+INITIAL_WINDOW = 4
+OPEN = PREFACE + frame(SETTINGS, 0, 0)
+HEAD = call(b"/x.Y/Thrice")
+
+
+class TestedService:
+    def __init__(self):
+        self.began = 0
+        self.cancelled = 0
+        self.go = asyncio.Event()
+
+    async def thrice(self, content, context):
+        for _ in range(3):
+            await context.write(content)
+
+    async def wait(self, content, context):
+        self.began += 1
+        try:
+            await self.go.wait()
+            await context.write(content)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def late_echo(self, messages, context):
+        async for message in messages:
+            await context.write(message)
+
+    async def one(self, content, context):
+        self.began += 1
+        if content == b"bug":
+            raise ZeroDivisionError("bug")
+        context.set_trailing_metadata((("x-bin", b"\x00\xff"), ("y", "z")))
+        return b",".join(
+            value if isinstance(value, bytes) else value.encode()
+            for key, value in context.invocation_metadata()
+            if key[0] == "x"
+        )
+
+    async def never(self, content, context):
+        self.began += 1
+        await asyncio.Event().wait()
+
+    async def endless(self, content, context):
+        self.began += 1
+        try:
+            while True:
+                await context.write(content)
+        finally:
+            self.cancelled += 1
+
+    async def echo(self, messages, context):
+        await self.go.wait()
+        async for message in messages:
+            await context.write(message)
+
+
+class GrpcServerSetup:
+    def __init__(self, server, service, port):
+        self.server = server
+        self.service = service
+        self.port = port
+
+    @asynccontextmanager
+    async def channel(self):
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{self.port}", options=[("grpc.use_local_subchannel_pool", 1)]
+        ) as it:
+            yield it
+
+    @asynccontextmanager
+    async def client(self, settings=None):
+        """A client that does what it is told, and nothing else."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        client = Http2Client(reader, writer, settings)
+        try:
+            yield client
+        finally:
+            writer.close()
+
+    async def say(self, *pieces):
+        """What the server answers until it closes the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+            async with asyncio.timeout(60):
+                return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+
+class Http2Client:
+    def __init__(self, reader, writer, settings):
+        self.reader, self.writer = reader, writer
+        self.http = ngh2.Connection(ngh2.Role.CLIENT, ngh2.Configuration(auto_window_update=False))
+        self.http.initiate_connection(settings or {})
+        self.heads, self.tails, self.content, self.closed = {}, {}, {}, {}
+
+    def call(self, method, *content, end=True, **headers):
+        head = [
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", b"/x.Y/" + method.encode()),
+            (b":authority", b"x"),
+        ]
+        head += [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
+        head += [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
+        stream = self.http.send_request(head)
+        for index, each in enumerate(content):
+            self.http.send_data(stream, each, end_stream=end and index == len(content) - 1)
+        self.flush()
+        return stream
+
+    def flush(self):
+        self.writer.write(self.http.data_to_send())
+
+    async def until(self, condition):
+        async with asyncio.timeout(60):
+            while not condition():
+                data = await self.reader.read(1 << 16)
+                assert data, "the connection is there"
+                self.http.receive_data(data)
+                for event in self.http.events():
+                    match event:
+                        case ResponseReceived():
+                            self.heads[event.stream_id] = dict(event.headers)
+                        case TrailersReceived():
+                            self.tails[event.stream_id] = dict(event.headers)
+                        case DataReceived():
+                            self.content[event.stream_id] = self.content.get(event.stream_id, b"") + event.data
+                        case StreamClosed():
+                            self.closed[event.stream_id] = event.error_code
+                self.flush()
+
+    async def end_of(self, stream):
+        """What the call's status is said with."""
+        await self.until(lambda: stream in self.closed)
+        return self.tails.get(stream) or self.heads.get(stream)
+
+
+def message(content, *, compressed=0):
+    return bytes([compressed]) + len(content).to_bytes(4, "big") + content
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    async with a_world(monkeypatch, GrpcSettings()) as world:
+        yield world
+
+
+@pytest.fixture
+async def crowded_world(monkeypatch):
+    """It takes three connections."""
+    async with a_world(monkeypatch, GrpcSettings(max_connections=3)) as world:
+        yield world
+
+
+@asynccontextmanager
+async def a_world(monkeypatch, limits):
+    monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
+    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
+    server, service = Http2Server(limits=limits), TestedService()
+    methods = {
+        "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
+        "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
+        "One": grpc.unary_unary_rpc_method_handler(service.one),
+        "Never": grpc.unary_stream_rpc_method_handler(service.never),
+        "Endless": grpc.unary_stream_rpc_method_handler(service.endless),
+        "LateEcho": grpc.stream_stream_rpc_method_handler(service.late_echo),
+        "Echo": grpc.stream_stream_rpc_method_handler(service.echo),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("x.Y", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(100):
+        yield GrpcServerSetup(server, service, port)
+        await server.stop(None)
+    assert (len(server.connections), server.calls, server.held_bytes) == (0, 0, 0)
+
+
+async def status_of(call):
+    async with asyncio.timeout(60):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+    return raised.value.code()
+
+
+async def test_calls_share_a_connection_and_what_is_written_in_one_turn_leaves_in_one_write(world, monkeypatch):
+    async with world.channel() as channel:
+        calls = [channel.unary_stream("/x.Y/Wait")(b"%d" % number) for number in range(8)]
+        await until(lambda: world.service.began == 8)
+        (connection,) = world.server.connections
+        sent = []
+        real = connection.http
+
+        class Counted:
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+            def data_to_send(self):
+                content = real.data_to_send()
+                sent.append(content)
+                return content
+
+        connection.http = Counted()
+        world.service.go.set()
+        assert [[each async for each in call] for call in calls] == [[b"%d" % number] for number in range(8)]
+    (answers,) = [each for each in sent if message(b"0") in each]
+    assert all(message(b"%d" % number) in answers for number in range(8))
+
+
+@pytest.mark.parametrize("path", ["/x.Y/No", "/", "/x.Z/Thrice"])
+async def test_what_nobody_serves_is_unimplemented(world, path):
+    async with world.channel() as channel:
+        assert await status_of(channel.unary_stream(path)(b"")) is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_clients_may_compress(world, compression):
+    """Which is an option of theirs, for calls and for channels."""
+    target, options = f"127.0.0.1:{world.port}", [("grpc.use_local_subchannel_pool", 1)]
+    prose = " ".join(map(str, range(400_000))).encode()
+    async with grpc.aio.insecure_channel(target, options=options, compression=compression) as channel:
+        for content in (b"", b"a" * 200_000, prose):
+            assert [each async for each in channel.unary_stream("/x.Y/Thrice")(content)] == [content] * 3
+        call = channel.stream_stream("/x.Y/LateEcho")()
+        for number in range(3):
+            await call.write(b"%d" % number * 10_000)
+            assert await call.read() == b"%d" % number * 10_000
+        await call.done_writing()
+    await until(lambda: not _calls(world))
+    assert world.server.held_bytes == 0
+
+
+async def test_a_message_that_would_unpack_to_much_more_than_it_is_ends_its_call_and_no_other(world):
+    bomb = gzip.compress(bytes(16 << 20))
+    async with world.channel() as channel, world.client() as client:
+        waiting = channel.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        tracemalloc.start()
+        try:
+            calls = [client.call("One", message(bomb, compressed=1), grpc_encoding=b"gzip") for _ in range(10)]
+            ends = [await client.end_of(each) for each in calls]
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+    assert {end[b"grpc-status"] for end in ends} == {b"8"}
+    assert b"send it uncompressed" in ends[0][b"grpc-message"]
+    assert most < 8 << 20, "of 160 MiB"
+    assert world.service.began == 1
+
+
+async def test_what_cannot_be_unpacked_ends_its_call_and_no_other(world):
+    packed = gzip.compress(b"a" * 999)
+    wrong = [
+        (message(packed[:-3], compressed=1), b"gzip", b"13"),
+        (message(packed + b"more", compressed=1), b"gzip", b"13"),
+        (message(b"nothing of the kind", compressed=1), b"gzip", b"13"),
+        (message(packed, compressed=1), b"deflate", b"13"),
+        (message(packed, compressed=1), b"identity", b"13"),
+        (message(packed, compressed=2), b"gzip", b"13"),
+        (message(packed, compressed=1), b"snappy", b"12"),
+    ]
+    async with world.client() as client:
+        good = client.call("One", message(b"", compressed=0), grpc_encoding=b"gzip")
+        calls = [client.call("One", content, grpc_encoding=encoding) for content, encoding, _ in wrong]
+        unnamed = client.call("One", message(packed, compressed=1))
+        assert [(await client.end_of(each))[b"grpc-status"] for each in calls] == [status for *_, status in wrong]
+        assert (await client.end_of(unnamed))[b"grpc-status"] == b"13"
+        assert (await client.end_of(good))[b"grpc-status"] == b"0", "a message need not be compressed"
+        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "which says what to do"
+    assert world.service.began == 1
+
+
+async def test_a_message_may_come_in_any_pieces(world):
+    sent = [b"a" * 300, b"", b"bc" * 200]
+    content = b"".join(
+        message(gzip.compress(each), compressed=1) if number % 2 else message(each) for number, each in enumerate(sent)
+    )
+    for size in (1, 4, 7, len(content)):
+        async with world.client() as client:
+            pieces = [content[at : at + size] for at in range(0, len(content), size)]
+            call = client.call("LateEcho", end=False, grpc_encoding=b"gzip")
+            for piece in pieces:
+                client.http.send_data(call, piece, end_stream=False)
+                client.flush()
+                await asyncio.sleep(0)
+            client.http.send_data(call, b"", end_stream=True)
+            client.flush()
+            assert (await client.end_of(call))[b"grpc-status"] == b"0"
+            assert client.content[call] == b"".join(map(message, sent))
+
+
+async def test_a_message_that_is_too_long_is_refused_by_its_length_before_it_has_come(world):
+    announced = bytes(1) + (1 << 31).to_bytes(4, "big")
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+    writer.write(OPEN + frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Thrice")) + frame(DATA, 0, 1, announced))
+    async with asyncio.timeout(60):
+        while frame(RESET, 0, 1, bytes(4)) not in await reader.read(1 << 16):
+            pass
+    await until(lambda: not any(each.calls for each in world.server.connections))
+    writer.close()
+
+
+async def test_a_deadline_ends_a_call_on_both_sides(world):
+    async with world.channel() as channel:
+
+        async def asked():
+            status = await status_of(channel.unary_stream("/x.Y/Wait")(b"", timeout=0.3))
+            assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+            return world.service.began  # a client that stood still for so long has not sent it
+
+        await until_answered(asked)
+        await until(lambda: world.service.cancelled == world.service.began)
+
+
+async def test_a_call_that_is_cancelled_or_cut_takes_its_handler_with_it(world):
+    async with world.channel() as channel:
+        first, _ = channel.unary_stream("/x.Y/Wait")(b""), channel.unary_stream("/x.Y/Wait")(b"")
+        await until(lambda: world.service.began == 2)
+        first.cancel()
+        await until(lambda: world.service.cancelled == 1)
+    await until(lambda: world.service.cancelled == 2)
+
+
+async def test_who_sends_more_than_is_read_is_given_no_room_for_more_and_nothing_is_lost(world):
+    async with world.channel() as channel:
+        call = channel.stream_stream("/x.Y/Echo")()
+
+        async def write():
+            for _ in range(100):
+                await call.write(b"x" * 100_000)
+            await call.done_writing()
+
+        writing = asyncio.create_task(write())
+        held = 0
+        for _ in range(30):
+            await asyncio.sleep(0.01)
+            held = max(held, world.server.held_bytes)
+        assert held < 2 << 20
+        world.service.go.set()
+        assert sum([len(message) async for message in call]) == 10_000_000
+        await writing
+
+
+async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 0.2)
+    for opening in (b"", PREFACE[:5], OPEN, OPEN + frame(HEADERS, 0, 1, call(b"/x.Y/Thrice"))):
+        await world.say(opening)
+    await until(lambda: not world.server.connections)
+
+
+async def test_a_server_that_stood_still_does_not_take_it_for_silence_of_its_clients(world):
+    async with world.channel() as channel:
+        call = channel.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        (connection,) = world.server.connections
+
+        connection.look(asyncio.get_running_loop().time() + 1000)
+
+        assert connection._asked_at is not None
+        await until(lambda: connection._asked_at is None)  # it has answered
+        world.service.go.set()
+        assert [each async for each in call] == [b"a"]
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 30,
+        OPEN + frame(PING, 0, 0, b"12345678") * 20_000,
+        OPEN + frame(SETTINGS, 0, 0) * 20_000,
+        OPEN + frame(HEADERS, 0, 1, call(b"/x.Y/Thrice")) + frame(CONTINUATION, 0, 1, b"\x00\x01a\x01b") * 100,
+        OPEN + frame(DATA, 0, 1, b"a"),
+        OPEN + frame(HEADERS, END_HEADERS, 2, call(b"/x.Y/Thrice")),
+        OPEN + frame(RESET, 0, 1, bytes(4)) * 5,
+        OPEN
+        + b"".join(frame(HEADERS, END_HEADERS, n, HEAD) + frame(RESET, 0, n, bytes(4)) for n in range(1, 30_001, 2)),
+    ],
+    ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets", "calls that are reset"],
+)
+async def test_floods_and_what_is_no_http2_end_their_connection_and_nobody_elses(world, flood, caplog, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # it is not for that
+    async with world.channel() as channel:
+        first = [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")]
+        await world.say(flood)
+        assert [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")] == first == [b"a"] * 3
+    assert caplog.records == []
+
+
+async def test_metadata_goes_both_ways_as_text_and_as_bytes(world):
+    async with world.channel() as channel:
+        call = channel.unary_unary("/x.Y/One")(b"", metadata=(("x-a", "b c"), ("x-b-bin", b"\x00\xfe")))
+        assert await call == b"b c,\x00\xfe"
+        assert dict(await call.trailing_metadata()) == {"x-bin": b"\x00\xff", "y": "z"}
+    async with world.client() as client:
+        joined = base64.b64encode(b"one") + b"," + base64.b64encode(b"three").rstrip(b"=")
+        call = client.call("One", message(b""), x_bin=joined)
+        assert (await client.end_of(call))[b"grpc-status"] == b"0"
+        assert client.content[call] == message(b"one,three"), "values may come joined, and without padding"
+
+
+async def test_metadata_that_cannot_be_read_ends_its_call_and_no_other(world, caplog):
+    async with world.client() as client:
+        bad = client.call("One", message(b""), x_bin=b"!!!!!")
+        good = client.call("One", message(b""))
+        assert (await client.end_of(bad))[b"grpc-status"] == b"13"
+        assert (await client.end_of(good))[b"grpc-status"] == b"0"
+    assert caplog.records == []
+
+
+async def test_metadata_that_is_too_long_ends_its_call_and_no_other(world):
+    async with world.channel() as channel:
+        waiting = channel.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        call = channel.unary_stream("/x.Y/One")(b"", metadata=(("x", "y" * 30_000),))
+        assert await status_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [tuple((f"x-{number}", "v") for number in range(1500)), (("x", "y" * 100_000),)],
+    ids=["many", "much"],
+)
+async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, metadata):
+    async with world.channel() as channel, world.channel() as other:
+        waiting = other.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        call = channel.unary_stream("/x.Y/One")(b"", metadata=metadata, timeout=60)
+        assert await status_of(call) is not grpc.StatusCode.OK
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+    assert world.service.began == 1
+
+
+async def test_what_the_metadata_of_all_calls_takes_is_bounded(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 300_000)
+    world.server.max_held_bytes = 0
+    async with world.channel() as channel:
+        calls = [channel.unary_stream("/x.Y/Never")(b"", metadata=(("x", "y" * 15_000),)) for _ in range(60)]
+        await until(lambda: sum(call.done() for call in calls) >= 35)
+        refused = {await call.code() for call in calls if call.done()}
+        assert refused == {grpc.StatusCode.UNAVAILABLE}
+        assert world.server.held_bytes < 400_000
+        assert world.service.began < 25
+        for call in calls:
+            call.cancel()
+        await until(lambda: not world.server.held_bytes)
+        assert await channel.unary_unary("/x.Y/One")(b"") == b""
+
+
+async def test_a_bug_ends_its_call_and_no_other(world, caplog):
+    async with world.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await channel.unary_unary("/x.Y/One")(b"bug")
+        assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.UNKNOWN, "")
+        assert await channel.unary_unary("/x.Y/One")(b"") == b""
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
+    async with world.client({INITIAL_WINDOW: 100}) as client:
+        call = client.call("Thrice", message(b"x" * 995), end=False)
+        await client.until(lambda: len(client.content.get(call, b"")) == 100)
+        await until(lambda: all(each.task.done() for each in _calls(world)))
+        client.http.set_local_window_size(10_000, stream_id=call)
+        client.flush()
+        assert (await client.end_of(call))[b"grpc-status"] == b"0"
+        assert client.content[call] == message(b"x" * 995) * 3
+        assert client.closed[call] == 0, "and what else it would say is of no use"
+
+
+async def test_who_leaves_the_last_words_unread_is_reset(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2_call, "LAST_SECONDS", 0.1)
+    async with world.client({INITIAL_WINDOW: 100}) as client:
+        call = client.call("Thrice", message(b"x" * 995))
+        await client.end_of(call)
+        assert client.closed[call] == 8
+
+
+async def test_what_was_sent_and_not_read_takes_no_room_from_other_calls(world):
+    async with asyncio.timeout(60), world.channel() as channel:
+        for _ in range(30):
+            call = channel.stream_stream("/x.Y/Echo")()
+            for size in (1, 1, 1, 1, 200_000):
+                await call.write(b"x" * size)
+            await until(lambda: len(_calls(world)) == 1 and len(_calls(world)[0]._messages) == 5)
+            call.cancel()
+            await until(lambda: not _calls(world))
+            assert world.server.held_bytes == 0
+        world.service.go.set()
+        call = channel.stream_stream("/x.Y/Echo")()
+        await call.write(b"x" * 3_000_000)
+        assert len(await call.read()) == 3_000_000
+        call.cancel()
+
+
+@pytest.mark.parametrize("method", ["One", "LateEcho"])
+async def test_a_message_that_is_not_whole_in_time_is_refused_and_takes_nothing(world, method, monkeypatch):
+    monkeypatch.setattr(grpc_http2_call, "REQUEST_SECONDS", 0.2)
+    async with world.client() as client:
+        call = client.call(method, message(b"x" * 50_000)[:-1], end=False)
+        assert (await client.end_of(call))[b"grpc-status"] == b"4"
+        await until(lambda: world.server.held_bytes == 0)
+
+
+async def test_a_stream_may_be_silent_between_messages(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2_call, "REQUEST_SECONDS", 0.1)
+    async with world.channel() as channel:
+        call = channel.stream_stream("/x.Y/LateEcho")()
+        for _ in range(2):
+            await asyncio.sleep(0.3)
+            await call.write(b"a")
+            assert await call.read() == b"a"
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_what_half_messages_take_together_is_bounded(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 500_000)
+    world.server.max_held_bytes = 0
+    async with world.client() as client:
+        calls = [client.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
+        await client.until(lambda: len(client.closed) >= 3)
+        assert world.server.held_bytes < 600_000
+        refused = {client.heads[each][b"grpc-status"] for each in calls if each in client.closed}
+        assert refused <= {b"8", b"14"}
+    await until(lambda: world.server.held_bytes == 0)
+
+
+async def test_half_messages_that_are_long_leave_room_for_ordinary_calls(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "HELD_BYTES", 1_000_000)
+    world.server.max_held_bytes = 200_000
+    async with world.client() as client, world.client() as other, world.channel() as channel:
+        for each in (client, other):
+            calls = [each.call("One", message(b"x" * 90_000)[:-1], end=False) for _ in range(10)]
+            await each.until(lambda client=each: client.closed or world.server.held_bytes > 850_000)
+        await other.until(lambda: other.closed)
+        assert {other.heads[each][b"grpc-status"] for each in other.closed} == {b"8"}
+        assert {other.heads[each][b"grpc-status-details-bin"] != b"" for each in other.closed} == {True}
+        assert len(other.closed) < len(calls)
+        assert await channel.unary_unary("/x.Y/One")(b"x" * 60_000) == b""
+    await until(lambda: world.server.held_bytes == 0)
+
+
+async def test_more_calls_than_it_takes_are_refused_until_others_end(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "MAX_CALLS", 3)
+    async with world.channel() as channel:
+        calls = [channel.unary_stream("/x.Y/Wait")(b"") for _ in range(3)]
+        await until(lambda: world.service.began == 3)
+        assert await status_of(channel.unary_stream("/x.Y/Wait")(b"")) is grpc.StatusCode.UNAVAILABLE
+        calls[0].cancel()
+        await until(lambda: world.server.calls == 2)
+        assert await channel.unary_unary("/x.Y/One")(b"") == b""
+
+
+async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+    writer.transport.pause_reading()
+    windows = frame(8, 0, 0, (2**31 - 1 - 65_535).to_bytes(4, "big"))
+    settings = (INITIAL_WINDOW).to_bytes(2, "big") + (2**31 - 1).to_bytes(4, "big")
+    asked = frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Endless")) + frame(DATA, END_STREAM, 1, message(b"x" * 5000))
+    writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
+    await until(lambda: world.service.began == 1)
+    (connection,) = world.server.connections
+    await until(lambda: connection._paused)
+    assert connection._transport.get_write_buffer_size() < 1 << 20
+    await until(lambda: world.service.cancelled == 1)
+    assert not world.server.connections
+    writer.close()
+
+
+async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):
+    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 10)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ("127.0.0.1", world.port))
+        windows = frame(8, 0, 0, (2**31 - 1 - 65_535).to_bytes(4, "big"))
+        settings = INITIAL_WINDOW.to_bytes(2, "big") + (2**31 - 1).to_bytes(4, "big")
+        asked = frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Endless"))
+        asked += frame(DATA, END_STREAM, 1, message(b"x" * 5000))
+        await loop.sock_sendall(sock, PREFACE + frame(SETTINGS, 0, 0, settings) + windows + asked)
+        until_then = loop.time() + 4  # periods
+        while loop.time() < until_then:
+            assert await loop.sock_recv(sock, 10_000)
+            await asyncio.sleep(0.02)
+
+        assert (world.service.began, world.service.cancelled) == (1, 0)
+
+
+async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
+    world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
+    async with world.client({INITIAL_WINDOW: 10_000}) as client:
+        stream = client.call("Endless", message(b"x" * 3000))
+        await until(lambda: world.service.began == 1)
+
+        async def drip():
+            while not world.service.cancelled:
+                with contextlib.suppress(ngh2.NGH2Error):  # the stream was reset just now
+                    client.http.acknowledge_received_data(20, stream)
+                client.flush()
+                await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(drip())
+            await client.until(lambda: stream in client.closed)
+        assert world.service.cancelled == 1
+        assert client.closed[stream] == 8
+        other = client.call("One", message(b""))
+        await client.until(lambda: other in client.closed)
+        assert client.tails.get(other, client.heads[other])[b"grpc-status"] == b"0"
+
+
+async def test_idle_connections_give_way_to_newcomers(crowded_world):
+    world = crowded_world
+    async with world.channel() as busy, world.client() as idle, world.client() as silent:
+        waiting = busy.unary_stream("/x.Y/Wait")(b"a")
+        await until(lambda: world.service.began == 1)
+        asked = idle.call("One", message(b""))
+        await idle.until(lambda: asked in idle.closed)
+        await until(lambda: len(world.server.table) == 3)
+        async with world.channel() as first:
+            assert await first.unary_unary("/x.Y/One")(b"") == b""
+            async with asyncio.timeout(60):
+                await silent.reader.read()  # until it is closed
+            silent.writer.close()
+            async with world.channel() as second:
+                assert await second.unary_unary("/x.Y/One")(b"") == b""
+                async with asyncio.timeout(60):
+                    assert await idle.reader.read(), "it was told to make another connection"
+                    assert await idle.reader.read() == b""
+        world.service.go.set()
+        assert [each async for each in waiting] == [b"a"]
+
+
+async def test_closed_connection_is_freed_without_the_collector(world):
+    gc.disable()
+    try:
+        async with world.client() as client:
+            asked = client.call("One", message(b""))
+            await client.until(lambda: asked in client.closed)
+            (known,) = (weakref.ref(each) for each in world.server.connections)
+        await until(lambda: known() is None)
+    finally:
+        gc.enable()
+
+
+async def test_newcomers_are_refused_where_all_connections_have_calls(crowded_world):
+    world = crowded_world
+    async with contextlib.AsyncExitStack() as held:
+        calls = []
+        for number in range(3):
+            channel = await held.enter_async_context(world.channel())
+            calls.append(channel.unary_stream("/x.Y/Wait")(b"a"))
+            await until(lambda count=number + 1: world.service.began == count)
+        async with world.channel() as channel:
+            assert await status_of(channel.unary_stream("/x.Y/One")(b"")) is grpc.StatusCode.UNAVAILABLE
+        world.service.go.set()
+        for call in calls:
+            assert [each async for each in call] == [b"a"]
+
+
+async def test_connection_that_never_speaks_is_cut_before_a_ping_would(world):
+    world.server.limits = GrpcSettings(first_byte_timeout_seconds=0.2)
+    assert b"are you?" not in await world.say()
+
+
+@pytest.mark.parametrize(
+    "increment",
+    [(1, 0), (0, 0), (1, 2**31 - 1), (0, 2**31 - 1)],
+    ids=["none", "none of all", "too much", "too much of all"],
+)
+async def test_windows_that_cannot_be_end_what_they_are_of(world, increment):
+    stream, size = increment
+    asked = frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Wait")) + frame(DATA, END_STREAM, 1, message(b"a"))
+    _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+    writer.write(OPEN + asked)
+    await until(lambda: world.service.began == 1)
+    writer.write(frame(8, 0, stream, size.to_bytes(4, "big")))
+    await until(lambda: world.service.cancelled == 1)
+    writer.close()
+
+
+async def test_a_server_that_stops_lets_calls_end(world):
+    async with world.channel() as channel:
+        call = channel.unary_stream("/x.Y/Wait")(b"last words")
+        await until(lambda: world.service.began == 1)
+        stopping = asyncio.create_task(world.server.stop(1000))
+        await until(lambda: world.server.closing)
+        assert await status_of(channel.unary_stream("/x.Y/Thrice")(b"")) is grpc.StatusCode.UNAVAILABLE
+        world.service.go.set()
+        assert [each async for each in call] == [b"last words"]
+        await stopping
+
+
+async def test_a_server_that_stops_cancels_what_does_not_end_in_time(world):
+    async with world.channel() as channel:
+        stuck = channel.unary_stream("/x.Y/Never")(b"a")
+        await until(lambda: world.service.began == 1)
+        await world.server.stop(0.2)
+        assert await status_of(stuck) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_path_is_taken_from_who_was_killed_and_from_nobody_else(tmp_path):
+    path = tmp_path / "it"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    server = Http2Server()
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    with pytest.raises(RuntimeError, match="somebody listens"):
+        Http2Server().add_insecure_port(f"unix:{path}")
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        assert await status_of(channel.unary_stream("/x.Y/Z")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+    await server.stop(None)
+    assert not path.exists()
+
+
+async def test_a_name_is_all_its_addresses(monkeypatch):
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0)),  # none of this machine's
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    server = Http2Server()
+    port = server.add_insecure_port("a.name:0")
+    monkeypatch.undo()
+    await server.start()
+    for host in ("127.0.0.1", "127.0.0.2"):
+        async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+            assert await status_of(channel.unary_stream("/x.Y/Z")(b"")) is grpc.StatusCode.UNIMPLEMENTED
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    "listen", ["127.0.0.1", "50051", ":50051", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.1:0", "unix:/no/such"]
+)
+def test_what_is_no_place_to_listen_is_refused(listen):
+    with pytest.raises(RuntimeError, match=f"cannot listen on {listen}: "):
+        Http2Server().add_insecure_port(listen)
+
+
+async def test_ports_are_shared_only_by_those_who_say_so():
+    one, two, third = Http2Server(shared=True), Http2Server(shared=True), Http2Server()
+    port = one.add_insecure_port("127.0.0.1:0")
+    await one.start()
+    assert two.add_insecure_port(f"127.0.0.1:{port}") == port
+    with pytest.raises(RuntimeError, match="in use"):
+        third.add_insecure_port(f"127.0.0.1:{port}")
+    for server in (one, two):
+        await server.stop(None)
+
+
+def _calls(world):
+    return [each for connection in world.server.connections for each in connection.calls.values()]

@@ -1,0 +1,82 @@
+"""What a client can do to the gRPC port below gRPC: streams that are opened and reset, as fast as it can."""
+
+import signal
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+
+import psutil
+import pytest
+
+from fleet.client import Client, FleetError
+from tests.support.fleet_processes import serve
+
+pytestmark = pytest.mark.integration
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, RESET, SETTINGS = 1, 3, 4
+END_HEADERS = 4
+CANCEL = (8).to_bytes(4, "big")
+CONNECTIONS, STREAMS = 6, 20_000
+MOST_GROWTH = 60 << 20
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def call(path: bytes) -> bytes:
+    """The head of a call, in HPACK without compression."""
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": path,
+        b":authority": b"x",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    return b"".join(b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields.items())
+
+
+@pytest.fixture
+def router(tmp_path):
+    """A router in a process of its own; yields the process and its gRPC address."""
+    settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
+    process, endpoints = serve("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
+    try:
+        yield psutil.Process(process.pid), endpoints["grpc"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def test_streams_that_are_reset_at_once_take_bounded_memory_and_others_are_soon_served(router):
+    process, address = router
+    before = process.memory_info().rss
+    head = call(b"/fleet.v1.Inference/Generate")
+    host, port = address.split(":")
+    flood = (
+        PREFACE
+        + frame(SETTINGS, 0, 0)
+        + b"".join(
+            frame(HEADERS, END_HEADERS, number, head) + frame(RESET, 0, number, CANCEL)
+            for number in range(1, 2 * STREAMS, 2)
+        )
+    )
+
+    def send(connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.sendall(flood)
+
+    with ExitStack() as held:
+        connections = [
+            held.enter_context(closing(socket.create_connection((host, int(port)), timeout=60)))
+            for _ in range(CONNECTIONS)
+        ]
+        with ThreadPoolExecutor(CONNECTIONS) as threads:
+            list(threads.map(send, connections))
+        with Client(address) as client, pytest.raises(FleetError, match="no worker serves"):
+            client.complete("x", timeout_seconds=30)
+
+    assert process.memory_info().rss - before < MOST_GROWTH

@@ -1,0 +1,888 @@
+"""The HTTP front as clients see it that do not behave: raw sockets."""
+
+import asyncio
+import gc
+import json
+import os
+import socket
+import tracemalloc
+import weakref
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import Logprobs
+from fleet.frontend.openai.service import open_http_frontend
+from fleet.net import connection_table
+from fleet.net.settings import HttpSettings
+from tests.support.frontend.frontends import Frontends, open_frontends
+from tests.support.frontend.http_clients import RawHttpClient, connected, error_of, get, post
+from tests.support.frontend.text_model import EOS
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (get("/nowhere"), 404, "nothing at /nowhere"),
+        (get("/health", "DELETE"), 405, "takes GET"),
+        (get(CHAT), 405, "takes POST"),
+        (post("/v1/models", b"{}"), 405, "takes GET"),
+        (post(CHAT, b"{}", "content-type: text/plain"), 415, "application/json"),
+        (post(CHAT, b"{}", "content-encoding: gzip"), 415, "compressed"),
+        (post(CHAT, b'{"messages": '), 400, "not valid JSON"),
+        (post(COMPLETIONS, b'{"prompt": "\xff\xfe"}'), 400, "not valid UTF-8"),
+        (post(CHAT, b'{"messages": []}'), 400, "messages: must not be empty"),
+        (post(CHAT, b""), 400, "not valid JSON"),
+        (post(COMPLETIONS, {"prompt": "x", "model": "other"}), 404, "'other' is not served"),
+        (post(COMPLETIONS, {"prompt": "x", "fleet": {"placement": "here"}}), 400, "fleet.placement"),
+    ],
+)
+async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sent, status, said):
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(sent)
+            answered, headers, body = await peer.answer()
+
+            assert (answered, headers["content-type"]) == (status, "application/json")
+            assert said in error_of(body)["message"]
+            assert (status == 405) == ("allow" in headers)
+    assert fronts.router.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # TLS
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 40_000, 431),
+        (b"GET /" + b"y" * 40_000, 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8388609\r\n\r\n", 413),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+    ],
+)
+async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts, sent, status):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+
+        answered, headers, body = await peer.answer()
+
+        assert (answered, headers["connection"]) == (status, "close")
+        assert error_of(body)["type"] == "invalid_request_error"
+        assert await peer.rest() == b""
+
+
+async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
+    async with open_frontends(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            await peer.send(b"%x\r\n" % 400 + b"x" * 400 + b"\r\n")
+
+        status, _, body = await peer.answer()
+
+        assert status == 413
+        assert "1000 bytes" in error_of(body)["message"]
+
+
+async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fronts):
+    async with connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
+        for _ in range(90):
+            await peer.send(b"x" * 100_000)
+
+        assert (await peer.answer())[0] == 413
+
+
+async def test_a_chunked_body_is_put_together(fronts):
+    fronts.will_answer("the fox")
+    body = json.dumps({"prompt": "once"}).encode()
+    async with connected(fronts) as peer:
+        await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for byte in body:
+            await peer.send(b"1\r\n%c\r\n" % byte)
+        await peer.send(b"0\r\n\r\n")
+
+        status, _, answer = await peer.answer()
+
+    assert (status, json.loads(answer)["choices"][0]["text"]) == (200, "the fox")
+
+
+CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n".encode()
+
+
+async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(fronts):
+    fronts.will_answer("abc")
+    body = b'{"prompt": "x"}'
+    trailers = b"content-type: text/plain\r\nauthorization: Bearer no\r\n"
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(CHUNKED + b"\r\n%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers))
+            status, headers, _ = await peer.answer()
+
+            assert (status, headers.get("connection")) == (200, None)
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"1\r\nx\r\n0\r\n", b"x-trailer: " + b"v" * 50 + b"\r\n"),
+        (b"1\r\nx\r\n0\r\nx-trailer: ", b"v" * 64),
+        (b"5;", b"extension" * 8),
+    ],
+    ids=["trailers", "one trailer", "an extension of a chunk"],
+)
+async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, more):
+    async with open_frontends(model_dir, max_head_bytes=4096) as fronts, connected(fronts) as peer:
+        with suppress(ConnectionError):
+            await peer.send(CHUNKED + b"\r\n" + begin)
+            for _ in range(200):
+                await peer.send(more * 100)  # more than one read, since what comes with content is not counted
+        status, _, body = await peer.answer()
+
+        assert status == 431
+        assert "no content" in error_of(body)["message"]
+        assert await peer.rest() == b""
+
+
+async def test_a_request_byte_by_byte_is_understood(fronts):
+    fronts.will_answer("the fox")
+    async with connected(fronts) as peer:
+        for byte in post(COMPLETIONS, {"prompt": "once"}):
+            await peer.send(bytes([byte]))
+            await asyncio.sleep(0)
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_a_client_may_ask_before_it_sends_the_body(fronts):
+    fronts.will_answer("the fox")
+    head, _, body = post(COMPLETIONS, {"prompt": "once"}, "expect: 100-continue").partition(b"\r\n\r\n")
+    async with connected(fronts) as peer:
+        await peer.send(head + b"\r\n\r\n")
+        assert (await peer.head())[0] == 100
+        await peer.send(body)
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 1
+    async with connected(fronts) as peer:
+        await peer.send(
+            post(COMPLETIONS, {"prompt": "once"})
+            + get("/nowhere")
+            + post(COMPLETIONS, {"prompt": "x"})
+            + b"BAD\r\n\r\n"
+        )
+        await fronts.router.until(fronts.router.submitted)
+        await asyncio.sleep(0.05)
+        assert len(fronts.router.submitted) == 1
+        fronts.router.release.set()
+
+        statuses = [(await peer.answer())[0] for _ in range(4)]
+
+        assert statuses == [200, 404, 200, 400]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("cut", [20, 9000])
+async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, cut):
+    many = b"".join(get(f"/{number}") for number in range(800))
+    async with connected(fronts) as peer:
+        await peer.send(many[:cut])
+        await peer.send(many[cut:])
+        for number in range(800):
+            status, _, body = await peer.answer()
+            assert (status, error_of(body)["message"]) == (404, f"there is nothing at /{number}")
+        await peer.send(get("/health"))
+        assert (await peer.answer())[0] == 200
+
+
+async def test_who_sends_many_requests_at_once_does_not_hold_up_others(fronts):
+    many = get("/nowhere", "DELETE") * 5000
+    async with connected(fronts) as peer, connected(fronts) as other:
+        await peer.send(many)
+        await other.send(get("/health"))
+        assert (await other.answer())[0] == 200
+
+        (busy,) = [each for each in fronts.http._connections if each._unparsed]
+        assert len(busy._waiting) < 500
+
+
+OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_request_that_offers_another_protocol_is_served_in_this_one(fronts, whole):
+    """As Java's client does, and curl when it is told --http2."""
+    fronts.will_answer("the fox")
+    asked = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 20_000}, *OFFER)
+    async with connected(fronts) as peer:
+        await peer.send(asked if whole else asked[:-1])
+        if not whole:
+            await asyncio.sleep(0.02)
+            await peer.send(asked[-1:])
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["choices"][0]["text"] == "the fox"
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\r\n".join([CHUNKED[:-2], *(line.encode() for line in OFFER), b"", b"0\r\n\r\n"]),
+    ],
+    ids=["a tunnel", "a body in chunks"],
+)
+async def test_another_protocol_is_not_spoken(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        status, _, body = await peer.answer()
+
+        assert status == 501
+        assert "no other protocol" in error_of(body)["message"]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_older_clients_and_those_that_say_so_get_their_connection_closed(fronts, version, stream):
+    fronts.will_answer("the fox")
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}, "connection: close", version=version))
+
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert body.endswith(b"data: [DONE]\n\n") == stream
+        assert ("transfer-encoding" in headers) == (stream and version == "1.1")
+        assert await peer.rest() == b""
+
+
+async def test_head_and_first_event_arrive_together(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 2  # tokens are single steps, so that something was sent before
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
+        async with asyncio.timeout(60):
+            first = await peer._reader.read(65536)
+
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"data: {" in first
+
+
+async def test_a_client_that_disconnects_cancels_its_request(fronts):
+    fronts.will_answer("the quick brown fox")
+    for stream, tokens_before in ((True, 1), (True, 0), (False, 0)):
+        fronts.router.hold_after = tokens_before
+        count = len(fronts.router.submitted) + 1
+        async with connected(fronts) as peer:
+            await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}))
+            await fronts.router.until(fronts.router.submitted, count)
+            if tokens_before:
+                await peer.head()
+
+        await fronts.router.until(fronts.router.cancelled, count)
+    await until(lambda: fronts.generation.running == 0)
+
+
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 0
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+        await fronts.router.until(fronts.router.submitted)
+        peer.writer.write_eof()
+
+        await fronts.router.until(fronts.router.cancelled)
+        assert await peer.rest() == b""
+
+
+async def test_a_simple_question_from_a_half_closed_connection_is_answered(fronts):
+    async with connected(fronts) as peer:
+        peer.writer.write(get("/health"))
+        peer.writer.write_eof()
+
+        assert (await peer.answer())[0] == 200
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize("sent", [b"POST /v1/completions HT", post(COMPLETIONS, b"x" * 100)[:-50]])
+async def test_half_a_request_is_told_so(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        peer.writer.write_eof()
+
+        status, _, body = await peer.answer()
+
+        assert (status, error_of(body)["message"]) == (400, "the request is incomplete")
+        assert await peer.rest() == b""
+
+
+async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
+    limits = {"head_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "idle_timeout_seconds": 0.2}
+    async with open_frontends(model_dir, **limits) as fronts:
+        for sent in (b"POST /v1/completions HTTP/1.1\r\nhost", post(COMPLETIONS, b"x" * 100)[:-50]):
+            async with connected(fronts) as peer:
+                await peer.send(sent)
+                status, _, body = await peer.answer()
+                assert (status, error_of(body)["code"]) == (408, "request_timeout")
+        async with connected(fronts) as peer:
+            assert await peer.rest() == b""  # idle: nothing to tell
+        async with connected(fronts) as peer:
+            await peer.send(get("/health"))
+            await peer.answer()
+            assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize(
+    ("begin", "drop"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"x-a: b\r\n"),
+        (post(COMPLETIONS, b"x" * 1000)[:-900], b"x"),
+        (CHUNKED + b"\r\n", b"1\r\nx\r\n"),
+    ],
+    ids=["a head", "a body", "a body in chunks"],
+)
+async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
+    """As slow-loris does it, to hold connections for ever."""
+    limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
+    async with open_frontends(model_dir, **limits) as fronts, connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+
+        async def drip():
+            with suppress(ConnectionError):
+                await peer.send(begin)
+                while True:
+                    await peer.send(drop)
+                    await asyncio.sleep(0.02)
+
+        dripping = tasks.create_task(drip())
+        status, headers, body = await peer.answer()
+        dripping.cancel()
+
+    assert (status, headers["connection"]) == (408, "close")
+    assert error_of(body)["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize(
+    ("many", "said"),
+    [
+        ({"stop": ["a"] * 1_000_000}, "stop: has 1000000 strings, and 16 are allowed"),
+        ({"stop_token_ids": [0] * 1_000_000}, "stop_token_ids: has 1000000 ids, and 1024 are allowed"),
+    ],
+    ids=["strings", "tokens"],
+)
+async def test_a_million_stops_are_refused_and_leave_nothing(fronts, many, said):
+    fronts.will_answer("the fox")
+    asked = post(COMPLETIONS, {"prompt": "x", **many})
+    async with connected(fronts) as peer, connected(fronts) as other:
+        tracemalloc.start()
+        try:
+            for _ in range(2):
+                await peer.send(asked)
+                status, _, body = await peer.answer()
+                assert (status, error_of(body)["message"]) == (400, said)
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 1 << 20)
+        finally:
+            tracemalloc.stop()
+        await other.send(post(COMPLETIONS, {"prompt": "once"}))
+        assert (await other.answer())[0] == 200
+    assert len(fronts.router.submitted) == 1
+
+
+MUCH = {
+    "messages": [{"role": "user", "content": "x"}],
+    "stream": True,
+    "max_tokens": 4000,
+    "logprobs": True,
+    "top_logprobs": 20,
+}
+
+
+def will_answer_much(fronts: Frontends) -> int:
+    """More than the sockets' buffers hold: 10 MB; returns its steps."""
+    answer = fronts.will_answer("the quick brown fox " * 990)
+    fronts.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
+    return len(answer)
+
+
+async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fronts):
+    steps = will_answer_much(fronts)
+    async with connected(fronts, limit=16 << 10) as peer:
+        await peer.send(post(CHAT, MUCH))
+        await peer.head()
+        taken = -1
+        while taken != fronts.router.steps_taken:  # until nothing moves any more
+            taken = fronts.router.steps_taken
+            await asyncio.sleep(0.2)
+        (connection,) = fronts.http._connections
+
+        assert taken < steps
+        assert connection._transport.get_write_buffer_size() < 256 << 10
+        body = b"".join([chunk async for chunk in peer.chunks()])
+        assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_never_reads_is_cut_off(model_dir):
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
+        will_answer_much(fronts)
+        async with connected(fronts, limit=16 << 10) as peer:
+            await peer.send(post(CHAT, MUCH))
+
+            await fronts.router.until(fronts.router.cancelled)
+
+        await until(lambda: fronts.generation.running == 0)
+
+
+async def test_client_that_drips_is_cut_off_as_well(model_dir):
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts, asyncio.TaskGroup() as tasks:
+        will_answer_much(fronts)
+        async with connected(fronts, limit=1) as peer:
+            peer.writer.transport.pause_reading()
+            sock = peer.writer.get_extra_info("socket")
+            await peer.send(post(CHAT, MUCH))
+
+            async def drip():
+                with suppress(ConnectionError):
+                    while True:
+                        with suppress(BlockingIOError):
+                            os.read(sock.fileno(), 1)
+                        await asyncio.sleep(0.01)
+
+            dripping = tasks.create_task(drip())
+            await fronts.router.until(fronts.router.cancelled)
+            dripping.cancel()
+        await until(lambda: fronts.generation.running == 0 and not fronts.http._connections)
+
+
+@asynccontextmanager
+async def with_small_buffers(fronts, size=64 << 10):
+    """A client whose system takes little before the client reads."""
+    host, _, port = fronts.http.address.rpartition(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=16 << 10)
+        try:
+            yield RawHttpClient(reader, writer)
+        finally:
+            writer.close()
+
+
+async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
+    """In each period, that is, and not all of it in one."""
+    async with open_frontends(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as fronts:
+        will_answer_much(fronts)
+        async with with_small_buffers(fronts) as peer:
+            await peer.send(post(CHAT, {**MUCH, "stream": False}, "connection: close"))
+            status, headers = await peer.head()
+            left = int(headers["content-length"])
+            began = asyncio.get_running_loop().time()
+            while left:
+                left -= len(await peer._reader.readexactly(min(left, 50_000)))
+                await asyncio.sleep(0.02)
+
+            assert status == 200
+            assert asyncio.get_running_loop().time() - began > 1.5
+            assert await peer.rest() == b""
+
+
+async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
+    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts:
+        will_answer_much(fronts)
+        async with with_small_buffers(fronts, 4 << 10) as peer:
+            await peer.send(post(CHAT, MUCH, "connection: close"))
+            loop = asyncio.get_running_loop()
+            until_then = loop.time() + 4  # periods
+            while loop.time() < until_then:
+                await peer._reader.readexactly(10_000)
+                await asyncio.sleep(0.02)
+
+            assert (await peer.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
+        will_answer_much(fronts)
+        async with with_small_buffers(fronts) as peer, with_small_buffers(fronts) as other:
+            for each in (peer, other):
+                each.writer.transport.pause_reading()
+                await each.send(post(CHAT, MUCH))
+            await fronts.router.until(fronts.router.cancelled, 2)
+        await until(lambda: not fronts.http._connections)
+
+    (told,) = [each for each in caplog.records if each.message == "clients cut off because they read too slowly"]
+    assert (told.listen, told.last_client, told.write_timeout_seconds) == (fronts.http.address, "127.0.0.1", 0.3)
+    assert told.unread_bytes > 0
+
+
+async def test_unread_answer_does_not_keep_its_connection(model_dir):
+    limits = {"write_timeout_seconds": 0.5, "idle_timeout_seconds": 1.0}
+    async with open_frontends(model_dir, **limits) as fronts, with_small_buffers(fronts) as peer:
+        peer.writer.transport.pause_reading()
+        await until(lambda: fronts.http._connections)
+        (connection,) = fronts.http._connections
+        while not connection._transport.get_write_buffer_size():
+            idle_until = connection._deadline
+            await peer.send(get("/openapi.json"))
+            await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
+        assert connection._paused is None, "so nobody waits for the client to read"
+
+        await until(lambda: not fronts.http._connections)
+
+
+async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
+    long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
+    async with open_frontends(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
+        fronts.will_answer("abc")
+        peers = [await stack.enter_async_context(connected(fronts)) for _ in range(4)]
+        for peer in peers[:3]:
+            await peer.send(long[:-1])
+        await until(lambda: fronts.http._held.bytes >= 3 * 300_000)
+        await peers[3].send(long[:-1])
+
+        status, headers, body = await peers[-1].answer()
+
+        assert (status, headers["connection"]) == (503, "close")
+        assert "too many long requests" in error_of(body)["message"]
+        async with connected(fronts) as other:
+            await other.send(post(COMPLETIONS, {"prompt": "x"}))
+            assert (await other.answer())[0] == 200
+        for peer in peers[:2]:
+            await peer.send(long[-1:])
+            assert (await peer.answer())[0] == 200
+        async with connected(fronts) as other:
+            for _ in range(4):  # the second one comes with a head that is known
+                await other.send(long)
+                assert (await other.answer())[0] == 200
+
+
+async def test_newcomers_are_refused_where_all_are_served(model_dir):
+    async with open_frontends(model_dir, max_connections=2) as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+        async with connected(fronts) as one, connected(fronts) as two:
+            for peer in (one, two):
+                await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted, 2)
+            async with connected(fronts) as three:
+                status, headers, body = await three.answer()
+                assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
+                assert error_of(body)["type"] == "server_error"
+            fronts.router.release.set()
+            assert [(await peer.answer())[0] for peer in (one, two)] == [200, 200]
+        await until(lambda: not fronts.http._connections)
+        async with connected(fronts) as peer:
+            await peer.send(get("/health"))
+            assert (await peer.answer())[0] == 200
+
+
+WAITING = {
+    "silent": b"",
+    "a head": b"POST /v1/completions HTTP/1.1\r\nhost",
+    "idle": get("/nowhere"),
+    "a body": post(COMPLETIONS, b"x" * 100)[:-50],
+}
+"""How a connection waits, in the order in which they give way."""
+
+
+async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
+    monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
+    async with open_frontends(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+
+        async def newcomer(sent):
+            peer = await stack.enter_async_context(connected(fronts))
+            await peer.send(sent)
+            return peer
+
+        served = await newcomer(post(COMPLETIONS, {"prompt": "once"}))
+        await fronts.router.until(fronts.router.submitted)
+        peers = {name: await newcomer(sent) for name, sent in reversed(WAITING.items())}
+        await peers["idle"].answer()
+        await until(lambda: len(fronts.http._table) == 5)
+        for count, (name, peer) in enumerate(reversed(peers.items()), 2):
+            await newcomer(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted, count)
+            if name in ("a head", "a body"):
+                status, headers, body = await peer.answer()
+                assert (status, headers["retry-after"]) == (503, "1")
+                assert "too many connections" in error_of(body)["message"]
+            assert await peer.rest() == b"", name
+        fronts.http._table.check()
+        fronts.router.release.set()
+
+        assert (await served.answer())[0] == 200
+
+
+async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
+    async with open_frontends(model_dir, max_connections=20) as fronts, AsyncExitStack() as stack:
+        table = fronts.http._table
+        for _ in range(18):  # as many as one address may have
+            peer = await stack.enter_async_context(connected(fronts))
+            await peer.send(get("/nowhere"))
+            await peer.answer()
+        for count in range(1, 6):
+            burst = [await stack.enter_async_context(connected(fronts)) for _ in range(3)]
+            await until(lambda most=3 * count: table.displaced == most)
+            for peer in burst:
+                await peer.send(get("/health"))
+            assert [(await peer.answer())[0] for peer in burst] == [200] * 3
+
+
+async def test_closed_connection_is_freed_without_the_collector(fronts):
+    gc.disable()
+    try:
+        async with connected(fronts) as peer:
+            await peer.send(get("/health"))
+            assert (await peer.answer())[0] == 200
+            (known,) = (weakref.ref(each) for each in fronts.http._connections)
+        await until(lambda: known() is None)
+    finally:
+        gc.enable()
+
+
+async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
+    async with open_frontends(model_dir, max_connections=20, address_share=0.5) as fronts, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(connected(fronts, local_addr=("127.0.0.2", 0)))
+        for _ in range(40):
+            await stack.enter_async_context(connected(fronts))
+        await until(lambda: fronts.http._table.displaced == 30)
+
+        assert len(fronts.http._table) == 11
+        await other.send(get("/health"))
+        assert (await other.answer())[0] == 200
+
+
+async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
+    async with open_frontends(model_dir, first_byte_timeout_seconds=0.2) as fronts, connected(fronts) as idle:
+        await idle.send(get("/health"))
+        await idle.answer()
+        async with connected(fronts) as silent:
+            assert await silent.rest() == b""
+
+        await idle.send(get("/health"))
+        assert (await idle.answer())[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", "host: is missing"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a\r\nHost: \r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a/b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: u@a\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: a:b\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: \xc3\xa4\r\n\r\n", "host: must be one"),
+        (b"GET /health HTTP/1.1\r\nhost: [::1\r\n\r\n", "host: must be one"),
+        (b"GET http://a/health HTTP/1.1\r\n\r\n", "host: is missing"),
+        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}", "host: is missing"),
+        (b"GET /health\r\n", "version must be"),
+        (b"GET /health\r\n\r\n", "version must be"),
+        (b"GET /health\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health\n", "version must be"),
+        (b"GET /health\n\n", "version must be"),
+        (b"GET /health HTTP/0.9\r\nhost: a\r\n\r\n", "version must be"),
+        (b"GET /health /v1\r\n", "not HTTP"),
+        (b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", "version must be"),
+    ],
+)
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_requests_without_one_host_or_a_version_are_refused(fronts, sent, said, in_pieces):
+    async with connected(fronts) as peer:
+        for piece in (bytes([byte]) for byte in sent) if in_pieces else (sent,):
+            await peer.send(piece)
+            await asyncio.sleep(0)
+
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (400, "close")
+        assert said in error_of(body)["message"]
+        assert await peer.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost:\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: [::1]:8000\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: my_host.example:80\r\n\r\n",
+        b"GET http://a:80/health?x=y HTTP/1.1\r\nhost: a:80\r\n\r\n",
+        b"GET HTTPS://a/health HTTP/1.1\r\nhost: a\r\n\r\n",
+    ],
+)
+async def test_requests_whose_host_is_well_formed_are_served(fronts, sent):
+    async with connected(fronts) as peer:
+        await peer.send(sent)
+        assert (await peer.answer())[0] == 200
+
+
+async def test_known_head_without_its_host_is_refused(fronts):
+    fronts.will_answer("abc")
+    asked = post(COMPLETIONS, {"prompt": "x"})
+    async with connected(fronts) as peer:
+        for _ in range(2):
+            await peer.send(asked)
+            assert (await peer.answer())[0] == 200
+        await peer.send(asked.replace(b"host: x\r\n", b""))
+        assert (await peer.answer())[0] == 400
+
+
+async def test_health_follows_the_workers(fronts):
+    async with connected(fronts) as peer:
+        await peer.send(get("/health"))
+        assert (await peer.answer())[::2] == (200, b'{"status":"ok","models":["tiny"]}')
+        fronts.router.cards = ()
+
+        await peer.send(get("/health", "HEAD") + get("/health"))
+
+        assert (await peer.head())[0] == 503
+        assert (await peer.answer())[0] == 503
+
+
+def through_health(fronts):
+    """A connection to the listener for health and metrics."""
+    return connected(SimpleNamespace(http=SimpleNamespace(address=fronts.http.health_address)))
+
+
+async def test_health_listener_answers_probes_and_nothing_else(model_dir):
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
+        for path, status in (("/health", 200), ("/live", 200), ("/metrics", 200), ("/v1/models", 404)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+        await peer.send(post(CHAT, {"messages": []}))
+        assert (await peer.answer())[0] == 404
+        fronts.router.cards = ()
+
+        for path, status in (("/health", 503), ("/live", 200)):
+            await peer.send(get(path))
+            assert (await peer.answer())[0] == status, path
+
+
+async def test_health_listener_answers_while_the_front_drains(model_dir):
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 1
+        async with connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            tasks.create_task(fronts.http.drain(60))
+            await until(lambda: fronts.http.draining)
+            async with through_health(fronts) as probe:
+                await probe.send(get("/health"))
+                status, _, body = await probe.answer()
+                assert (status, json.loads(body)["status"]) == (503, "draining")
+                await probe.send(get("/live"))
+                assert (await probe.answer())[0] == 200
+            fronts.router.release.set()
+            assert (await peer.answer())[0] == 200
+
+
+async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
+    async with open_frontends(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
+        fronts.will_answer("the fox")
+        fronts.router.hold_after = 0
+        async with connected(fronts) as peer:
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+            await fronts.router.until(fronts.router.submitted)
+            async with connected(fronts) as refused, through_health(fronts) as probe:
+                assert (await refused.answer())[0] == 503
+                await probe.send(get("/health"))
+                assert (await probe.answer())[0] == 200
+
+
+async def test_metrics_tell_what_was_served(fronts):
+    fronts.will_answer("the fox", then=[EOS])
+    async with connected(fronts) as peer:
+        await peer.send(
+            post(COMPLETIONS, {"prompt": "once", "max_tokens": 100})
+            + post(COMPLETIONS, {"prompt": ""})
+            + get("/metrics")
+        )
+        await peer.answer()
+        await peer.answer()
+        _, headers, body = await peer.answer()
+
+    lines = body.decode().splitlines()
+    assert headers["content-type"].startswith("text/plain")
+    assert 'fleet_requests_total{outcome="stop",placement="aggregated"} 1.0' in lines
+    assert 'fleet_requests_total{outcome="invalid_argument",placement="unknown"} 1.0' in lines
+    assert f"fleet_completion_tokens_total {len(fronts.router.answer):.1f}" in lines
+    assert 'fleet_kv_blocks_total{phase="aggregated",source="computed"} 1.0' in lines
+    assert "fleet_ttft_seconds_count 1.0" in lines
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(fronts):
+    fronts.will_answer("the fox")
+    fronts.router.hold_after = 1
+    async with connected(fronts) as busy, connected(fronts) as idle, asyncio.TaskGroup() as tasks:
+        await busy.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
+        await fronts.router.until(fronts.router.submitted)
+
+        draining = tasks.create_task(fronts.http.drain(10))
+
+        assert await idle.rest() == b""
+        with pytest.raises(ConnectionRefusedError):
+            async with connected(fronts):
+                pass
+        assert not draining.done()
+        fronts.router.release.set()
+        _, _, body = await busy.answer()
+        assert body.endswith(b"[DONE]\n\n")
+        await draining
+        assert await busy.rest() == b""
+
+
+async def test_a_bug_is_an_internal_error_and_the_next_request_is_served(fronts, caplog):
+    fronts.will_answer("the fox")
+    fronts.router.bug = ZeroDivisionError("bug")
+    async with connected(fronts) as peer:
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+        status, _, body = await peer.answer()
+        assert (status, error_of(body)["code"]) == (500, "internal")
+        assert "bug" not in error_of(body)["message"]
+        assert "ZeroDivisionError" in caplog.text
+        fronts.router.bug = None
+
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}))
+
+        assert (await peer.answer())[0] == 200
+
+
+async def test_a_port_in_use_is_refused_with_its_address(fronts):
+    with pytest.raises(ConfigurationRefused, match=fronts.http.address):
+        async with open_http_frontend(fronts.http.address, HttpSettings(), None, None, None):
+            pass
+
+
+@pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:http", "127.0.0.1:65536", "host.invalid:0", ":1"])
+async def test_what_is_no_address_is_refused(listen):
+    with pytest.raises(ConfigurationRefused, match=listen):
+        async with open_http_frontend(listen, HttpSettings(), None, None, None):
+            pass

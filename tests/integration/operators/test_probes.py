@@ -1,0 +1,256 @@
+"""Probes of deployments: what counts as an answer, and what is told of everything else."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from hashlib import sha256
+
+import msgspec
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra `kubernetes` is not installed")
+
+from aiohttp import web
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.router.tenants import TenantSettings
+from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
+from operators.probes.served import ServedProbes, router_address, service_address
+from tests.support.backends.openai_servers import MODEL as RELAYED
+from tests.support.backends.openai_servers import OpenAiServer, ServerExchange, a_relay, five_tokens
+from tests.support.builders import MODEL
+from tests.support.frontend.frontends import open_frontends
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+KEY = "sk-of-the-operator"
+TENANTS = {"probes": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdigest(),))}
+SECONDS = 60.0
+
+
+def a_probe(worker="w1", *, pair=False, door="10.0.0.1"):
+    return Probe(namespace="ns", deployment="dd", service="dd-router", model=MODEL, worker=worker, pair=pair, door=door)
+
+
+def probes(url, keys=None, seconds=SECONDS, router=None):
+    """To whatever listens there: behind the Service, and at the address of the router's pod, if that is no other one."""
+
+    def service(namespace, name):
+        assert (namespace, name) == ("ns", "dd-router")
+        return url.removeprefix("http://")
+
+    def door(host):
+        assert host == "10.0.0.1"
+        return (router or url).removeprefix("http://")
+
+    return ServedProbes(keys or {}, seconds, service, door)
+
+
+@asynccontextmanager
+async def answering(content, status=200, heard=None):
+    """A server that says the same to everybody."""
+
+    async def answer(request):
+        if heard is not None:
+            heard.append((request.headers, msgspec.json.decode(await request.read())))
+        if content is None:
+            await asyncio.sleep(60)
+        headers = {"Location": "http://127.0.0.1:9/"} if status == 302 else {}
+        return web.Response(status=status, body=content, content_type="application/json", headers=headers)
+
+    application = web.Application()
+    application.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+def a_completion(*phases, tokens=1):
+    kv = [
+        {
+            "phase": phase,
+            "worker_id": worker,
+            "prompt_blocks": blocks,
+            "origins": [{"source": source, "blocks": blocks}],
+        }
+        for phase, worker, source, blocks in phases
+    ]
+    content = {"choices": [{"text": "a"}], "usage": {"completion_tokens": tokens}, "fleet": {"kv": kv}}
+    return msgspec.json.encode(content)
+
+
+DEEP = b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
+PREFILL = ("prefill", "p1", "computed", 9)
+
+
+async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answer(model_dir):
+    async with open_frontends(model_dir) as fronts:
+        fronts.will_answer("A")
+        found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
+
+        one, other = fronts.router.submitted
+        assert found == [ProbeCompletion(), ProbeCompletion()]
+        assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
+        assert one.tokens[:64] != other.tokens[:64], "no cache has it"
+        assert await probes(fronts.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
+
+
+async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
+    async with open_frontends(model_dir) as fronts:
+        fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
+
+        found = await probes(fronts.url).ask(a_probe())
+
+    assert found == ProbeFailure(503, "no_worker: pin: w1 is draining; try later")
+
+
+async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody(model_dir):
+    async with open_frontends(model_dir, TENANTS) as fronts:
+        fronts.will_answer("A")
+
+        async def asked(**keys):
+            return await probes(fronts.url, keys).ask(a_probe())
+
+        assert await asked(**{"ns/dd": KEY}) == ProbeCompletion()
+        assert await asked(**{"ns/other": KEY}) == ProbeFailure(401, "its routers want an API key", wants_key=True)
+        assert await asked(**{"ns/dd": "sk-wrong"}) == ProbeFailure(
+            401, "its routers do not take the key", wants_key=True
+        )
+
+    refusal = {"error": {"code": "internal", "message": f"Bearer {KEY} is bad"}}
+    async with answering(b"{}", 401) as service, answering(msgspec.json.encode(refusal), 500) as router:
+        found = await probes(service, {"ns/dd": KEY}, router=router).ask(a_probe())
+        assert found == ProbeFailure(500, "internal: Bearer (key) is bad")
+
+
+async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
+    elsewhere = []
+    async with open_frontends(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
+        fronts.will_answer("A")
+        bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
+
+        assert await bound.ask(a_probe()) == ProbeCompletion()
+        assert await bound.ask(a_probe(door="")) == ProbeFailure(
+            0, "its routers want an API key, and none of them has an address"
+        )
+
+    assert len(elsewhere) == 2
+    assert not any("authorization" in {name.lower() for name in headers} for headers, _ in elsewhere)
+    assert KEY not in str(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("refused", "found"),
+    [
+        (RequestRejected(Reason.QUEUE_FULL, "it would wait about 31 s"), ProbeFailure(429, "queue_full", busy=True)),
+        (RequestRejected(Reason.RATE_LIMITED, "60 requests a minute"), ProbeFailure(429, "rate_limited", busy=True)),
+        (RequestRejected(Reason.NO_WORKER, "nobody serves it"), ProbeFailure(503, "no_worker: nobody serves it")),
+        (RequestRejected(Reason.DEADLINE_PASSED, "too late"), ProbeFailure(504, "deadline_passed: too late")),
+    ],
+)
+async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
+    async with open_frontends(model_dir) as fronts:
+        fronts.router.refuse = refused
+
+        assert await probes(fronts.url).ask(a_probe()) == found
+
+
+async def test_a_429_of_somebody_else_shows_nothing(model_dir):
+    for content in (b"slow down", b'{"error": {"code": "internal", "message": "x"}}'):
+        async with answering(content, 429) as url:
+            assert not (await probes(url).ask(a_probe())).busy
+
+
+@pytest.mark.parametrize(
+    ("phases", "found"),
+    [
+        ([PREFILL, ("decode", "w1", "direct", 9)], ProbeCompletion(True)),
+        ([PREFILL, ("decode", "w1", "store", 9)], ProbeCompletion(True)),
+        ([PREFILL, ("decode", "w1", "computed", 9)], ProbeCompletion(False)),
+        ([PREFILL, ("decode", "w1", "computed", 1)], ProbeCompletion(None)),
+        ([("decode", "w1", "computed", 9)], ProbeFailure(200, "no prefill worker computed the prompt")),
+        ([("aggregated", "w1", "computed", 9)], ProbeFailure(200, "another worker answered")),
+    ],
+)
+async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
+    heard = []
+    async with answering(a_completion(*phases), heard=heard) as url:
+        assert await probes(url).ask(a_probe(pair=True)) == found
+
+    [(_, asked)] = heard
+    assert asked["fleet"] == {"pin": "w1", "placement": "disaggregated", "timeout_ms": 0.9 * SECONDS * 1000}
+    assert (asked["max_tokens"], asked["ignore_eos"]) == (2, True), "the first token is the prefill worker's"
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "found"),
+    [
+        (b"<html>hunter2</html>", 502, ProbeFailure(502, "not in words of a router")),
+        (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, ProbeFailure(500, "not in words of a router")),
+        (b"hunter2", 200, ProbeFailure(200, "what was answered is no completion")),
+        (b"[" * 100_000, 200, ProbeFailure(200, "what was answered is no completion")),
+        (DEEP, 200, ProbeFailure(200, "what was answered is no completion")),
+        (DEEP, 500, ProbeFailure(500, "not in words of a router")),
+        (
+            b'{"error": {"code": "internal", "message": "\\u001b[31mred\\u0000 \\u202eder"}}',
+            500,
+            ProbeFailure(500, "internal: [31mred der"),
+        ),
+        (a_completion(tokens=0), 200, ProbeFailure(200, "the completion has no token")),
+        (a_completion(), 200, ProbeFailure(200, "another worker answered")),
+        (a_completion(), 302, ProbeFailure(302, "not in words of a router")),
+        (None, 200, ProbeFailure(0, "no answer within 0.2 s")),
+    ],
+    ids=range(11),
+)
+async def test_what_else_is_answered_is_no_answer_and_is_not_repeated(content, status, found):
+    async with answering(content, status) as url:
+        assert await probes(url, seconds=0.2 if content is None else SECONDS).ask(a_probe()) == found
+
+
+async def test_where_nobody_listens_that_is_told():
+    found = await probes("http://127.0.0.1:9").ask(a_probe())
+
+    assert found == ProbeFailure(0, "no answer: ClientConnectorError")
+
+
+def test_a_service_has_a_name_that_no_public_domain_has():
+    assert service_address("dev", "llama-router") == "llama-router.dev.svc:8000"
+    assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
+
+
+async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_one_of_its_own_tenant_in():
+    """By a router as it is: so a probe needs no priority."""
+    go, server = asyncio.Event(), OpenAiServer()
+
+    async def when_let(answering: ServerExchange) -> None:
+        await go.wait()
+        await five_tokens(answering)
+
+    server.play = when_let
+    await server.start()
+    clients = "sk-of-clients"
+    tenants = TENANTS | {"clients": TenantSettings(api_key_sha256=(sha256(clients.encode()).hexdigest(),))}
+    limits = {"tenants": tenants, "oversubscribe": 1.0, "max_queued": 3, "max_queue_seconds": 1e6}
+    async with a_relay(server, tenants=tenants, limits=limits, max_running=1) as world, asyncio.TaskGroup() as tasks:
+
+        async def sent(key):
+            probe = msgspec.structs.replace(a_probe("w0"), model=RELAYED)
+            return await probes(world.url, {"ns/dd": key}, seconds=4 * SECONDS).ask(probe)
+
+        waiting = [tasks.create_task(sent(clients)) for _ in range(4)]
+        await until(lambda: world.router.status().queued == 3)
+        assert await sent(clients) == ProbeFailure(429, "queue_full", busy=True)
+
+        own = tasks.create_task(sent(KEY))
+        await until(lambda: any(each.done() for each in waiting))
+        go.set()
+
+    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "which made room"
+    assert own.result() == ProbeFailure(200, "another worker answered"), "as far as a foreign server says"
+    await server.stop()

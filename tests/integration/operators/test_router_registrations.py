@@ -1,0 +1,49 @@
+"""What the operator is told by a router: which workers get requests, and how much their caches are worth."""
+
+import pytest
+from msgspec import structs
+
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import Role
+from fleet.frontend.control.port import open_control_port
+from fleet.net.control.access import load_control_access
+from fleet.router.state.snapshot import PoolSnapshot, WorkerSnapshot
+from kvstore.security.credentials import Credentials
+from operators.observed.registrations import WorkerRegistration
+from operators.observed.router_registrations import RouterRegistrations
+from tests.support.frontend.frontends import open_frontends
+
+pytestmark = pytest.mark.integration
+
+SECRET = b"the secret of a deployment"
+
+
+def a_worker(worker_id, state="serving", cached_blocks=0):
+    counts = dict.fromkeys(WorkerSnapshot.__struct_fields__[4:], 0)
+    fields = counts | {"state": state, "engine": "simulated", "address": "", "cached_blocks": cached_blocks}
+    return WorkerSnapshot(worker_id=WorkerId(worker_id), **fields)
+
+
+async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(model_dir, monkeypatch):
+    async with open_frontends(model_dir) as fronts:
+        workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
+        pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
+        status = structs.replace(fronts.router.status(), pools=(pool,))
+        monkeypatch.setattr(fronts.router, "status", lambda: status)
+        assert await RouterRegistrations().workers(fronts.control, b"") == (WorkerRegistration(pod="a", warm_blocks=7),)
+
+
+async def test_a_router_that_does_not_answer_has_said_nothing():
+    assert await RouterRegistrations().workers("127.0.0.1:9", b"a secret of a deployment") is None
+
+
+async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
+    async with (
+        open_frontends(model_dir) as fronts,
+        open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,
+    ):
+        assert await RouterRegistrations().workers(address, SECRET) == ()
+        assert await RouterRegistrations().workers(address, b"that of another deployment") is None
+        assert await RouterRegistrations().workers(address, b"") is None

@@ -1,0 +1,136 @@
+"""What a router makes of what another one says, over real sockets: nonsense ends the connection and changes nothing."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import WorkerId
+from fleet.peers.messages import LATEST, encode_sessions
+from fleet.peers.routers import PeerRouters
+from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS, PromptAnnouncements
+from fleet.router.messages import PeerPlaced
+from fleet.router.sessions import SessionBinding, SessionTable
+from fleet.router.settings.router import RouterSettings
+from fleet.v1 import replica_pb2 as pb
+from kvstore.net.frames import connect
+
+pytestmark = pytest.mark.integration
+
+HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
+
+
+class RecordingRouter:
+    """A router and its registry that note what they hear."""
+
+    def __init__(self):
+        self.on_change = None
+        self.events = []
+        self.placed = []
+        self.sessions = SessionTable(ttl_seconds=1, capacity=1)
+        self.prompts = PromptAnnouncements()
+
+    def booked(self):
+        return {}
+
+    def hear(self, event):
+        self.events.append(type(event).__name__)
+        if isinstance(event, PeerPlaced):
+            self.placed += event.placed
+
+    def register(self, event):
+        self.events.append(type(event).__name__)
+
+    deregister = register
+
+
+class SendingPeer:
+    """The other router's end of a connection."""
+
+    def __init__(self):
+        self.over = asyncio.Event()
+
+    def received(self, payload):
+        raise AssertionError(payload)
+
+    def resumed(self):
+        pass
+
+    def lost(self, cause):
+        self.over.set()
+
+
+def heard_of(tmp_path, *said, **fields):
+    """What one router hears of another that says so and waits until it is cut, or a moment."""
+    return heard(tmp_path, *said, **fields)[0]
+
+
+def heard(tmp_path, *said, **fields):
+    """The same, and the prompts that were told."""
+
+    async def play():
+        router = RecordingRouter()
+        address = f"unix:{tmp_path}/r.sock"
+        replicas = PeerRouters(RouterSettings(replicas_listen=address), router, router, router, lambda: "", **fields)
+        running = asyncio.create_task(replicas.run())
+        speaker = SendingPeer()
+        async with asyncio.timeout(60):
+            while not (tmp_path / "r.sock").exists():
+                await asyncio.sleep(0.002)
+            connection = await connect(address, lambda _: speaker)
+            for message in (HELLO, *said, pb.ReplicaMessage(bookings=pb.ReplicaBookings())):
+                connection.send(message.SerializeToString())
+            while not speaker.over.is_set() and "PeerReserved" not in router.events:
+                await asyncio.sleep(0.002)
+        heard = list(router.events), router.placed
+        connection.abort()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        return heard
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
+def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
+    workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
+    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
+
+
+def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
+    sessions = SessionTable(ttl_seconds=1, capacity=10, telling=True)
+    sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
+    sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
+    (told,) = encode_sessions(sessions.news())
+
+    assert "PeerReserved" in heard_of(tmp_path, told)
+
+
+def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
+    """All clocks would be put forward to it, for ever."""
+    binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
+    assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
+
+
+@pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
+def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
+    placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
+    said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
+    assert not {"PeerPlaced", "PeerReserved"} & set(said)
+
+
+@pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
+def test_prompts_named_by_another_secret_are_passed_over_and_those_that_workers_name_are_not(tmp_path, private, ours):
+    """And named by none: of an older version, or of a router whose names are its own, as they may be here."""
+    placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
+    said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
+
+    _, prompts = heard(tmp_path, said, private=5 if private else 0)
+
+    assert [each.number for each in prompts] == ([0, 1] if ours else [1])
+
+
+def test_a_message_of_a_later_version_is_passed_over(tmp_path):
+    assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"

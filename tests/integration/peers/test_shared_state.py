@@ -1,0 +1,362 @@
+"""Two routers of one event loop that tell each other over real sockets: how often, where sessions go, and whose leases are whose."""
+
+import asyncio
+import random
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+import pytest
+
+from fleet.client.errors import error_of
+from fleet.core.clock import SECOND
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import Incarnation, WorkerId
+from fleet.core.roles import Role
+from fleet.core.system_clock import SystemClock
+from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.membership.messages import MemberJoined, Register
+from fleet.membership.server import RegistryServer
+from fleet.membership.settings import MembershipSettings
+from fleet.peers import routers as replicas
+from fleet.peers.routers import PeerLimits, PeerRouters
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import PeerReserved
+from fleet.router.server import RouterServer
+from fleet.router.settings.router import RouterSettings
+from fleet.router.settings.selection import SelectionSettings
+from fleet.router.shared_limits import admit_with_peers
+from fleet.router.tenants import Tenants, TenantSettings
+from fleet.v1 import selection_pb2 as pb
+from fleet.v1.selection_pb2_grpc import SelectionStub
+from kvstore.net.frames import open_server
+from tests.support.builders import a_joined_worker, a_prompt
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.integration
+
+WORKERS = ("w0", "w1", "w2", "w3")
+
+
+class NoWorkers:
+    def start(self, worker_id, start):
+        raise AssertionError("work was sent")
+
+    def cancel(self, worker_id, request_id):
+        raise AssertionError("work was cancelled that was never sent")
+
+
+class CountingRouterServer(RouterServer):
+    """Counts what it hears of the others' bookings."""
+
+    times = 0
+
+    def hear(self, event):
+        self.times += isinstance(event, PeerReserved)
+        super().hear(event)
+
+
+class SilentRouter:
+    """A router that takes connections and answers nothing."""
+
+    def received(self, payload):
+        pass
+
+    def resumed(self):
+        pass
+
+    def lost(self, cause):
+        pass
+
+
+class SeverableLink:
+    """Passes on to a socket what comes at another one, while it is not cut."""
+
+    def __init__(self, folder, number):
+        self._from, self._to = f"{folder}/wire{number}", f"{folder}/{number}"
+        self._writers = []
+
+    async def heal(self):
+        self._server = await asyncio.start_unix_server(self._passing, self._from)
+
+    def cut(self):
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _passing(self, reader, writer):
+        try:
+            beyond, to = await asyncio.open_unix_connection(self._to)
+        except OSError:  # nobody listens yet
+            writer.transport.abort()
+            return
+        self._writers += [writer, to]
+        await asyncio.wait([asyncio.create_task(_pass(reader, to)), asyncio.create_task(_pass(beyond, writer))])
+
+
+async def _pass(reader, writer):
+    with suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+    writer.close()
+
+
+class PeerRouterSetup:
+    """A router with its selection service, on a port of its own."""
+
+    def __init__(self, folder, number, count, *, link="", **settings):
+        """It dials `link` and a number for each other one."""
+        others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
+        settings = RouterSettings(
+            router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
+        )
+        selecting = SelectionAwareWorkers(NoWorkers())
+        self.server = CountingRouterServer(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
+        for worker_id in WORKERS:
+            self.server.hear(a_joined_worker(worker_id, Role.BOTH))
+        self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
+        self.members = RegistryServer(MembershipSettings(lease_ms=60_000), SystemClock())
+        self.replicas = PeerRouters(settings, self.server, self.members, self.selection, lambda: "")
+        self.selection.others = self.replicas
+        self._asked = 0
+
+    @asynccontextmanager
+    async def running(self):
+        port = grpc.aio.server()
+        self.selection.add(port)
+        address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
+        await port.start()
+        running = asyncio.create_task(self.replicas.run())
+        async with grpc.aio.insecure_channel(address) as channel:
+            self.stub = SelectionStub(channel)
+            yield self
+        running.cancel()
+        await asyncio.wait([running])
+        await port.stop(0)
+
+    async def select(self, **fields):
+        self._asked += 1
+        return await self.stub.Select(pb.SelectRequest(tokens=a_prompt(100, first=1000 * self._asked), **fields))
+
+    async def worker_of(self, session):
+        selected = await self.select(session=session)
+        await self.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        return selected.decode.worker_id
+
+    def foretold(self):
+        """Prompts that others have sent somewhere and are not done with."""
+        return sum(len(worker.foretold.chains()) for worker in self.server._machine._roster)
+
+    def homes(self):
+        """Workers by session."""
+        return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
+
+    def booked(self):
+        return sum(worker.booked_requests for pool in self.server.status().pools for worker in pool.workers)
+
+    def booked_elsewhere(self):
+        return sum(worker.booked_elsewhere for pool in self.server.status().pools for worker in pool.workers)
+
+
+def met(*routers, others=0):
+    return all(len(each.replicas._links) == len(routers) - 1 + others for each in routers)
+
+
+@pytest.fixture(autouse=True)
+def _meeting_soon(monkeypatch):
+    monkeypatch.setattr(replicas, "DIAL_SECONDS", 0.05)
+
+
+async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
+    """To hear of another is an event too: it must not be one to tell of."""
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
+        await until(lambda: met(a, b) and a.server.times and b.server.times)
+        a.server.times = b.server.times = 0
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+
+        selected = await a.select()
+        await until(lambda: b.booked_elsewhere() == 1)
+        await asyncio.sleep(0.2)
+
+        anyway = 1 + (clock.time() - began) / replicas.FULL_STATE_SECONDS
+        assert b.server.times <= 1 + anyway, "the booking, and what is told anyway"
+        assert a.server.times <= anyway
+        assert b.server.booked() == {}
+        await a.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        await until(lambda: b.booked_elsewhere() == 0)
+
+
+async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp_path):
+    hard = {"session_affinity": "hard"}
+    async with PeerRouterSetup(tmp_path, 0, 3, **hard).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 3, **hard).running() as b:
+            await until(lambda: a.replicas._links and b.replicas._links)
+            homes = {f"s{number}": await (a, b)[number % 2].worker_of(f"s{number}") for number in range(12)}
+            assert len(set(homes.values())) > 1
+            await until(lambda: all(len(each.server.sessions) == len(homes) for each in (a, b)))
+            assert {session: await b.worker_of(session) for session in homes} == homes
+        async with PeerRouterSetup(tmp_path, 2, 3, **hard).running() as c:
+            await until(lambda: len(c.server.sessions) == len(homes))
+
+            assert {session: await c.worker_of(session) for session in homes} == homes
+
+
+async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it_has_caught_up(tmp_path):
+    worker = MemberJoined(worker_id=WorkerId("w9"), incarnation=Incarnation("1"), address="unix:/w9")
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
+        a.members.register(Register(worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address))
+        async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
+            async with asyncio.timeout(60):
+                await b.replicas.caught_up()
+
+            assert b.members.members == {worker.worker_id: worker}
+            assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
+
+
+async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):
+    """Before its engine has told of it, though others are idle; to a router that comes later, and until it is over."""
+    async with PeerRouterSetup(tmp_path, 0, 3).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 3).running() as b:
+            await until(lambda: a.replicas._links and b.replicas._links)
+            first = await a.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            await until(lambda: b.booked_elsewhere() == 1)
+            second = await b.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            assert second.decode.worker_id == first.decode.worker_id
+            await b.stub.Release(pb.ReleaseRequest(lease_id=second.lease_id))
+        async with PeerRouterSetup(tmp_path, 2, 3).running() as c:
+            await until(lambda: c.booked_elsewhere() == 1)
+            third = await c.stub.Select(pb.SelectRequest(tokens=a_prompt(2000)))
+            assert third.decode.worker_id == first.decode.worker_id
+            for router, lease in ((c, third), (a, first)):
+                await router.stub.Release(pb.ReleaseRequest(lease_id=lease.lease_id))
+            await until(lambda: c.booked_elsewhere() == 0)
+            assert c.foretold() == 0
+
+
+async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):
+    """On what was bound last, whoever did, and without a further request."""
+    wires = [SeverableLink(tmp_path, number) for number in range(2)]
+    for wire in wires:
+        await wire.heal()
+    async with (
+        PeerRouterSetup(tmp_path, 0, 2, link="wire").running() as a,
+        PeerRouterSetup(tmp_path, 1, 2, link="wire").running() as b,
+    ):
+        await until(lambda: met(a, b))
+        for session in ("first a", "first b"):
+            await a.select(session=session, pin=WorkerId("w3"))
+        await until(lambda: a.homes() == b.homes() == {"first a": "w3", "first b": "w3"})
+        for wire in wires:
+            wire.cut()
+        await until(lambda: not a.replicas._links and not b.replicas._links)
+        for router, session, worker in (
+            (a, "first a", "w0"),
+            (b, "first a", "w1"),
+            (b, "first b", "w1"),
+            (a, "first b", "w0"),
+        ):
+            await router.select(session=session, pin=WorkerId(worker))
+        assert a.homes() == {"first a": "w0", "first b": "w0"}
+        assert b.homes() == {"first a": "w1", "first b": "w1"}
+
+        for wire in wires:
+            await wire.heal()
+
+        await until(lambda: a.homes() == b.homes() == {"first a": "w1", "first b": "w0"})
+    for wire in wires:
+        wire.cut()
+
+
+async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
+        await until(lambda: met(a, b))
+        selected = await a.select(lease_ms=40_000)
+
+        told = await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id, answer_tokens=1))
+
+        assert told.lease_ms == 40_000
+        worker = next(iter(a.server.booked().values()))
+        assert (worker.requests, worker.prefill_tokens) == (1, 0)
+        await b.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+        assert (a.booked(), b.booked()) == (0, 0)
+        for router in (a, b):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router.stub.Report(pb.ReportRequest(lease_id=selected.lease_id))
+            assert error_of(caught.value).reason is Reason.REQUEST_NOT_FOUND
+            await router.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
+
+
+async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_path, monkeypatch):
+    """Two answer, and the third takes connections and says nothing."""
+    monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
+    silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: SilentRouter())
+    async with silent, PeerRouterSetup(tmp_path, 0, 3).running() as a, PeerRouterSetup(tmp_path, 1, 3).running() as b:
+        await until(lambda: met(a, b, others=1))
+        selected = await a.select()
+
+        await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id), timeout=20)
+
+
+async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
+    async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
+        async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
+            await until(lambda: met(a, b))
+            await b.select(pin=WorkerId("w0"))
+            await until(lambda: a.booked_elsewhere() == 1)
+
+        await until(lambda: a.booked_elsewhere() == 0)
+
+
+def limited(address, others, limit=12):
+    """A router that shares the limits of tenants, by itself."""
+    clock = SystemClock()
+    tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
+    settings = RouterSettings(router_id=address, replicas_listen=address, replicas=others)
+    router = CountingRouterServer(RouterMachine(settings, random.Random(1)), SelectionAwareWorkers(NoWorkers()), clock)
+    members = RegistryServer(MembershipSettings(lease_ms=60_000), clock)
+    shared = PeerRouters(settings, router, members, None, lambda: "", limits=PeerLimits(tenants, clock))
+    return tenants, shared, clock
+
+
+async def let_in(tenants, clock, count):
+    number = 0
+    for _ in range(count):
+        with suppress(RequestRejected):
+            await admit_with_peers(tenants, "acme", 1, clock)
+            number += 1
+    return number
+
+
+async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
+    """It is waited for once; then the others count without it."""
+    address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
+    async with open_server("listen", deaf, lambda _: SilentRouter()):
+        tenants, shared, clock = limited(address, (deaf,))
+        running = asyncio.create_task(shared.run())
+        await until(lambda: tenants.others == 1)
+        began = clock.now()
+
+        assert await let_in(tenants, clock, 20) == 12
+
+        assert tenants.others == 0
+        assert clock.now() - began < 60 * SECOND
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_limit_is_shared_by_a_router_that_comes_later(tmp_path):
+    one, other = f"unix:{tmp_path}/one", f"unix:{tmp_path}/other"
+    tenants, shared, clock = limited(one, (other,))
+    running = [asyncio.create_task(shared.run())]
+    assert await let_in(tenants, clock, 8) == 8
+    later, shared_later, _ = limited(other, (one,))
+    running.append(asyncio.create_task(shared_later.run()))
+    await until(lambda: tenants.others == later.others == 1 and later.left(clock.now()))
+
+    let_in_by_both = await let_in(later, clock, 10) + await let_in(tenants, clock, 10)
+
+    assert 4 <= let_in_by_both <= 5, "one too many may be let in before the other has heard"
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)

@@ -1,0 +1,113 @@
+"""Floods of a router in a process of its own: clients that hold connections without a word, and requests that take much memory."""
+
+import json
+import resource
+import socket
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+
+import psutil
+import pytest
+
+from fleet.client import Client
+from tests.support.fleet_processes import fleet_up
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.integration
+
+MOST = 500  # connections that each port of the router takes
+FLOOD = 1500
+FILES = FLOOD + 500
+SECONDS = 20.0  # for an answer; the limit of silence alone would let nobody in for longer than that
+CONFIG = f"""
+[router.http]
+max_connections = {MOST}
+first_byte_timeout_seconds = 600
+idle_timeout_seconds = 600
+
+[router.grpc]
+max_connections = {MOST}
+first_byte_timeout_seconds = 600
+"""
+
+LONG_BYTES = 2_000_000
+MOST_GROWTH = 60 << 20
+"""What may be left of requests that took 90 MB and more each: the tokenizer's cache (16 MiB of text with its ids), and what
+lies between pieces that are in use."""
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("floods")
+    (folder / "fleet.toml").write_text(CONFIG)
+    with fleet_up(folder, "--config", str(folder / "fleet.toml"), "--prefill", "0", "--decode", "1") as up:
+        yield up
+
+
+@pytest.fixture
+def files():
+    """Enough of them for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        pytest.skip(f"a process may open {hard} files only, and {FILES} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def silent_connections(address, sources=("127.0.0.1",)):
+    """As many as a flood has, from each of these addresses in turn; none of them ever says anything."""
+    host, port = address.removeprefix("http://").split(":")
+    with ExitStack() as held:
+        for number in range(FLOOD):
+            source = sources[number % len(sources)]
+            held.enter_context(closing(socket.create_connection((host, int(port)), SECONDS, (source, 0))))
+        yield
+
+
+def answered(url, body=None):
+    """Status of the answer, over a connection of its own."""
+    content = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, content, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+            answer.read()
+            return answer.status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+def is_served(up):
+    """True if clients of HTTP and gRPC get what they ask for."""
+    url = up.endpoints["http"]
+    assert answered(f"{url}/health") == 200
+    assert answered(f"{url}/v1/completions", {"prompt": "once", "max_tokens": 2}) == 200
+    assert answered(f"{up.endpoints['health']}/health") == 200
+    assert answered(f"{up.endpoints['health']}/metrics") == 200
+    with Client(up.grpc) as client:
+        assert client.complete("once", max_tokens=2, timeout_seconds=SECONDS).token_ids
+
+
+@pytest.mark.parametrize("sources", [("127.0.0.1",), tuple(f"127.0.0.{number}" for number in range(2, 50))])
+@pytest.mark.parametrize("port", ["http", "grpc", "health"])
+def test_silent_connections_shut_nobody_out(up, files, port, sources):
+    with silent_connections(up.endpoints[port], sources):
+        is_served(up)
+    is_served(up)
+
+
+def test_memory_of_long_prompts_is_given_back(up):
+    router = psutil.Process(up.endpoints["pids"]["router"])
+    url = f"{up.endpoints['http']}/v1/completions"
+    assert answered(url, {"prompt": "once", "max_tokens": 1}) == 200
+    before = router.memory_info().rss
+
+    with ThreadPoolExecutor(3) as clients:
+        long = [{"prompt": " " * (LONG_BYTES - number)} for number in range(4)]
+        assert set(clients.map(lambda body: answered(url, body), long)) == {400}
+
+    eventually(lambda: router.memory_info().rss - before < MOST_GROWTH, 60)

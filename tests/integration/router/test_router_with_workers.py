@@ -1,0 +1,295 @@
+"""The router's brain and its real links, with simulated engines in processes of their own.
+
+Every test of a way for blocks looks at the blocks and bytes that moved: equal tokens alone could be recomputed ones.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from msgspec import structs
+
+from fleet.backends.workers.streams import WorkerStreams
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.core.requests import Finish, Sampling, Source
+from fleet.core.roles import KvPath, Phase, Placement, Role
+from fleet.core.system_clock import SystemClock
+from fleet.router.machine import RouterMachine
+from fleet.router.messages import Arrived, Complete, StartedOver
+from fleet.router.placement.decision import PlacementReason
+from fleet.router.server import RouterServer
+from fleet.router.settings.router import RouterSettings
+from fleet.router.state.snapshot import RouterSnapshot, WorkerSnapshot
+from tests.support.builders import an_arrival
+from tests.support.kvstore.builders import a_node, a_short_folder
+from tests.support.waiting import until
+from tests.support.workers.engine_driver import fresh_prompt
+from tests.support.workers.worker_processes import WorkerProcess, a_worker_process
+from workers.settings import SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+ANSWER = 12
+GREEDY = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+LONG = 700
+
+
+class WorkerCluster:
+    """A router with workers as it sees them; requests get an id each."""
+
+    def __init__(self, addresses: list[str], store: str):
+        settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
+        self.workers = WorkerStreams(settings, addresses=addresses)
+        self.machine = RouterMachine(settings, random.Random(0))
+        self.server = RouterServer(self.machine, self.workers, SystemClock())
+        self._requests = 0
+
+    def arrival(self, prompt: bytes, **fields) -> Arrived:
+        self._requests += 1
+        return an_arrival(request_id=f"r{self._requests}", tokens=prompt, **{"sampling": GREEDY, **fields})
+
+    async def ask(self, prompt: bytes, **fields) -> tuple[list[int], Complete]:
+        return await self.answer(self.arrival(prompt, **fields))
+
+    async def answer(self, arrived: Arrived, after_first=None) -> tuple[list[int], Complete]:
+        tokens: list[int] = []
+        async with asyncio.timeout(30), self.server.submit(arrived) as events:
+            async for event in events:
+                if isinstance(event, Complete):
+                    return tokens, event
+                if isinstance(event, StartedOver):
+                    tokens.clear()
+                    continue
+                tokens.extend(event.token_ids)
+                if after_first is not None:
+                    after_first()
+                    after_first = None
+        raise AssertionError("no end")
+
+    async def until(self, condition) -> None:
+        await until(lambda: condition(self.server.status()))
+
+    def why(self, complete: Complete) -> PlacementReason:
+        return self.server.explain(complete.request_id).placements[-1].why
+
+
+def settings(
+    worker_id: str,
+    role: Role,
+    store: str,
+    *,
+    speedup: float = 20,
+    kv_paths: tuple[KvPath, ...] = (KvPath.STORE, KvPath.DIRECT),
+) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId(worker_id),
+        role=role,
+        engine="simulated",
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=kv_paths,
+        load_interval_ms=20,
+        heartbeat_ms=100,
+        simulated=SimulatedSettings(speedup=speedup, kv_blocks=1024),
+    )
+
+
+@asynccontextmanager
+async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster, list[WorkerProcess]]]:
+    with a_node(capacity_bytes=16 << 20) as node, a_short_folder() as folder:
+        async with AsyncExitStack() as stack:
+            processes = [
+                await stack.enter_async_context(
+                    a_worker_process(folder, settings(f"{role.value}-{index}", role, node.address, **fields))
+                )
+                for index, role in enumerate(roles)
+            ]
+            cluster = WorkerCluster([process.address for process in processes], node.address)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            running = [
+                tasks.create_task(cluster.workers.run(cluster.server.hear)),
+                tasks.create_task(cluster.server.run()),
+            ]
+            await cluster.until(lambda status: sum(len(pool.workers) for pool in status.pools) == len(roles))
+            yield cluster, processes
+            cluster.machine.check()
+            for task in running:
+                task.cancel()
+
+
+def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
+    """Blocks and bytes by where they came from, in one phase."""
+    (found,) = [one for one in complete.kv if one.phase is phase]
+    return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}
+
+
+@pytest.mark.parametrize(("kv_path", "source"), [(KvPath.STORE, Source.STORE), (KvPath.DIRECT, Source.DIRECT)])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=5, max_tokens=ANSWER, ignore_eos=True)])
+async def test_a_pair_says_what_one_worker_says_and_the_blocks_have_moved(kv_path, source, sampling):
+    async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, _):
+        prompt = fresh_prompt(LONG)
+        pair, complete = await cluster.ask(prompt, kv_path=kv_path, sampling=sampling)
+        alone, whole = await cluster.ask(prompt, placement=Placement.AGGREGATED, salt=b"s" * 32, sampling=sampling)
+
+        assert pair == alone
+        assert len(pair) == ANSWER
+        assert cluster.why(complete) is PlacementReason.PROMPT_LONG_UNCACHED
+        blocks, moved = sources(complete, Phase.DECODE)[source]
+        assert blocks >= LONG // 32
+        assert moved > 0
+        assert sources(whole, Phase.AGGREGATED).keys() == {Source.COMPUTED}
+        assert complete.finish is Finish.LENGTH
+
+
+async def test_a_prompt_seen_before_by_anybody_is_short_for_everybody():
+    async with a_cluster(Role.PREFILL, Role.DECODE, Role.DECODE) as (cluster, _):
+        prompt = fresh_prompt(LONG)
+        first, complete = await cluster.ask(prompt)
+        assert complete.cached_tokens == 0
+        await cluster.until(lambda status: status.stores and status.stores[0].blocks >= LONG // 32)
+
+        again, repeated = await cluster.ask(prompt)
+
+        assert again == first
+        assert cluster.why(repeated) is PlacementReason.SHORT_UNCACHED_PROMPT
+        assert repeated.cached_tokens >= LONG // 32 * 32
+
+
+async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
+    async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
+        prompt = fresh_prompt(100)
+        expected, _ = await cluster.ask(prompt)
+        arrived = cluster.arrival(prompt)
+        victims = {str(process.settings.worker_id): process for process in processes}
+
+        def kill() -> None:
+            victims[cluster.server.explain(arrived.request_id).placements[0].decode].kill()
+
+        tokens, complete = await cluster.answer(arrived, after_first=kill)
+
+        assert tokens == expected
+        assert {phase.worker_id for phase in complete.kv} == set(victims), "the lost one had told with its first tokens"
+        assert cluster.server.status().counters.continued == 1
+        assert cluster.server.status().counters.workers_lost == 1
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 5}, {"temperature": 0.0, "frequency_penalty": 0.5}])
+async def test_an_answer_in_one_piece_survives_its_worker_whatever_its_sampling(sampling):
+    told = Sampling(max_tokens=ANSWER, ignore_eos=True, **sampling)
+    async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
+        prompt = fresh_prompt(100)
+        expected, _ = await cluster.ask(prompt, sampling=told)
+        arrived = cluster.arrival(prompt, sampling=told, whole=True)
+        victims = {str(process.settings.worker_id): process for process in processes}
+
+        def kill() -> None:
+            victims[cluster.server.explain(arrived.request_id).placements[0].decode].kill()
+
+        tokens, complete = await cluster.answer(arrived, after_first=kill)
+
+        assert tokens == expected
+        assert complete.finish is Finish.LENGTH
+        assert cluster.server.status().counters.workers_lost == 1
+
+
+async def test_a_prefill_worker_that_dies_costs_time_only():
+    async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
+        arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
+        async with asyncio.TaskGroup() as tasks:
+            answering = tasks.create_task(cluster.answer(arrived))
+            await cluster.until(lambda status: status.counters.disaggregated)
+            processes[0].kill()
+
+        tokens, complete = answering.result()
+        assert len(tokens) == 3
+        assert [one.phase for one in complete.kv] == [Phase.AGGREGATED]
+
+
+async def test_cancelling_frees_the_engine():
+    async with a_cluster(Role.BOTH, speedup=1) as (cluster, _):
+        arrived = cluster.arrival(fresh_prompt(50), sampling=Sampling(max_tokens=3000, ignore_eos=True))
+        async with cluster.server.submit(arrived) as events:
+            await anext(events)
+            await cluster.until(lambda status: status.pools[0].workers[0].running == 1)
+
+        await cluster.until(lambda status: status.pools[0].workers[0].running == 0)
+        worker = cluster.server.status().pools[0].workers[0]
+        assert (worker.booked_requests, worker.booked_blocks, worker.kv_blocks_used) == (0, 0, 0)
+
+
+async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before_it():
+    """The engine computes none of them any further, so that what follows is computed as on an idle worker."""
+    longest = 2000  # tokens: a step each, and ten of them are more than the worker gets ahead
+    async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.3) as (cluster, _):
+
+        def prefill(status: RouterSnapshot) -> WorkerSnapshot:
+            (pool,) = [pool for pool in status.pools if pool.role is Role.PREFILL]
+            return pool.workers[0]
+
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(cluster.ask(fresh_prompt(longest))) for _ in range(10)]
+            await cluster.until(lambda status: prefill(status).running > 1 and status.queued > 1)
+            for each in asking:
+                each.cancel()
+        await cluster.until(lambda status: prefill(status).running == prefill(status).waiting == 0)
+        idle = cluster.server.status()
+        computed = prefill(idle).cached_blocks
+        assert computed <= 5 * (longest // 32), "half of what was asked for"
+        assert (idle.active, idle.queued, idle.counters.cancelled) == (0, 0, 10)
+        assert prefill(idle).booked_prefill_tokens == prefill(idle).kv_blocks_used == 0
+
+        _, complete = await cluster.ask(fresh_prompt(LONG))
+
+        await cluster.until(lambda status: prefill(status).cached_blocks >= computed + LONG // 32)
+        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "its own blocks and no others"
+        assert sources(complete, Phase.PREFILL).keys() == {Source.COMPUTED}
+
+
+async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again_when_there_are_some(tmp_path):
+    """Nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
+    async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, (prefill, _)):
+        whys = []
+        _, complete = await cluster.ask(fresh_prompt(LONG))
+        whys.append(cluster.why(complete))
+        prefill.kill()
+        await prefill.ended()
+        await cluster.until(lambda status: [pool.role for pool in status.pools] == [Role.DECODE])
+        for _ in range(2):
+            tokens, complete = await cluster.ask(fresh_prompt(LONG))
+            assert len(tokens) == ANSWER
+            whys.append(cluster.why(complete))
+
+        async with a_worker_process(tmp_path, structs.replace(prefill.settings, listen=prefill.address)):
+            await cluster.until(lambda status: {pool.role for pool in status.pools} == {Role.PREFILL, Role.DECODE})
+            _, complete = await cluster.ask(fresh_prompt(LONG))
+            whys.append(cluster.why(complete))
+
+        alone, pair = PlacementReason.NO_PREFILL_WORKER, PlacementReason.PROMPT_LONG_UNCACHED
+        assert whys == [pair, alone, alone, pair]
+        assert [phase.phase for phase in complete.kv] == [Phase.PREFILL, Phase.DECODE]
+        assert cluster.server.status().counters.refused == {}
+
+
+async def test_without_workers_requests_are_refused_and_none_is_left_behind():
+    async with a_cluster(Role.BOTH) as (cluster, (process,)):
+        await cluster.ask(fresh_prompt(50))
+        process.kill()
+        await cluster.until(lambda status: not status.pools)
+
+        with pytest.raises(RequestRejected) as refusal:
+            await cluster.ask(fresh_prompt(50))
+
+        assert refusal.value.reason is Reason.NO_WORKER
+        assert cluster.server.models() == ()
+        assert cluster.server.status().active == 0
+
+
+async def test_what_engines_hold_is_in_the_index():
+    async with a_cluster(Role.BOTH) as (cluster, _):
+        await cluster.ask(fresh_prompt(320))
+
+        await cluster.until(lambda status: status.pools[0].workers[0].cached_blocks >= 10)
+        assert cluster.server.explain(RequestId("r1")).placements[0].uncached_tokens == 320

@@ -1,0 +1,274 @@
+"""A worker with a KV store node in its own process: real processes, real sockets, the engine that needs nothing installed.
+
+Processes start slowly. What does not need one of its own is shown with node and engine in the test's.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import msgspec
+import psutil
+import pytest
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fleet.app.worker import run_worker
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import Source
+from fleet.core.roles import KvPath, Role
+from kvstore.block import chain
+from kvstore.client.store_client import StoreClient
+from kvstore.errors import NodeEnded
+from kvstore.service import embedded
+from kvstore.service.settings import StoreSettings
+from tests.support.kvstore.builders import a_short_folder, file_names_in
+from tests.support.servers.processes import a_free_port
+from tests.support.shared_memory import segments_of
+from tests.support.workers.engine_driver import EngineDriver, blocks_from, driven, fresh_prompt, split, work
+from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated
+from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
+from workers.engines.simulated.launch import open_engine
+from workers.settings import WorkerSettings
+from workers.store.embedded import open_embedded_store
+
+pytestmark = pytest.mark.integration
+
+BLOCKS = 6
+ANSWER = 8
+
+
+@pytest.fixture
+def folder():
+    with a_short_folder() as folder:
+        yield folder
+
+
+def node_in(folder: Path, **fields) -> StoreSettings:
+    told = {
+        "store_id": "embedded",
+        "listen": [f"unix:{folder}/kv", "127.0.0.1:0"],
+        "shm_socket": f"{folder}/pool",
+        "data_listen": "127.0.0.1:0",
+        "capacity_bytes": 4 << 20,
+        **fields,
+    }
+    return msgspec.convert(told, StoreSettings)
+
+
+def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> WorkerSettings:
+    node = node or node_in(folder)
+    return msgspec.structs.replace(
+        simulated(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
+    )
+
+
+def refusal(folder: Path, settings: WorkerSettings) -> str:
+    """What a worker's process says that does not start; one line."""
+    path = folder / "refused.json"
+    path.write_bytes(msgspec.json.encode(settings))
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", "worker", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("fleet: ")]
+    return line.removeprefix("fleet: ")
+
+
+def a_prompt() -> bytes:
+    return fresh_prompt(BLOCKS * BLOCK_TOKENS + 5)
+
+
+async def until_held(address: str, prompt: bytes) -> None:
+    """The node has all full blocks of a prompt; asked as any other process of the host may ask."""
+    client = await asyncio.to_thread(StoreClient.connect, address, namespace())
+    with client:
+        async with asyncio.timeout(60):
+            while len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) < BLOCKS:
+                await asyncio.sleep(0.01)
+
+
+async def answered(worker: WorkerProcess, prompt: bytes, **fields):
+    async with a_router_stream(worker.address) as stream:
+        return await stream.do(work(prompt, ANSWER, **fields))
+
+
+@asynccontextmanager
+async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
+    """A worker's engine, with the node that its settings ask for, in this process."""
+    async with (
+        open_embedded_store(settings, uvloop.new_event_loop) as furnished,
+        open_engine(furnished.settings) as engine,
+        driven(engine) as (one,),
+    ):
+        yield one
+
+
+@asynccontextmanager
+async def a_worker_that_has_answered(folder: Path, prompt: bytes, **fields):
+    async with a_worker_process(folder, a_worker(folder, **fields)) as worker:
+        worker.tokens, end = await answered(worker, prompt)
+        assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
+        await until_held(f"unix:{folder}/kv", prompt)
+        yield worker
+
+
+async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked_to_stop_leaves_nothing(folder):
+    prompt = a_prompt()
+    disk = {"kind": "ssd", "directories": [f"{folder}/ssd"], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
+    node = node_in(folder, tiers=[{**disk, "keep": "all"}])
+    async with a_worker_that_has_answered(folder, prompt, node=node) as worker:
+        assert file_names_in(folder) >= {"kv", "pool", "worker"}
+        assert worker.endpoints["store"] == f"unix:{folder}/kv"
+        assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
+
+        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        async with a_worker_process(folder, other) as second:
+            tokens, end = await answered(second, prompt)
+        assert tokens == worker.tokens
+        assert blocks_from(end.kv, Source.STORE) == BLOCKS
+        assert end.kv.origins[0].origin == "embedded"
+
+        same_sockets = msgspec.structs.replace(a_worker(folder), worker_id="second", listen=f"unix:{folder}/second")
+        said = await asyncio.to_thread(refusal, folder, same_sockets)
+        assert said == f"embedded_store.shm_socket: another process listens on {folder}/pool"
+
+        children = psutil.Process(worker.process.pid).children(recursive=True)
+        async with a_router_stream(worker.address) as stream:
+            await stream.say(work(fresh_prompt(500), 50))
+            worker.terminate()
+            assert await worker.ended() == 0
+        assert not any(child.is_running() for child in children)
+        assert not {"kv", "pool", "worker"} & file_names_in(folder)
+
+        await worker.start()  # the engine's memory and the pool are gone: only the disk has the blocks
+        tokens, end = await answered(worker, prompt)
+        assert tokens == worker.tokens
+        assert blocks_from(end.kv, Source.STORE) == BLOCKS
+
+
+async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_again(folder):
+    prompt = a_prompt()
+    async with a_worker_that_has_answered(folder, prompt) as worker:
+        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        async with a_worker_process(folder, other) as second:
+            worker.kill()
+            assert await worker.ended() == -signal.SIGKILL
+            assert file_names_in(folder) >= {"kv", "pool"}, "its sockets are still there"
+            tokens, end = await answered(second, prompt)
+            assert tokens == worker.tokens
+            assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool went with the worker"
+
+            await worker.start()
+
+            again = a_prompt()
+            tokens, _ = await answered(worker, again)
+            await until_held(f"unix:{folder}/kv", again)
+            async with asyncio.timeout(60):  # until the other worker's client has found the new node
+                while blocks_from((end := (await answered(second, again))[1]).kv, Source.STORE) == 0:
+                    assert blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.ENGINE) == BLOCKS + 1
+                    again = a_prompt()
+                    await answered(worker, again)
+                    await until_held(f"unix:{folder}/kv", again)
+
+
+# In the test's own process
+
+
+@pytest.mark.parametrize(("tp", "layout"), [(2, "HND"), (4, "NHD")])
+async def test_ranks_and_layouts_of_the_engine_are_no_affair_of_the_node(folder, tp, layout):
+    prompt = a_prompt()
+    async with here(a_worker(folder, tp=tp, layout=layout)) as one, here(simulated(f"unix:{folder}/kv")) as other:
+        expected, _ = await one.do(work(prompt, ANSWER))
+        await until_held(f"unix:{folder}/kv", prompt)
+
+        tokens, end = await other.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.STORE) == BLOCKS
+
+
+async def test_a_prefill_worker_with_a_node_hands_over_to_a_decode_worker_that_uses_it(folder):
+    prefill = msgspec.structs.replace(a_worker(folder), role=Role.PREFILL)
+    async with here(prefill) as first, here(simulated(f"unix:{folder}/kv", role=Role.DECODE)) as second:
+        _, _, end = await split(first, second, a_prompt(), ANSWER, KvPath.STORE)
+
+    assert blocks_from(end.kv, Source.STORE) == BLOCKS
+
+
+async def test_metrics_and_health_are_those_of_any_node(folder):
+    port, prompt = a_free_port(), a_prompt()
+
+    def metrics() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            return answer.read().decode()
+
+    async with here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
+        await one.do(work(prompt, ANSWER))
+        await until_held(f"unix:{folder}/kv", prompt)
+
+        assert f'kvstore_tier_blocks{{tier="cpu"}} {BLOCKS}.0' in await asyncio.to_thread(metrics)
+        async with grpc.aio.insecure_channel(f"unix:{folder}/kv") as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"capacity_bytes": 1 << 62}, "embedded_store.capacity_bytes: "),
+        ({"listen": ["unix:/nowhere/kv"]}, "embedded_store.listen[0]: /nowhere is not a directory"),
+        ({"listen": ["unix:{}/kv", "0.0.0.0:0"]}, "embedded_store.listen[1]: 0.0.0.0:0 is open to other hosts"),
+        ({"credentials": {"secret_file": "{}/none"}}, "embedded_store.credentials.secret_file: {}/none cannot be read"),
+        (
+            {"tiers": [{"kind": "ssd", "directories": ["{}/file"], "capacity_bytes": 1 << 30}]},
+            "embedded_store.tiers[0].directories[0]: '{}/file' cannot be used: File exists",
+        ),
+    ],
+)
+async def test_settings_that_the_node_cannot_obey_are_refused_by_their_path(folder, fields, message):
+    (folder / "file").write_text("")
+    told = json.loads(json.dumps(fields).replace("{}", str(folder)))
+
+    with pytest.raises(ConfigurationRefused) as refused:
+        async with here(a_worker(folder, node=node_in(folder, **told))):
+            raise AssertionError("it started")
+
+    assert str(refused.value).startswith(message.replace("{}", str(folder)))
+    assert file_names_in(folder) == {"file"}
+
+
+async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
+    serve, failing = embedded.serve, threading.Event()
+
+    async def breaking(told, on_ready, *, clock):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(told, on_ready, clock=clock))
+            await asyncio.to_thread(failing.wait)
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(embedded, "serve", breaking)
+
+    with pytest.raises(NodeEnded, match="the store node has ended by itself"):
+        async with asyncio.timeout(60):
+            await run_worker(a_worker(folder), lambda endpoints: failing.set())
+
+    assert file_names_in(folder) == set()
+
+
+async def test_an_engine_that_refuses_its_settings_takes_the_node_with_it(folder):
+    (folder / "config.json").write_text("[]")
+    settings = msgspec.structs.replace(a_worker(folder), model_dir=str(folder))
+
+    with pytest.raises(ConfigurationRefused, match=r"config\.json: "):
+        async with here(settings):
+            raise AssertionError("it started")
+
+    assert file_names_in(folder) == {"config.json"}

@@ -1,0 +1,321 @@
+"""One wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from fleet.core.clock import Nanos
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import Source
+from fleet.core.roles import KvPath, Phase, Role
+from kvstore.block import chain
+from kvstore.client.store_client import StoreClient
+from tests.support.kvstore.builders import a_node
+from tests.support.stopwatch import at_most
+from tests.support.waiting import eventually, until
+from tests.support.workers.engine_driver import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from workers.engines.simulated import launch as simulated_engine
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.launch import open_engine
+from workers.engines.simulated.store import SimulatedStore
+from workers.settings import SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+BLOCK_TOKENS = 32
+PROMPT_TOKENS = 6 * BLOCK_TOKENS + 5
+ANSWER = 12
+
+
+@pytest.fixture
+def node():
+    with a_node() as node:
+        yield node
+
+
+def settings(store: str = "", path: KvPath | None = None, **simulated) -> WorkerSettings:
+    if path is None and store:
+        path = KvPath.STORE
+    return WorkerSettings(
+        worker_id=WorkerId("worker"),
+        role=Role.BOTH,
+        engine="simulated",
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=(path,) if path is not None else (),
+        simulated=SimulatedSettings(speedup=20, kv_blocks=64, **simulated),
+    )
+
+
+@asynccontextmanager
+async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
+    async with open_engine(told) as engine, driven(engine) as (one,):
+        yield one
+        engine.check()
+
+
+@asynccontextmanager
+async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreClient]:
+    """A client of the namespace that the engines use."""
+    namespace = simulated_engine.namespace_of(told, simulated_engine._model(told))
+    client = await asyncio.to_thread(StoreClient.connect, address, namespace)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def computed_by_one(node, prompt) -> tuple[int, ...]:
+    """Tokens of an engine that computes everything, and has published all blocks of the prompt when this returns."""
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+        assert blocks_from(end.kv, Source.COMPUTED) == 7
+        async with a_client(node.address, settings(node.address)) as client:
+            for _ in range(5):  # publishing has a deadline, which a busy machine may miss
+                await one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+                if len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6:
+                    return tokens
+    raise AssertionError("the store does not take the blocks")
+
+
+# With verification out of the way, wrong bytes are heard in the output.
+
+
+class Unverified(SimulatedStore):
+    """Hands over what `tamper` makes of the verified blocks, as a store that does not verify would."""
+
+    tamper = staticmethod(lambda blocks: blocks)
+
+    async def load(self, names, deadline: Nanos):
+        loaded = await super().load(names, deadline)
+        return msgspec.structs.replace(loaded, blocks=self.tamper(loaded.blocks))
+
+
+def flip(blocks: list[bytes]) -> list[bytes]:
+    wrong = bytearray(blocks[2])
+    wrong[17] ^= 0x40
+    return [*blocks[:2], bytes(wrong), *blocks[3:]]
+
+
+def drop(blocks: list[bytes]) -> list[bytes]:
+    return [*blocks[:2], bytes(len(blocks[2])), *blocks[3:]]
+
+
+def swap(blocks: list[bytes]) -> list[bytes]:
+    return [blocks[0], blocks[2], blocks[1], *blocks[3:]]
+
+
+def keep(blocks: list[bytes]) -> list[bytes]:
+    return blocks
+
+
+@pytest.mark.parametrize(("tamper", "same"), [(keep, True), (flip, False), (drop, False), (swap, False)])
+async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_output(node, monkeypatch, tamper, same):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    monkeypatch.setattr(Unverified, "tamper", staticmethod(tamper))
+    monkeypatch.setattr(simulated_engine, "SimulatedStore", Unverified)
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert blocks_from(end.kv, Source.STORE) == 6
+    assert (tokens == expected) is same
+
+
+# Whence they came is told, tier by tier.
+
+
+async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
+    """After the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
+    disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    with a_node(tiers=[{**disk, "keep": "all"}]) as node:
+        expected = await computed_by_one(node, prompt)
+        async with a_client(node.address, settings(node.address)) as client:
+            eventually(lambda: client.stats().tiers[0].blocks >= 6)
+        node.kill()
+        node.start()
+        tiers = []
+        for _ in range(2):
+            async with an_engine(settings(node.address)) as one:
+                tokens, end = await one.do(work(prompt, ANSWER))
+            assert tokens == expected
+            tiers += [
+                (origin.tier, origin.blocks, origin.bytes) for origin in end.kv.origins if origin.source is Source.STORE
+            ]
+
+    assert tiers == [("ssd", 6, 6 * 2048), ("cpu", 6, 6 * 2048)]
+
+
+# With verification, they cost computing and nothing else.
+
+
+@pytest.mark.parametrize("damage", ["nothing", "flip", "swap"])
+async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    names = chain(prompt, BLOCK_TOKENS)
+    async with a_client(node.address, settings(node.address)) as client:
+        match = eventually(lambda: client.match(names, lease_seconds=0) or None)  # a busy machine may miss a deadline
+        size = client.namespace.block_bytes
+        third, fourth = (
+            client._link.session.transport._mapping.block(match.slots[index].offset, size) for index in (2, 3)
+        )
+        if damage == "flip":
+            third[17] ^= 0x40
+        if damage == "swap":
+            third[:], fourth[:] = fourth.copy(), third.copy()
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    whole = 6 if damage == "nothing" else 2
+    assert blocks_from(end.kv, Source.STORE) == whole
+    assert bytes_from(end.kv, Source.STORE) == whole * 2048
+    assert blocks_from(end.kv, Source.COMPUTED) == 7 - whole
+
+
+async def test_a_block_missing_in_the_store_is_computed_with_all_after_it(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    names = chain(prompt, BLOCK_TOKENS)
+    async with an_engine(settings()) as alone:  # without a store
+        expected, _ = await alone.do(work(prompt, ANSWER))
+        assert isinstance(alone.engine, SimulatedEngine)
+        blocks = [bytes(alone.engine.memory.view(index)) for index in alone.engine.memory.find(names)]
+    async with a_client(node.address, settings(node.address)) as client:
+        assert client.write([*names[:3], *names[4:]], [*blocks[:3], *blocks[4:]]) == 5
+
+    async with an_engine(settings(node.address)) as one:
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.STORE) == 3
+    assert blocks_from(end.kv, Source.COMPUTED) == 4
+
+
+async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
+    prompt = fresh_prompt(PROMPT_TOKENS)
+
+    async with (
+        an_engine(settings(path=KvPath.DIRECT)) as prefill,
+        an_engine(settings(path=KvPath.DIRECT)) as decode,
+        an_engine(settings(path=KvPath.DIRECT)) as other,
+    ):
+        expected, _ = await other.do(work(prompt, ANSWER))
+
+        def damage(handoff):
+            memory = prefill.engine.memory
+            memory.view(memory.find(chain(prompt, BLOCK_TOKENS))[4])[0] ^= 1
+            return handoff
+
+        tokens, _, end = await split(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
+
+        assert tokens == expected
+        assert blocks_from(end.kv, Source.DIRECT) == 4
+        assert blocks_from(end.kv, Source.COMPUTED) == 3
+        await prefill.idle()
+
+
+# The store on its own feet.
+
+
+async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    async with an_engine(settings(node.address)) as first:
+        answer, _ = await first.do(work(prompt, 2 * BLOCK_TOKENS))
+        names = chain(prompt + b"".join(token.to_bytes(4, "little") for token in answer[:-1]), BLOCK_TOKENS)
+        assert len(names) == 8
+        async with a_client(node.address, settings(node.address)) as client:
+            await until(lambda: len(client.match(names, lease_seconds=0)) == 8)
+
+    async with an_engine(settings(node.address)) as second:
+        conversation = prompt + b"".join(token.to_bytes(4, "little") for token in answer)
+        _, end = await second.do(work(conversation, 1))
+
+    assert blocks_from(end.kv, Source.STORE) == 8
+
+
+async def test_a_store_that_hangs_delays_a_request_by_its_deadline_and_no_more(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address, load_timeout_ms=200, publish_timeout_ms=200)) as one:
+        node.freeze()
+        with at_most(20):
+            tokens, end = await one.do(work(prompt, ANSWER))
+            _, prefilled = await one.do(work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        node.thaw()
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+    assert prefilled.handoff is not None
+
+
+async def test_a_store_that_dies_is_a_miss(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    expected = await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address)) as one:
+        node.kill()
+        tokens, end = await one.do(work(prompt, ANSWER))
+
+    assert tokens == expected
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+
+
+async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    await computed_by_one(node, prompt)
+    async with an_engine(settings(node.address)) as one:
+        starts = [work(prompt, ANSWER) for _ in range(5)]
+        one.submit(*starts)
+        await asyncio.sleep(0)
+        for start in starts:
+            one.engine.cancel(start.request_id)
+        for start in starts:
+            await one.end_of(start)
+        await one.idle()
+        _, end = await one.do(work(prompt, ANSWER))
+        assert blocks_from(end.kv, Source.STORE) == 6
+
+
+async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
+    told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
+    async with an_engine(told) as prefill:
+        _, end = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        assert end.handoff is not None
+        assert prefill.engine.load().kv_blocks_used == 6
+
+        await prefill.idle()
+
+        assert prefill.engine.lender.expired == 1
+
+
+async def test_a_request_that_waits_for_lent_blocks_starts_when_their_lease_ends():
+    told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
+    told = msgspec.structs.replace(told, simulated=msgspec.structs.replace(told.simulated, kv_blocks=8))
+    async with an_engine(told) as prefill:
+        await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+
+        tokens, _ = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), 3))
+
+    assert len(tokens) == 3
+
+
+async def test_engines_of_other_weights_never_share_a_block(node):
+    prompt = fresh_prompt(PROMPT_TOKENS)
+    await computed_by_one(node, prompt)
+
+    async with an_engine(settings(node.address, seed=1)) as other:
+        _, end = await other.do(work(prompt, ANSWER))
+        assert other.engine.facts.fingerprint != await fingerprint(settings())
+
+    assert blocks_from(end.kv, Source.COMPUTED) == 7
+
+
+async def fingerprint(told: WorkerSettings) -> str:
+    async with open_engine(msgspec.structs.replace(told, kv_paths=())) as engine:
+        return engine.facts.fingerprint

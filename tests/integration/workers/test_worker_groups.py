@@ -1,0 +1,290 @@
+"""The processes of one engine over several nodes: how they find each other, and how they end."""
+
+import asyncio
+import errno
+import json
+import signal
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import Finish
+from fleet.core.system_clock import SystemClock
+from kvstore.security.credentials import Credentials
+from tests.support.builders import token_bytes
+from tests.support.waiting import until_answered
+from tests.support.workers.engine_driver import work
+from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
+from workers.connections import ranks as worker_groups
+from workers.connections.ranks import following, leading
+from workers.ports import EngineDied
+from workers.settings import GroupSettings, SimulatedSettings, WorkerSettings
+
+pytestmark = pytest.mark.integration
+
+SECONDS = 30
+PROMPT = token_bytes(range(5, 105))
+
+
+def a_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def group():
+    def of_rank(rank=0, **fields):
+        told = {"nodes": 2, "rank": rank, "leader": f"127.0.0.1:{port}", "join_timeout_ms": 20_000, "silence_ms": 1000}
+        return GroupSettings(**told | fields)
+
+    port = a_port()
+    return of_rank
+
+
+@asynccontextmanager
+async def a_leader(group, **fields):
+    """One that listens; yields a future of its end of the group, which has formed then."""
+    ready = asyncio.get_running_loop().create_future()
+
+    async def lead():
+        async with leading(group(0, **fields), "same", SystemClock()) as lead:
+            ready.set_result(lead)
+            await asyncio.sleep(SECONDS)
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(lead())
+        await asyncio.sleep(0)  # it listens at once
+        async with asyncio.timeout(SECONDS):
+            yield ready
+        running.cancel()
+
+
+async def by_hand(group, words):
+    """A connection to the leader on which somebody has said this."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
+    writer.write(words)
+    return reader, writer
+
+
+def died(group):
+    """The one reason for which a group ended."""
+    found = group.subgroup(EngineDied)
+    while isinstance(found, BaseExceptionGroup):
+        (found,) = found.exceptions
+    return str(found)
+
+
+async def follow(group, **fields):
+    async with following(group(1, **fields), "same", SystemClock()):
+        await asyncio.sleep(SECONDS)
+
+
+async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_it_is_over(group):
+    async with (
+        a_leader(group, engine_ports=(6001, 6002)) as ready,
+        following(group(1), "same", SystemClock()) as follow,
+    ):
+        lead = await ready
+        assert lead.group.engine_ports == follow.group.engine_ports == (6001, 6002)
+        assert follow.group.leader == lead.group.leader
+        told = asyncio.Event()
+        follow.when_serving(told.set)
+        assert not follow.serving
+        lead.serving()
+        await told.wait()
+        assert not follow.over.is_set()
+        lead.end()
+        await follow.over.wait()
+
+
+async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(group):
+    async with a_leader(group) as ready:
+        reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
+        assert "told other things" in await refusal(reader)
+        writer.close()
+        assert not ready.done()
+        async with following(group(1), "same", SystemClock()):
+            await ready
+            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            assert "the group has formed" in await refusal(reader)
+            writer.close()
+
+
+async def refusal(reader):
+    """Why the leader sends somebody away."""
+    while "why" not in (said := json.loads(await reader.readline())):
+        pass
+    return said["why"]
+
+
+async def test_who_is_of_another_group_does_not_try_again(group):
+    async with a_leader(group):
+        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
+            async with following(group(1), "other", SystemClock()):
+                pass
+
+
+async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
+    with pytest.raises(BaseExceptionGroup) as ended:
+        async with a_leader(group, join_timeout_ms=200) as ready:
+            await ready
+    assert died(ended.value) == "of its group of 2 nodes, rank 1 did not come within 0.2 s"
+
+    with pytest.raises(EngineDied, match=r"^its group did not form within 0.3 s: .*Connect"):
+        await follow(group, join_timeout_ms=300)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\n",
+        b'{"type":"begin"}\n',
+        b"x" * 9000,
+        b'{"type":"alive"}\n',
+        b'{"type":"join","rank":1,"nodes":2,"alike":"\xff"}\n',
+        b'{"type":"join","more":' + b"[" * 4000 + b"\n",
+    ],
+    ids=range(6),
+)
+async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, words):
+    async with a_leader(group) as ready:
+        reader, writer = await by_hand(group, words)
+        with suppress(ConnectionError):
+            assert b'"begin"' not in await reader.read()
+        writer.close()
+        assert not ready.done()
+        async with following(group(1), "same", SystemClock()):
+            await ready
+
+
+async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
+    monkeypatch.setattr(worker_groups, "STRANGERS", 2)
+    async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
+        silent = [await by_hand(group, b"") for _ in range(3)]
+        for _, writer in silent:
+            held.callback(writer.close)
+        async with asyncio.timeout(60), following(group(1), "same", SystemClock()):
+            await ready
+            assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
+
+
+async def test_a_leader_that_has_no_file_left_for_a_connection_takes_it_a_little_later(group, monkeypatch):
+    loop = asyncio.get_running_loop()
+    accept, failures = loop.sock_accept, [errno.EMFILE, errno.ENFILE]
+
+    async def without_files(listening):
+        if failures:
+            raise OSError(failures.pop(), "injected")
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", without_files)
+    monkeypatch.setattr(worker_groups, "MOST_PAUSE_SECONDS", 0.01)
+    async with a_leader(group) as ready, following(group(1), "same", SystemClock()):
+        await ready
+    assert not failures
+
+
+async def test_a_leader_that_says_nothing_is_none(group):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(EngineDied, match=r"the leader has said nothing for 0.2 s"):
+            await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=3000)
+
+
+async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
+        async with a_leader(group, silence_ms=300):
+            reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
+            with closing(writer):
+                await reader.read()  # without an answer
+    assert died(ended.value) == "rank 1 of its group has said nothing for 0.3 s"
+
+
+@pytest.fixture
+async def started(group, tmp_path):
+    async with AsyncExitStack() as held:
+
+        async def start(rank):
+            settings = WorkerSettings(
+                worker_id=f"rank-{rank}",
+                engine="simulated",
+                model="tiny",
+                control_listen="127.0.0.1:0",
+                control_credentials=Credentials(insecure=True),
+                heartbeat_ms=100,
+                group=group(rank, silence_ms=10_000),  # a busy machine silences processes for seconds
+                simulated=SimulatedSettings(speedup=20),
+            )
+            worker = WorkerProcess(tmp_path, settings, log=tmp_path / f"rank-{rank}.log")
+            await worker.spawn()
+            held.push_async_callback(worker.close)
+            return worker
+
+        yield start
+
+
+async def serves(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_with_it(started):
+    leader, rank = await started(0), await started(1)
+    for each in (leader, rank):
+        await each.ready()
+        assert await serves(each.control)
+    assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
+
+    async with a_router_stream(leader.address) as stream:
+        asked = work(PROMPT, 200)
+        await stream.say(asked)
+        await stream.until(lambda message: stream.tokens_of(asked.request_id) or None)
+
+        rank.terminate()
+
+        tokens, end = await stream.end_of(asked.request_id)
+        assert (len(tokens), end.finish) == (200, Finish.LENGTH)
+
+    assert [await leader.ended(), await rank.ended()] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_who_is_told_to_end_while_the_group_forms_ends_at_once(started, rank):
+    alone = await started(rank)
+    await until_answered(lambda: listens_to_signals(alone), SECONDS)
+
+    alone.terminate()
+
+    assert await alone.ended() == 0
+
+
+async def listens_to_signals(process):
+    status = await asyncio.to_thread(Path(f"/proc/{process.process.pid}/status").read_text)
+    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "said"),
+    [
+        (1, signal.SIGKILL, "EngineDied: rank 1 of its group has ended"),
+        (1, signal.SIGSTOP, "EngineDied: rank 1 of its group has said nothing for 10 s"),
+        (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
+    ],
+)
+async def test_who_is_gone_takes_the_others_along(started, victim, number, said):
+    processes = [await started(0), await started(1)]
+    for each in processes:
+        await each.ready()
+
+    processes[victim].process.send_signal(number)
+
+    assert await processes[1 - victim].ended() == 1
+    assert said in processes[1 - victim].log.read_text()

@@ -1,0 +1,313 @@
+"""Workers whose engine hangs, or seems to: processes of their own with the simulated engine, whose fault is a file."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fleet.cli.console.exits import HUNG
+from fleet.client import Client
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import Finish
+from fleet.core.work import Step, WorkerDescription
+from fleet.hardware.latency.linear import EngineLatency
+from kvstore.security.credentials import Credentials
+from tests.support.fleet_processes import fleet_up
+from tests.support.kvstore.builders import a_short_folder
+from tests.support.waiting import eventually
+from tests.support.workers.engine_driver import fresh_prompt, greedy, work
+from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
+from workers.settings import SimulatedSettings, WorkerSettings
+from workers.watchdog import WatchdogSettings
+
+pytestmark = pytest.mark.integration
+
+STATES = health_pb2.HealthCheckResponse
+LONG = 100_000  # tokens
+
+
+@pytest.fixture
+def folder():
+    with a_short_folder() as folder:
+        yield folder
+
+
+def settings(folder: Path, *, watchdog: WatchdogSettings, **simulated) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId("w1"),
+        engine="simulated",
+        control_listen="127.0.0.1:0",
+        control_credentials=Credentials(insecure=True),
+        model=ModelName("tiny"),
+        load_interval_ms=20,
+        heartbeat_ms=100,
+        max_model_len=131_072,
+        watchdog=watchdog,
+        simulated=SimulatedSettings(hang_file=str(folder / "hang"), **simulated),
+    )
+
+
+def watched(channel: grpc.aio.Channel, service: str):
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service), timeout=60)
+
+
+def hang(folder: Path) -> None:
+    (folder / "hang").touch()
+
+
+IMPATIENT = WatchdogSettings(floor_seconds=0.5, ceiling_seconds=2.0)
+
+
+async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
+    log = folder / "log"
+    worker = WorkerProcess(folder, settings(folder, watchdog=IMPATIENT), log)
+    try:
+        await worker.start()
+        async with a_router_stream(worker.address) as stream, grpc.aio.insecure_channel(worker.control) as channel:
+            ready, live = watched(channel, ""), watched(channel, "liveness")
+            while (await ready.read()).status != STATES.SERVING:
+                pass
+            assert (await live.read()).status == STATES.SERVING
+            await stream.say(work(fresh_prompt(10), 5000))
+            await stream.next(Step)
+
+            hang(folder)
+
+            assert await stream.ended() == "its engine hangs"
+            assert (await ready.read()).status == STATES.NOT_SERVING
+            assert await worker.ended() == HUNG
+            with suppress(grpc.aio.AioRpcError):
+                assert await live.read() is grpc.aio.EOF, "it ended before anybody had to end it"
+    finally:
+        await worker.close()
+    assert (
+        log.read_text()
+        .splitlines()[-1]
+        .startswith("fleet: EngineHung: simulated 1: it holds work and made no step for")
+    )
+
+
+async def test_a_watchdog_that_is_off_ends_no_worker(folder):
+    told = settings(folder, watchdog=msgspec.structs.replace(IMPATIENT, enabled=False))
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
+        start = work(fresh_prompt(10), 200)
+        await stream.say(start)
+        await stream.next(Step)
+        hang(folder)
+        await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
+
+        (folder / "hang").unlink()
+
+        _, end = await stream.end_of(start.request_id)
+        assert end.finish is Finish.LENGTH
+
+
+async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
+    """It takes several ceilings, brings no token in all that time, and steps every 0.1 s."""
+    latency = EngineLatency(prefill_ms_per_token=0.05)
+    told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.5, ceiling_seconds=1.0), latency=latency)
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
+        await stream.next(WorkerDescription)  # a worker takes long messages only from a router that it has answered
+        began = time.monotonic()
+
+        tokens, end = await stream.do(work(fresh_prompt(LONG), 3))
+
+        assert time.monotonic() - began > 4 * told.watchdog.ceiling_seconds
+        assert (len(tokens), end.finish) == (3, Finish.LENGTH)
+
+
+async def test_an_engine_that_loads_for_long_is_no_hang(folder):
+    told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2), start_ms=3000)
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
+        _, end = await stream.do(work(fresh_prompt(10), 3))
+
+        assert end.finish is Finish.LENGTH
+
+
+async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
+    """Its steps take so long that it looks at its engine before the next one ends."""
+    told = settings(folder, watchdog=IMPATIENT, latency=EngineLatency(step_base_ms=200))
+    async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
+        start = work(fresh_prompt(10), 10)
+        await stream.say(start)
+        for _ in range(3):
+            await stream.next(Step)
+        await asyncio.sleep(0.1)  # to the middle of a step, which it has looked at
+
+        worker.freeze()
+        await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
+        worker.thaw()
+
+        _, end = await stream.end_of(start.request_id)
+        assert end.finish is Finish.LENGTH
+
+
+async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
+    async with (
+        a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
+        a_router_stream(worker.address) as stream,
+    ):
+        await stream.say(work(fresh_prompt(10), 5000))
+        await stream.next(Step)
+        assert worker.process is not None
+        with a_tracer(worker.process.pid):
+            hang(folder)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(2 * IMPATIENT.ceiling_seconds):
+                    await stream.ended()
+
+        assert await stream.ended() == "its engine hangs"
+        assert await worker.ended() == HUNG, "nobody holds it any more"
+
+
+async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):
+    core = {min(os.sched_getaffinity(0))}
+    async with (
+        a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
+        a_router_stream(worker.address) as stream,
+    ):
+        assert worker.process is not None
+        os.sched_setaffinity(worker.process.pid, core)
+        with busy_loops(4, core):
+            tokens, end = await stream.do(work(fresh_prompt(3000), sampling=greedy(1500)))
+
+        assert (len(tokens), end.finish) == (1500, Finish.LENGTH)
+
+
+async def test_an_idle_worker_is_no_hang(folder):
+    told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.1))
+    hang(folder)
+    async with a_worker_process(folder, told) as worker:
+        await asyncio.sleep(1)
+        assert worker.process is not None
+        assert worker.process.returncode is None
+
+
+PROMPTS = [list(range(100 + each, 180 + each)) for each in range(4)]
+ASK = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
+TOPOLOGY = """
+cluster.kv_paths = []
+router.heartbeat_timeout_seconds = 1.5
+
+[[pools]]
+role = "both"
+simulated.hang_file = "{folder}/hang"
+watchdog.floor_seconds = 1.0
+
+[[pools]]
+role = "both"
+watchdog.floor_seconds = 1.0
+"""
+
+
+@contextmanager
+def a_cluster(folder: Path):
+    topology = folder / "fleet.toml"
+    topology.write_text(TOPOLOGY.format(folder=folder))
+    with fleet_up(folder, "--config", str(topology)) as up, Client(up.grpc) as client:
+        yield up, client
+
+
+def serving(client: Client) -> set[str]:
+    workers = [worker for pool in client.status().pools for worker in pool.workers]
+    return {worker.worker_id for worker in workers if worker.state == "serving"}
+
+
+def workers_of(result) -> list[str]:
+    return [phase.worker_id for phase in result.kv]
+
+
+class Streams:
+    """A stream for each prompt, of which the first tokens are there."""
+
+    def __init__(self, client: Client) -> None:
+        self._streams = [client.generate(prompt, **ASK) for prompt in PROMPTS]
+        self._tokens = [list(next(stream).token_ids) for stream in self._streams]
+
+    def finish(self) -> list[tuple[int, ...]]:
+        """Read all of them to their ends; their tokens."""
+        for stream, tokens in zip(self._streams, self._tokens, strict=True):
+            tokens.extend(token for delta in stream for token in delta.token_ids)
+        return [tuple(tokens) for tokens in self._tokens]
+
+
+def test_streams_of_a_hung_worker_go_on_elsewhere_exactly(folder):
+    with a_cluster(folder) as (up, client):
+        expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
+        streams = Streams(client)
+
+        hang(folder)
+
+        eventually(lambda: serving(client) == {"both-1"})
+        for number in range(8):
+            late = client.complete([number + 5, *PROMPTS[0]], **ASK | {"max_tokens": 2})
+            assert workers_of(late) == ["both-1"]
+        assert streams.finish() == [tuple(tokens) for tokens in expected]
+        (folder / "hang").unlink()
+        eventually(lambda: serving(client) == {"both-0", "both-1"})
+        assert up.pid_of("both-0") != up.endpoints["pids"]["both-0"]
+        assert up.pid_of("both-1") == up.endpoints["pids"]["both-1"]
+        assert f"both-0 ended with status {HUNG}" in (folder / "up.log").read_text()
+
+
+def test_a_cluster_that_was_suspended_loses_nothing(folder):
+    with a_cluster(folder) as (up, client):
+        expected = [client.complete(prompt, **ASK).token_ids for prompt in PROMPTS]
+        streams = Streams(client)
+        everybody = [up.process.pid, *up.pids()]
+
+        for pid in everybody:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5)  # longer than any patience of its parts for each other
+        for pid in everybody:
+            os.kill(pid, signal.SIGCONT)
+
+        assert streams.finish() == [tuple(tokens) for tokens in expected]
+        assert serving(client) == {"both-0", "both-1"}
+        assert {name: up.pid_of(name) for name in ("both-0", "both-1")}.items() <= up.endpoints["pids"].items()
+
+
+TRACER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+PTRACE_SEIZE = 0x4206
+failed = libc.ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, None) and ctypes.get_errno()
+print(failed, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def a_tracer(pid: int):
+    """A debugger that is attached to a process, and lets it run."""
+    tracer = subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert tracer.stdout is not None
+        if failed := int(tracer.stdout.readline()):
+            pytest.skip(f"processes of this machine cannot be traced: {os.strerror(failed)}")
+        yield
+    finally:
+        tracer.communicate(timeout=60)
+
+
+@contextmanager
+def busy_loops(number: int, cores: set[int]):
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        for loop in loops:
+            os.sched_setaffinity(loop.pid, cores)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait(60)

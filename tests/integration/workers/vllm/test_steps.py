@@ -1,0 +1,92 @@
+"""Steps of a vLLM engine as the watchdog sees them: its steps, when no token comes out, and when one of its processes is stopped."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+
+from fleet.local.tiny_model import build_tiny_model
+from tests.contract.workers.engine_contract import (
+    steps_are_shown_while_it_works_and_end_with_the_work,
+    steps_of,
+    working,
+)
+from tests.support.fleet_processes import alive
+from tests.support.waiting import eventually
+from tests.support.workers.engine_driver import EngineDriver, fresh_prompt, work
+from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
+from workers.engines.vllm import launch as vllm_launch
+from workers.ports import EngineDied
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's
+]
+
+CHUNK_TOKENS = 64
+STILL_SECONDS = 0.5  # a hundred steps
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngines]:
+    """An engine of two tensor-parallel ranks, which computes long prompts in small chunks."""
+    worker = vllm_worker(build_tiny_model(tmp_path_factory.mktemp("models")))
+    extra = {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS}
+    told = msgspec.structs.replace(worker, vllm=msgspec.structs.replace(worker.vllm, extra_args=extra))
+    with hosted(told) as ranks:
+        yield ranks
+
+
+def test_vllm_on_two_ranks_shows_its_steps(ranks):
+    ranks.run(steps_are_shown_while_it_works_and_end_with_the_work(ranks.engines[0]))
+
+
+async def steps_before_the_first_token(one: EngineDriver, tokens: int) -> int:
+    before = steps_of(one)
+    start = work(fresh_prompt(tokens), 2)
+    one.submit(start)
+    await one.until(lambda: one.tokens[start.request_id])
+    return steps_of(one) - before
+
+
+def test_a_long_prompt_steps_chunk_by_chunk(ranks):
+    chunks = 30
+
+    steps = ranks.run(steps_before_the_first_token(ranks.engines[0], chunks * CHUNK_TOKENS))
+
+    assert chunks <= steps <= chunks + 4
+
+
+async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[int, int]:
+    """With work: when nothing moves any more, and a hundred steps later."""
+    start = work(fresh_prompt(10), 800)
+    one.submit(start)
+    await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
+    rank.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(STILL_SECONDS)
+    still = steps_of(one)
+    await asyncio.sleep(STILL_SECONDS)
+    assert working(one)
+    return still, steps_of(one)
+
+
+def test_a_stopped_rank_stops_the_steps_and_can_be_killed(ranks):
+    family = vllm_launch.family()
+    rank = family[-1]
+    assert len(family) >= 3, "vLLM's engine core and a process of each rank"
+
+    still, later = ranks.run(steps_when_stopped(ranks.engines[0], rank))
+
+    assert still == later
+
+    ranks.engines[0].engine.kill()
+
+    eventually(lambda: not alive(process.pid for process in family))
+    error = ranks.ended.exception(60)
+    assert isinstance(error, BaseExceptionGroup)
+    assert error.subgroup(EngineDied) is not None

@@ -1,0 +1,69 @@
+"""What the operator leans on and nobody has recorded from a real server: read in its source, or told by others.
+
+Like the 44 behaviours these run against whatever server FLEET_TEST_KUBE_API names, unchanged; one that answers otherwise is one on which the
+operator makes nothing, or takes over what is not its own.
+"""
+
+import pytest
+
+from fleet.net.kubernetes.client import NEVER_BORN
+from tests.support.kube.widgets import a_deployment
+
+CHILDREN = {
+    "Deployment": ("/apis/apps/v1", "deployments", a_deployment(replicas=0)["spec"], {"replicas": 2}),
+    "Service": ("/api/v1", "services", {"ports": [{"port": 80}], "type": "ClusterIP"}, {"type": "NodePort"}),
+    "NetworkPolicy": (
+        "/apis/networking.k8s.io/v1",
+        "networkpolicies",
+        {"podSelector": {}, "policyTypes": ["Ingress"]},
+        {"policyTypes": ["Egress"]},
+    ),
+}
+"""Some kinds that it makes: where, with which specification, and what another one would change in that."""
+
+
+@pytest.fixture(params=CHILDREN)
+def child(request, namespace):
+    """Path, manifest, and another manifest of the same name."""
+    group, plural, spec, change = CHILDREN[request.param]
+    made = {
+        "apiVersion": group.removeprefix("/apis/").removeprefix("/api/"),
+        "kind": request.param,
+        "metadata": {"name": "web"},
+        "spec": spec,
+    }
+    return f"{group}/namespaces/{namespace}/{plural}/web", made, made | {"spec": spec | change}
+
+
+def naming(manifest, **metadata):
+    return manifest | {"metadata": manifest["metadata"] | metadata}
+
+
+def test_an_apply_that_names_a_version_which_nothing_has_makes_what_is_not_there(api, child):
+    """What is created has no version that could differ (`registry/generic/registry/store.go`, 1.30 to 1.36); kubernetes/kubernetes#106745."""
+    path, ours, _ = child
+
+    made = api.apply(path, naming(ours, resourceVersion=NEVER_BORN), "one", force="true").expect(201)
+
+    assert made["metadata"]["resourceVersion"] != NEVER_BORN
+    assert [each["operation"] for each in made["metadata"]["managedFields"] if each["manager"] == "one"] == ["Apply"]
+
+
+def test_an_apply_that_names_a_version_which_nothing_has_changes_nothing_that_is(api, child):
+    path, ours, theirs = child
+    made = api.apply(path, ours, "one").expect(201)
+
+    api.apply(path, naming(theirs, resourceVersion=NEVER_BORN), "two", force="true").refused(409, "Conflict")
+
+    assert api.get(path).expect(200)["spec"] == made["spec"]
+
+
+def test_an_apply_that_names_a_uid_makes_nothing(api, child):
+    """As Kubernetes' own `TestCreateOnApplyFailsWithUID` has it."""
+    path, ours, _ = child
+    named = naming(ours, uid="88e00824-7f0e-11e8-94a1-c8d3ffb15800")
+
+    said = api.apply(path, named, "one", force="true").refused(409, "Conflict")
+
+    assert "no existing object was found" in said["message"]
+    api.get(path).refused(404, "NotFound")

@@ -1,0 +1,296 @@
+"""Our custom kinds on an API server: what is accepted, what is filled in, and a sample that each rule refuses."""
+
+import msgspec
+import pytest
+import yaml
+
+from operators.api.fields import GROUP, VERSION
+from operators.chart.crds import KINDS, definition
+from tests.support.kube.documentation import is_ours, shown_manifests
+from tests.support.waiting import eventually
+
+API = f"{GROUP}/{VERSION}"
+MOST_BYTES = 100_000  # of a definition; 262,144 cannot be applied by clients
+YAML_BOOLEANS = {"y", "n", "yes", "no", "on", "off"}
+
+
+@pytest.fixture(scope="session")
+def kinds(api):
+    """All of them, served."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    names = [definition(kind)["metadata"]["name"] for kind in KINDS]
+    for name in names:
+        api.delete(f"{path}/{name}")
+        eventually(lambda gone=f"{path}/{name}": api.get(gone).code == 404)
+    for kind in KINDS:
+        api.post(path, definition(kind), fieldValidation="Strict").expect(201)
+        eventually(lambda plural=kind.plural: api.get(f"/apis/{API}/{plural}").code == 200)
+    yield
+    for name in names:
+        api.delete(f"{path}/{name}")
+
+
+@pytest.fixture
+def path(kinds, namespace):
+    """Of this test's objects of a kind."""
+    return lambda plural: f"/apis/{API}/namespaces/{namespace}/{plural}"
+
+
+def a_role(name, **fields):
+    return {"name": name, "type": name} | fields
+
+
+def a_deployment(*roles, **spec):
+    roles = roles or (a_role("prefill"), a_role("decode", replicas=2))
+    return {
+        "apiVersion": API,
+        "kind": "DisaggDeployment",
+        "metadata": {"name": "llama"},
+        "spec": {"model": {"name": "llama"}, "roles": list(roles)} | spec,
+    }
+
+
+def an_object(kind, **spec):
+    return {"apiVersion": API, "kind": kind, "metadata": {"name": "it"}, "spec": spec}
+
+
+def refusal(answer):
+    """Why something was refused, as one text with the paths of fields."""
+    causes = answer.refused(422, "Invalid")["details"]["causes"]
+    return "; ".join(f"{cause['field']}: {cause['message']}" for cause in causes)
+
+
+def test_a_deployment_with_a_model_and_two_roles_is_enough(api, path):
+    made = api.post(path("disaggdeployments"), a_deployment(), fieldValidation="Strict").expect(201)
+
+    prefill, decode = made["spec"]["roles"]
+    assert (prefill["replicas"], decode["replicas"]) == (1, 2)
+    assert prefill["parallelism"] == {"tensor": 1, "pipeline": 1, "data": 1, "expert": 1}
+    assert prefill["rollout"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert made["spec"]["routing"]["disaggregateAboveTokens"] == 512
+
+
+@pytest.mark.parametrize(
+    "shown", [each for each in shown_manifests() if is_ours(each)], ids=lambda each: each["metadata"]["name"]
+)
+def test_what_documentation_and_samples_show_is_accepted(api, path, shown):
+    plural = {kind.name: kind.plural for kind in KINDS}[shown["kind"]]
+
+    api.post(path(plural), shown, fieldValidation="Strict").expect(201)
+
+
+def test_a_pod_template_is_kept_as_it_is(api, path):
+    template = {"spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": "b"}]}]}}
+
+    made = api.post(path("disaggdeployments"), a_deployment(a_role("aggregated", podTemplate=template))).expect(201)
+
+    assert made["spec"]["roles"][0]["podTemplate"] == template
+
+
+def test_a_misspelt_field_is_refused_when_asked_to_be_strict(api, path):
+    answer = api.post(
+        path("disaggdeployments"), a_deployment(a_role("aggregated", replica=2)), fieldValidation="Strict"
+    )
+
+    assert "replica" in answer.expect(400)["message"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "spec", "said"),
+    [
+        ([a_role("prefill")], {}, "prefill and decode need each other"),
+        ([a_role("decode")], {}, "prefill and decode need each other"),
+        ([a_role("router")], {}, "at least one role of workers is needed"),
+        (
+            [a_role("aggregated"), a_role("router"), a_role("router") | {"name": "other"}],
+            {},
+            "one role of routers at most",
+        ),
+        ([a_role("aggregated", scaling={"least": 3, "most": 2})], {}, "least is more than most"),
+        (
+            [a_role("aggregated", gpus={"perReplica": 4}, parallelism={"tensor": 2})],
+            {},
+            "tensor x pipeline x data must be gpus.perReplica",
+        ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 4}, parallelism={"tensor": 4}, nodesPerReplica=3)],
+            {},
+            "must divide gpus.perReplica",
+        ),
+        (
+            [a_role("aggregated", parallelism={"tensor": 2, "data": 6}, nodesPerReplica=4)],
+            {},
+            "each node takes whole data parallel engines, or each such engine whole nodes",
+        ),
+        ([a_role("aggregated", nodesPerReplica=2)], {}, "each node takes whole data parallel engines"),
+        ([a_role("aggregated", rollout={"maxSurge": 0})], {}, "nothing could ever be updated"),
+        ([a_role("aggregated"), a_role("router", gpus={"perReplica": 1})], {}, "a router needs none"),
+        (
+            [a_role("aggregated"), a_role("router", scaling={"mode": "Planner"})],
+            {},
+            "a ServingPlan scales workers, not routers",
+        ),
+        (
+            [a_role("aggregated", replicas=3, gpus={"perReplica": 4}, parallelism={"tensor": 4})],
+            {"balance": {"gpuBudget": 8}},
+            "gpuBudget: a role alone needs more",
+        ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"pipeline": 2})],
+            {"kvTransfer": {"paths": ["direct", "store"]}},
+            "a store takes blocks of engines on one node",
+        ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"data": 2})],
+            {"kvTransfer": {"paths": ["store"]}},
+            "a store takes blocks of engines on one node",
+        ),
+        (
+            [a_role("aggregated", gpus={"perReplica": 2}, parallelism={"tensor": 2}, nodesPerReplica=2)],
+            {"kvTransfer": {"paths": ["store"]}},
+            "a store takes blocks of engines on one node",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"redis": "redis://cache:6379"}},
+            "kvTransfer.redis: takes blocks of stores",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"paths": ["store"], "redisSecret": "cache"}},
+            "redisSecret is for redis only",
+        ),
+        (
+            [a_role("aggregated")],
+            {"kvTransfer": {"paths": ["store"], "redis": "redis://user:word@cache:6379"}},
+            "spec.kvTransfer.redis",
+        ),
+        (
+            [a_role("aggregated")],
+            {"watchdog": {"floorSeconds": 60, "ceilingSeconds": 30}},
+            "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
+        ),
+        ([a_role("aggregated"), a_role("aggregated")], {}, "Duplicate"),
+        ([a_role("aggregated") | {"name": "Upper"}], {}, "spec.roles[0].name"),
+        ([a_role("aggregated") | {"type": "encode"}], {}, "spec.roles[0].type"),
+        ([a_role("aggregated", replicas=-1)], {}, "spec.roles[0].replicas"),
+        ([a_role("aggregated")], {"balance": {"ratio": {"most": "1/4"}}}, "spec.balance.ratio.most"),
+        ([a_role("aggregated")], {"model": {}}, "spec.model.name"),
+        (
+            [a_role("aggregated")],
+            {"model": {"name": "a/b", "claim": "weights", "cacheClaim": "models"}},
+            "cacheClaim: keeps what is fetched",
+        ),
+        ([a_role("aggregated")], {"model": {"name": "a/b", "endpoint": "mirror:80"}}, "spec.model.endpoint"),
+    ],
+)
+def test_a_deployment_that_cannot_be_is_refused_with_the_field(api, path, roles, spec, said):
+    assert said in refusal(api.post(path("disaggdeployments"), a_deployment(*roles, **spec)))
+
+
+@pytest.mark.parametrize(("wide", "most"), [(False, 54), (True, 38)])
+def test_a_name_that_does_not_fit_into_names_and_labels_of_children_is_refused(api, path, wide, most):
+    nodes = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2} if wide else {}
+    made = a_deployment(a_role("aggregated", **nodes))
+    made["metadata"]["name"] = "d" * (most - len("aggregated"))
+    api.post(path("disaggdeployments"), made).expect(201)
+    made["metadata"]["name"] += "d"
+    assert "metadata.name: too long beside the name of a role" in refusal(api.post(path("disaggdeployments"), made))
+
+
+def test_the_type_of_a_role_cannot_be_changed(api, path):
+    made = api.post(path("disaggdeployments"), a_deployment()).expect(201)
+    made["spec"]["roles"][0]["type"] = "aggregated"
+
+    assert "add another role and remove this one" in refusal(api.put(f"{path('disaggdeployments')}/llama", made))
+
+
+def test_a_role_is_scaled_to_0_before_it_is_removed(api, path):
+    aside = a_role("aggregated") | {"name": "aside"}
+    made = api.post(path("disaggdeployments"), a_deployment(a_role("prefill"), a_role("decode"), aside)).expect(201)
+    without = made | {"spec": made["spec"] | {"roles": made["spec"]["roles"][:2]}}
+
+    assert "scale a role to 0" in refusal(api.put(f"{path('disaggdeployments')}/llama", without))
+
+    made["spec"]["roles"][2]["replicas"] = 0
+    emptied = api.put(f"{path('disaggdeployments')}/llama", made).expect(200)
+    without["metadata"] = emptied["metadata"]
+    api.put(f"{path('disaggdeployments')}/llama", without).expect(200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plural", "spec", "said"),
+    [
+        ("RoleScaler", "rolescalers", {"target": {"deployment": "a", "role": "b"}, "replicas": -1}, "spec.replicas"),
+        (
+            "ServingPlan",
+            "servingplans",
+            {"deployment": "a", "roles": [{"role": "decode", "least": 4, "most": 3}]},
+            "least is more than most",
+        ),
+        ("ServingPlan", "servingplans", {"deployment": "a", "objective": {"ttftMs": 0}}, "spec.objective.ttftMs"),
+        (
+            "ServingRequest",
+            "servingrequests",
+            {
+                "model": {"name": "a"},
+                "hardware": {"gpu": "h100", "count": 8},
+                "workload": {"promptTokens": 1, "answerTokens": 1},
+            },
+            "one of requestsPerMinute and concurrency",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_of_the_other_kinds_is_refused_with_the_field(api, path, kind, plural, spec, said):
+    assert said in refusal(api.post(path(plural), an_object(kind, **spec)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "plural", "spec", "change"),
+    [
+        (
+            "RoleScaler",
+            "rolescalers",
+            {"target": {"deployment": "a", "role": "b"}},
+            {"target": {"deployment": "other"}},
+        ),
+        ("ServingPlan", "servingplans", {"deployment": "a"}, {"deployment": "other"}),
+    ],
+)
+def test_what_an_object_is_about_cannot_be_changed(api, path, kind, plural, spec, change):
+    api.post(path(plural), an_object(kind, **spec)).expect(201)
+
+    said = refusal(api.patch(f"{path(plural)}/it", "merge", {"spec": change}))
+
+    assert "cannot be changed; delete the object and make another one" in said
+
+
+def test_a_role_scaler_is_scaled_like_a_deployment(api, path):
+    api.post(path("rolescalers"), an_object("RoleScaler", target={"deployment": "a", "role": "b"}, replicas=2)).expect(
+        201
+    )
+
+    scaled = api.patch(f"{path('rolescalers')}/it/scale", "merge", {"spec": {"replicas": 5}}).expect(200)
+
+    assert scaled["spec"]["replicas"] == 5
+    assert api.get(f"{path('rolescalers')}/it").expect(200)["spec"]["replicas"] == 5
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_definition_is_small_and_yaml_reads_its_fields_as_they_are_written(kind):
+    text = yaml.safe_dump(definition(kind))
+
+    def names(node):
+        if isinstance(node, dict):
+            yield from node
+            for inner in node.values():
+                yield from names(inner)
+        elif isinstance(node, list):
+            for inner in node:
+                yield from names(inner)
+
+    assert len(text) < MOST_BYTES
+    assert not YAML_BOOLEANS & {str(name).lower() for name in names(definition(kind))}
+    assert msgspec.json.encode(yaml.safe_load(text), order="sorted") == msgspec.json.encode(
+        definition(kind), order="sorted"
+    )

@@ -1,0 +1,20 @@
+"""What `fleet kube import` makes of other projects' deployments is what our custom kinds take, by schema and by rule."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from operators.imports.detection import imported
+from tests.kube.chart.test_crds import kinds, path
+
+__all__ = ["kinds", "path"]  # fixtures
+
+FILES = sorted((Path(__file__).parents[2] / "unit" / "operators" / "imports").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_imported_deployment_is_taken_by_an_api_server(api, path, file):
+    for each in imported(list(yaml.safe_load_all(file.read_text()))).objects:
+        each["metadata"].pop("namespace", None)
+        api.post(path("disaggdeployments"), each, fieldValidation="Strict").expect(201)

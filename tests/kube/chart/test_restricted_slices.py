@@ -1,0 +1,33 @@
+"""Where a platform wants a word of its own for EndpointSlices (OpenShift), the chart's value says it, to those that write them and nobody else."""
+
+from tests.support.kube.charts import documents, helm_3_render
+
+WRITERS = {
+    "discovery": {"source": "Kubernetes"},
+    "routers": {
+        "settings": {
+            "endpoint_picker": {},
+            "openai_workers": [{"worker_id": "w", "url": "http://w:8000", "model": "m"}],
+        }
+    },
+}
+WORD = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices/restricted"], "verbs": ["create"]}
+
+
+def writers(values):
+    """Roles that may create EndpointSlices, and which of them may create restricted ones."""
+    roles = [each for each in documents(helm_3_render(values)) if each["kind"] in ("Role", "ClusterRole")]
+    writing = {
+        each["metadata"]["name"]
+        for each in roles
+        if any("endpointslices" in rule["resources"] and "create" in rule["verbs"] for rule in each["rules"])
+    }
+    return writing, {each["metadata"]["name"] for each in roles if WORD in each["rules"]}
+
+
+def test_writers_of_endpoint_slices_get_the_word_for_restricted_ones_where_the_value_says_so():
+    writing, allowed = writers(WRITERS)
+    assert len(writing) == 2
+    assert allowed == set()
+
+    assert writers(WRITERS | {"restrictedEndpointSlices": True}) == (writing, writing)

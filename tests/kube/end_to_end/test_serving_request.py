@@ -1,0 +1,73 @@
+"""From what somebody has to keep to an answered request: a ServingRequest, the deployment that the operator makes for it, real processes."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from tests.support.kube.kubelet.network import why_not
+
+if why := why_not():
+    pytest.skip(why, allow_module_level=True)
+
+from fleet.client import Client
+from fleet.hardware.known_models import known
+from tests.kube.operator.test_serving_requests import Requests, a_request
+from tests.support.kube.api.running import an_api_server
+from tests.support.kube.clients import Api
+from tests.support.kube.kubelet.cluster import a_cluster
+from tests.support.kube.operator import AskedRouters, an_operator, install
+from tests.support.waiting import until
+
+SECONDS = 30
+
+
+async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
+    """Nothing of it is edited; that its engine is one that computes nothing is said by the request, as anything of a pod can be."""
+    instead = {"name": "main", "args": ["--set=engine=simulated"]}
+    request = a_request(
+        model={"name": "tiny", "claim": "models", "uri": model_dir.name},
+        modelConfig=dict(known()["qwen3-0.6b"].config),
+        hardware={"gpu": "h100", "count": 8},
+        workload={"promptTokens": 200, "answerTokens": 20, "requestsPerMinute": 60},
+        podTemplate={"spec": {"containers": [instead]}},
+    )
+    with (
+        an_api_server(with_controllers=True) as server,
+        a_cluster(server, tmp_path / "cluster", claims={"models": model_dir.parent}, gpus=8) as cluster,
+        Api(server.url) as api,
+    ):
+        install(server)
+        asked = AskedRouters(server, api, "default", tmp_path)
+        requests = Requests(asked)
+        async with an_operator(asked):
+            requests.apply(request).expect(201)
+            # This operator is no pod, so that it can ask no router; that workers are ready when a router knows them, they say themselves.
+            await until(lambda: len(found := ready(asked)) == 3 and all(found.values()), SECONDS)
+
+            answer = await asyncio.to_thread(one_answer, cluster.way_to("please-router", 50051))
+
+            assert answer.usage.completion_tokens == 4
+            made = requests.deployment()
+            assert {role["name"]: role["gpus"]["perReplica"] for role in made["spec"]["roles"]} == {
+                "router": 0,
+                "workers": 1,
+            }
+            asked.api.delete(asked.path("servingrequests", "please")).expect(200)
+            await until(lambda: requests.deployment() is None and not cluster.processes(), SECONDS)
+
+
+def ready(asked):
+    """Whether each pod is, by its name."""
+    return {
+        name: any(
+            each["type"] == "Ready" and each["status"] == "True" for each in pod.get("status", {}).get("conditions", ())
+        )
+        for name, pod in asked.children("pods", "v1").items()
+    }
+
+
+def one_answer(address):
+    with Client(address) as client:
+        return client.complete("Say hello to everybody who is there.", max_tokens=4)

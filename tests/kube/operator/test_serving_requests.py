@@ -1,0 +1,241 @@
+"""A ServingRequest on an API server with an operator: it becomes a deployment whose pods come up, or says why it cannot."""
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+import msgspec
+
+from operators.api.fields import GROUP, VERSION
+from operators.api.serving_request import ServingRequestSpec
+from operators.controller.serving_request import proposed
+from operators.proposals import LARGEST, Proposal, propose
+from tests.kube.chart.test_crds import refusal
+from tests.support.kube.documentation import shown_manifests
+from tests.support.kube.operator import an_operator
+from tests.support.waiting import until
+from tests.unit.operators.test_proposals import FEASIBLE, filled
+from tests.unit.operators.test_proposals import asked as asking
+
+IMPOSSIBLE = {"ttftMs": 1, "tpotMs": 1}
+APART = {"ttftMs": 1000, "tpotMs": 20}
+
+
+def a_request(name="please", **changes):
+    spec = {
+        "model": {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct"},
+        "hardware": {"gpu": "h100", "count": 32, "product": "NVIDIA-H100-80GB-HBM3"},
+        "workload": {"promptTokens": 2048, "answerTokens": 256, "requestsPerMinute": 600},
+        "objective": {"ttftMs": 1000, "tpotMs": 50},
+        "apply": True,
+    }
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "ServingRequest",
+        "metadata": {"name": name},
+        "spec": spec | changes,
+    }
+
+
+class Requests:
+    """What a test asks of the API server about them."""
+
+    def __init__(self, asked):
+        self._asked = asked
+
+    def apply(self, manifest):
+        name = manifest["metadata"]["name"]
+        return self._asked.api.apply(self._asked.path("servingrequests", name), manifest, "somebody", force="true")
+
+    def status(self, name="please"):
+        return self._asked.api.get(self._asked.path("servingrequests", name)).expect(200).get("status", {})
+
+    def conditions(self, name="please"):
+        """Of what it says now; nothing as long as what is said is of an earlier generation."""
+        found = self._asked.api.get(self._asked.path("servingrequests", name)).expect(200)
+        generation = found["metadata"]["generation"]
+        said = found.get("status", {}).get("conditions", ())
+        return {
+            each["type"]: (each["status"], each["reason"]) for each in said if each["observedGeneration"] == generation
+        }
+
+    def deployment(self, name="please"):
+        found = self._asked.api.get(self._asked.path("disaggdeployments", name))
+        return found.body if found.code == 200 else None
+
+
+@pytest.fixture
+def requests(asked):
+    return Requests(asked)
+
+
+def roles(deployment):
+    return {role["name"]: role["replicas"] for role in deployment["spec"]["roles"]}
+
+
+async def test_a_request_becomes_a_deployment_whose_pods_are_ready_and_goes_with_it(asked, requests):
+    async with an_operator(asked):
+        requests.apply(a_request()).expect(201)
+        await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+
+        status, made = requests.status(), requests.deployment()
+        assert (status["phase"], status["deployment"], status["observedGeneration"]) == ("Ready", "please", 1)
+        assert status["proposal"]["spec"]["roles"][1]["replicas"] == 3
+        assert {each["goal"]: each["met"] for each in status["figures"]} == dict.fromkeys(
+            ("ttftMs", "tpotMs", "gpus", "requestsPerMinute"), True
+        )
+        assert roles(made) == {"router": 2, "workers": 3}
+        assert asked.replicas() == {"workers": 3}
+        written = [each for each in asked.writes() if each[1] in ("disaggdeployments", "servingrequests/status")]
+        assert [each for each in written if each[1] == "disaggdeployments"] in (
+            [("patch", "disaggdeployments", "please")],
+            [("create", "disaggdeployments", "please")],
+        )
+        assert len(written) <= 5, written
+
+        asked.api.delete(asked.path("servingrequests", "please")).expect(200)
+        await until(lambda: requests.deployment() is None and not asked.workers())
+
+
+async def test_what_cannot_be_kept_is_a_condition_and_makes_nothing(asked, requests):
+    cases = {
+        "slow": ({"objective": IMPOSSIBLE}, "TtftOutOfReach"),
+        "few": ({"hardware": {"gpu": "h100", "count": 8}, "objective": APART}, "TooFewGpus"),
+        "large": ({"hardware": {"gpu": "h100", "count": 1}}, "ModelDoesNotFit"),
+        "nobody": ({"model": {"name": "nobody/knows-this"}}, "ModelUnknown"),
+        "nothing": ({"hardware": {"gpu": "nothing", "count": 8}}, "GpuUnknown"),
+    }
+    async with an_operator(asked):
+        for name, (changes, _) in cases.items():
+            requests.apply(a_request(name, **changes)).expect(201)
+        for name, (_, reason) in cases.items():
+            await until(lambda name=name, reason=reason: requests.conditions(name).get("Feasible") == ("False", reason))
+            assert requests.conditions(name)["Ready"] == ("False", reason)
+            assert requests.status(name)["phase"] == "Infeasible"
+            assert requests.deployment(name) is None
+        figure = requests.status("slow")["figures"][0]
+        assert (figure["goal"], figure["asked"], figure["met"]) == ("ttftMs", 1, False)
+
+        requests.apply(a_request("slow")).expect(200)
+        await until(lambda: requests.conditions("slow").get("Applied") == ("True", "Applied"))
+
+
+async def test_a_changed_request_changes_its_own_deployment_alone_also_from_one_pool_to_two(asked, requests):
+    async with an_operator(asked):
+        for name in ("please", "other"):
+            requests.apply(a_request(name)).expect(201)
+        await until(
+            lambda: all(requests.conditions(name).get("Ready", ("",))[0] == "True" for name in ("please", "other"))
+        )
+        before = requests.deployment("other")["metadata"]["generation"]
+
+        requests.apply(a_request(objective=APART)).expect(200)
+        await until(
+            lambda: (
+                requests.conditions().get("Ready", ("",))[0] == "True"
+                and roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+            )
+        )
+        await until(lambda: asked.ready("please") and asked.ready("other"))
+
+        assert requests.deployment("other")["metadata"]["generation"] == before
+        requests.apply(a_request(objective=IMPOSSIBLE)).expect(200)
+        await until(lambda: requests.conditions().get("Feasible", ("",))[0] == "False")
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+        requests.apply(a_request(apply=False)).expect(200)
+        await until(lambda: requests.conditions().get("Applied") == ("False", "NotAskedFor"))
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1}
+
+
+async def test_a_role_that_somebody_adds_is_theirs_and_is_not_fought_over(asked, requests):
+    async with an_operator(asked) as operator:
+        requests.apply(a_request()).expect(201)
+        await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady"))
+
+        asked.apply(
+            requests.deployment()
+            | {"spec": {"roles": [{"name": "extra", "type": "aggregated"}]}}
+            | {"metadata": {"name": "please"}}
+        ).expect(200)
+        await until(lambda: asked.replicas() == {"workers": 3, "extra": 1} and asked.ready("please"))
+        generation = requests.deployment()["metadata"]["generation"]
+        requests.apply(a_request(objective=APART)).expect(200)
+        await until(lambda: asked.replicas() == {"prefill": 2, "decode": 1, "extra": 1})
+        await until(lambda: asked.ready("please") and not operator.waiting())
+
+        assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
+        assert requests.deployment()["metadata"]["generation"] <= generation + 3
+        asked.server.forget_requests()
+        operator.look_at_everything()
+        await until(lambda: not operator.waiting())
+        assert asked.writes() == [], "roles are in another order on the server"
+
+
+async def test_a_proposal_is_applied_by_hand_as_it_is_and_then_nobody_elses(asked, requests):
+    async with an_operator(asked) as operator:
+        requests.apply(a_request(apply=False)).expect(201)
+        await until(lambda: requests.conditions().get("Proposed") == ("True", "Proposed"))
+        assert requests.deployment() is None
+
+        asked.apply(requests.status()["proposal"]).expect(201)
+        await until(lambda: asked.ready("please"))
+
+        requests.apply(a_request(objective=APART)).expect(200)
+        await until(lambda: requests.conditions().get("Applied") == ("False", "NameTaken"))
+        assert roles(requests.deployment()) == {"router": 2, "workers": 3}
+        assert requests.status().get("deployment", "") == ""
+
+        await until(lambda: not operator.waiting())  # so that it is the deletion that wakes it
+        asked.api.delete(asked.path("disaggdeployments", "please")).expect(200)
+        await until(lambda: (made := requests.deployment()) and "decode" in roles(made))
+
+
+def test_every_proposal_is_taken_by_schema_and_rules(asked):
+    for number, changes in enumerate(FEASIBLE):
+        got = propose(asking(**changes))
+        assert isinstance(got, Proposal)
+        made = proposed(f"proposal-{number}", got)
+        asked.api.post(asked.path("disaggdeployments"), made, fieldValidation="Strict").expect(201)
+
+
+@pytest.mark.parametrize("name", ["a" * 48, "llama-3.3", "1a"])
+def test_a_request_whose_deployment_could_not_be_called_after_it_is_refused(asked, name):
+    said = refusal(asked.api.post(asked.path("servingrequests"), a_request(name)))
+    assert "metadata.name: the deployment and its Services are called after it" in said
+
+
+def test_the_request_that_the_documentation_shows_is_the_sample_and_can_be_kept():
+    """That it is accepted is shown in `test_crds`."""
+    documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
+
+    got = propose(msgspec.convert(sample["spec"], ServingRequestSpec))
+
+    assert documented == sample
+    assert isinstance(got, Proposal)
+    assert got.reason == "GoalsMet"
+
+
+ETCD_BYTES = 3 << 19
+
+
+async def test_a_request_with_the_longest_template_still_fits_into_etcd_and_a_longer_one_says_how_long_it_is(
+    asked, requests
+):
+    def sizes():
+        found = [asked.api.get(asked.path(kind, "please")).body for kind in ("servingrequests", "disaggdeployments")]
+        return [len(msgspec.json.encode(each)) for each in found]
+
+    async with an_operator(asked):
+        # Many short ones: then who owns each field takes more room than the fields.
+        requests.apply(a_request(objective=APART, podTemplate=filled(LARGEST, fields=4000))).expect(201)
+        await until(lambda: requests.conditions().get("Applied") == ("True", "Applied"))
+        assert len(roles(requests.deployment())) == 3
+        assert max(sizes()) < ETCD_BYTES
+
+        requests.apply(a_request(objective=APART, podTemplate=filled(500_000))).expect(200)
+        await until(lambda: requests.conditions().get("Feasible") == ("False", "SpecificationRefused"))
+        status = requests.status()
+        assert "spec.podTemplate: takes 500,000 bytes" in status["conditions"][0]["message"]
+        assert "proposal" not in status or not status["proposal"]
+        assert requests.deployment() is not None, "it stays as it was made before"
+        assert sizes()[0] < ETCD_BYTES

@@ -1,0 +1,181 @@
+"""RoleScalers as a planner's connector, over the operator and the API server for tests."""
+
+import contextlib
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.planner.connectors.open import connector_of
+from fleet.planner.messages import PlanWriter, PoolGapReason
+from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
+from fleet.planner.settings import KubernetesTarget
+from operators.api.fields import GROUP, VERSION
+from tests.contract.planner.connector_contract import *  # noqa: F403 - they run here
+from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, sees, until
+from tests.support.kube.api.running import RunningApiServer
+from tests.support.kube.operator import a_deployment, an_operator
+from tests.support.planner.connectors import KilledOnWrite, silent_port
+
+PLANNED = {"mode": "Planner", "most": 8}
+
+
+def a_role(name, kind=None, **fields):
+    return {"name": name, "type": kind or name, "gpus": {"perReplica": 1}, "scaling": PLANNED} | fields
+
+
+class KubernetesWorld:
+    def __init__(self, asked, nodes, silent: RunningApiServer, folder) -> None:
+        self.asked, self.nodes, self.silent, self.folder = asked, nodes, silent, folder
+
+    def open(self, writer=PlanWriter.PLANNER):
+        return self._open(self.asked.kubeconfig, writer)
+
+    def _open(self, kubeconfig, writer=PlanWriter.PLANNER):
+        target = KubernetesTarget(deployment="dd", namespace=self.asked.namespace, kubeconfig=kubeconfig)
+        return connector_of(target, writer)
+
+    @contextlib.asynccontextmanager
+    async def open_mortal(self, answered):
+        async with self.open() as connector:
+            connector._cluster = KilledOnWrite(connector._cluster, "apply", answered, ProcessKilled)
+            yield connector
+
+    def open_cut(self):
+        return self._open(str(self.silent.kubeconfig(self.folder)))
+
+    async def occupy(self) -> None:
+        self.nodes.holds_leaving = True
+
+    async def finish(self) -> None:
+        self.nodes.holds_leaving = False
+
+    async def pin(self, pool, replicas) -> None:
+        """As kubectl scale does."""
+        path = f"{self.asked.path('rolescalers')}/dd-{pool}/scale"
+        self.asked.api.patch(path, "merge", {"spec": {"replicas": replicas}}, fieldManager="kubectl").expect(200)
+
+
+@pytest.fixture
+async def a_world(asked, nodes, tmp_path):
+    nodes.gpus = ROOM
+    asked.apply(a_deployment(a_role("prefill"), a_role("decode"))).expect(201)
+    (tmp_path / "silent").mkdir()
+    with silent_port() as port:
+        async with an_operator(asked):
+            world = KubernetesWorld(asked, nodes, RunningApiServer(f"http://127.0.0.1:{port}"), tmp_path / "silent")
+            async with world.open() as planner:
+                await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+            yield world
+
+
+async def test_a_planner_leaves_alone_what_the_deployment_says_is_not_its(a_world):
+    roles = (a_role("prefill", scaling={"mode": "Static"}), a_role("decode", scaling={"mode": "External", "most": 8}))
+    async with a_world.open() as planner, a_world.open(PlanWriter.PERSON) as person:
+        before = await planner.observe()
+        a_world.asked.apply(a_deployment(*roles)).expect(200)
+        seen = await until(planner, lambda seen: all(each.pinned for each in seen.pools))
+
+        with pytest.raises(PlanRefused, match=r"^decode: scaling\.mode is External"):
+            await planner.apply(a_plan("more", decode=2), before)
+        for writer in (planner, person):
+            with pytest.raises(PlanRefused, match=r"^prefill: scaling\.mode is Static"):
+                await writer.apply(a_plan("more", prefill=2, decode=2), seen)
+        await person.apply(a_plan("more", decode=2), seen)
+        await sees(person, decode=(2, 2, 0), prefill=(1, 1, 0))
+
+
+async def test_bounds_of_the_role_are_why_fewer_come(a_world):
+    async with a_world.open() as planner:
+        await planner.apply(a_plan("many", decode=9), await planner.observe())
+        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.LIMITED)
+
+    assert seen.pool(DECODE).wanted == 9
+    assert "8" in seen.pool(DECODE).message
+
+
+async def test_a_replica_that_ends_again_and_again_is_failing(a_world, nodes):
+    nodes.crashes["cpu:1"] = nodes.crashes["cuda:1"] = "fleet: model_dir: no such folder"
+    async with a_world.open() as planner:
+        await planner.apply(a_plan("more", decode=2), await planner.observe())
+        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.FAILING)
+
+    assert seen.pool(DECODE).wanted == 2
+    assert "dd-decode-" in seen.pool(DECODE).message
+
+
+async def test_a_pool_is_not_settled_by_what_happens_to_be_there_before_the_operator_acts(asked):
+    def said(desired):
+        role = {"name": "decode", "desired": desired, "ready": 1, "registered": 1}
+        status = {"observedGeneration": 1, "roles": [role]}
+        path = f"{asked.path('disaggdeployments', 'dd')}/status"
+        asked.api.patch(path, "merge", {"status": status}, fieldManager="other").expect(200)
+
+    asked.apply(a_deployment(a_role("prefill"), a_role("decode"))).expect(201)
+    scaler = {"target": {"deployment": "dd", "role": "decode"}, "replicas": 1}
+    meta = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "RoleScaler", "metadata": {"name": "dd-decode"}}
+    asked.api.apply(asked.path("rolescalers", "dd-decode"), meta | {"spec": scaler}, "somebody").expect(201)
+    target = KubernetesTarget(deployment="dd", namespace=asked.namespace, kubeconfig=asked.kubeconfig)
+    async with connector_of(target, PlanWriter.PERSON) as planner:
+        said(desired=3)  # two begin
+        early = (await planner.observe()).pool(DECODE)
+        said(desired=1)
+        acted = (await planner.observe()).pool(DECODE)
+
+    assert [(each.wanted, each.ready, each.why) for each in (early, acted)] == [
+        (1, 1, PoolGapReason.NOT_TAKEN_UP),
+        (1, 1, None),
+    ]
+    assert (early.settled, acted.settled) == (False, True)
+
+
+class Meanwhile:
+    """A cluster to which somebody else writes once, between looking and writing."""
+
+    def __init__(self, behind, write) -> None:
+        self._behind, self._write = behind, write
+
+    def __getattr__(self, name):
+        if name == "apply":
+            self._write()
+            self._write = lambda: None
+        return getattr(self._behind, name)
+
+
+async def test_a_status_that_is_written_meanwhile_is_no_change_and_a_number_is(a_world):
+    path = a_world.asked.path("rolescalers", "dd-decode")
+
+    def write(patch, part=""):
+        a_world.asked.api.patch(f"{path}{part}", "merge", patch, fieldManager="other").expect(200)
+
+    async with a_world.open() as planner:
+        seen, behind = await planner.observe(), planner._cluster
+        planner._cluster = Meanwhile(behind, lambda: write({"status": {"selector": "a=b"}}, "/status"))
+        await planner.apply(a_plan("more", decode=2), seen)
+        seen = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+
+        planner._cluster = Meanwhile(behind, lambda: write({"spec": {"replicas": 0}}))
+        with pytest.raises(PlanConflict):
+            await planner.apply(a_plan("less", decode=1), seen)
+        assert (await planner.observe()).pool(DECODE).wanted == 0
+
+
+async def test_replicas_serve_though_nobody_says_which_are_registered(a_world, nodes):
+    nodes.registers, nodes.gpus = False, 2 * ROOM
+    a_world.asked.apply(a_deployment(a_role("both", kind="aggregated"), name="unheard")).expect(201)
+    target = KubernetesTarget(
+        deployment="unheard", namespace=a_world.asked.namespace, kubeconfig=a_world.asked.kubeconfig
+    )
+    async with connector_of(target, PlanWriter.PLANNER) as planner:
+        await sees(planner, both=(1, 1, 0))
+
+
+async def test_what_is_not_there_is_said(a_world, tmp_path):
+    target = KubernetesTarget(deployment="away", namespace="default", kubeconfig=a_world.asked.kubeconfig)
+    async with connector_of(target, PlanWriter.PLANNER) as planner:
+        with pytest.raises(ConnectorUnreachable, match="no DisaggDeployment away in namespace default"):
+            await planner.observe()
+    with pytest.raises(ConfigurationRefused, match=r"^connector\.kubeconfig: /nowhere"):
+        async with connector_of(KubernetesTarget(deployment="dd", kubeconfig="/nowhere"), PlanWriter.PLANNER):
+            pass

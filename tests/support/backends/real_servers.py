@@ -1,0 +1,89 @@
+"""Servers of other projects that speak the OpenAI API, each in a process of its own, with the built-in model."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fleet.local.process_group import end_group
+from fleet.local.tiny_model import build_tiny_model
+from tests.support.servers.processes import a_free_port
+
+START_SECONDS = 240  # on a machine that does other things as well; ten to thirty otherwise
+
+ENVIRONMENT = {
+    "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class RealServer:
+    """One of them. It knows the model by the name of its folder, from which it is started."""
+
+    def __init__(self, name: str, command: Sequence[str], model: Path) -> None:
+        self.name = name
+        self.port = a_free_port()
+        self._output = model.parent / f"{name}.log"
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *command, "--host", "127.0.0.1", "--port", str(self.port)],
+                cwd=model.parent,
+                env={**os.environ, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # it has children
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self) -> None:
+        """Until it answers for its health."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                assert answer.status == 200
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{self.name} does not start: {self._output.read_text(errors='replace')[-4000:]}")
+
+    def end(self) -> None:
+        end_group(self._process.pid)
+        self._process.wait(30)
+
+
+def commands(model: str) -> Mapping[str, Sequence[str]]:
+    """What starts each, with a model that is a folder beside."""
+    vllm = (
+        *("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
+    )
+    transformers = ("-m", "transformers.cli.transformers", "serve", model, "--device", "cpu")
+    return {"vllm": vllm, "transformers": transformers}
+
+
+@contextmanager
+def real_servers(folder: Path, model: str) -> Iterator[dict[str, RealServer]]:
+    """All of them, started side by side, each with the built-in model under this name."""
+    (folder / model).symlink_to(build_tiny_model(folder / "models"))
+    servers: dict[str, RealServer] = {}
+    try:
+        for name, command in commands(model).items():
+            servers[name] = RealServer(name, command, folder / model)
+        for server in servers.values():
+            server.wait()
+        yield servers
+    finally:
+        for server in servers.values():
+            server.end()

@@ -1,0 +1,154 @@
+"""The validation rules of custom resources: CEL, evaluated by Google's own implementation.
+
+`self` is the value at the node, `oldSelf` what stood there before. A rule that names `oldSelf` holds only for a change, and only
+where old and new can be paired: fields by name, items of list-maps by key, nothing within atomic lists and sets. What only
+Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) is not there: rules that stay clear of it run unchanged on
+both. The cost limit of a real server is not computed.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+
+import msgspec
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_bindings, ext_math, ext_optional, ext_strings
+
+from tests.support.kube.api.errors import ErrorCause
+from tests.support.kube.api.kinds.schemas import StructuralSchema
+from tests.support.kube.api.values import Json, Object, key_of, within
+
+RESERVED = frozenset(
+    {
+        *(
+            "true",
+            "false",
+            "null",
+            "in",
+            "as",
+            "break",
+            "const",
+            "continue",
+            "else",
+            "for",
+            "function",
+            "if",
+            "import",
+            "let",
+        ),
+        *("loop", "package", "namespace", "return", "var", "void", "while"),
+    }
+)
+"""Field names that rules write between double underscores; Kubernetes' CEL documentation has the list."""
+
+
+class BadRule(Exception):
+    """A rule that does not compile."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    text: str
+    message: str
+    message_expression: str
+    reason: str
+    field_path: str
+
+    @property
+    def of_changes(self) -> bool:
+        return bool(re.search(r"\boldSelf\b", self.text))
+
+
+@functools.cache
+def _environment() -> cel.Env:
+    extensions = [ext_strings.ExtStrings(), ext_math.ExtMath(), ext_bindings.ExtBindings(), ext_optional.ExtOptional()]
+    return cel.NewEnv(variables={"self": cel.Type.DYN, "oldSelf": cel.Type.DYN}, extensions=extensions)
+
+
+@functools.lru_cache(maxsize=4096)
+def compiled(text: str) -> cel.Expression:
+    """Raises:
+    BadRule: With what the compiler says.
+    """
+    try:
+        return _environment().compile(text)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise BadRule(str(error)) from error
+
+
+def rules_of(node: Object) -> list[Rule]:
+    return [
+        Rule(
+            text=each["rule"],
+            message=each.get("message", ""),
+            message_expression=each.get("messageExpression", ""),
+            reason=each.get("reason", "FieldValueInvalid"),
+            field_path=each.get("fieldPath", ""),
+        )
+        for each in node.get("x-kubernetes-validations", ())
+    ]
+
+
+def has_rules(node: Json) -> bool:
+    """Whether a schema has any rule, anywhere."""
+    if isinstance(node, dict):
+        return "x-kubernetes-validations" in node or any(has_rules(each) for each in node.values())
+    return isinstance(node, list) and any(has_rules(each) for each in node)
+
+
+def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = "") -> Iterator[ErrorCause]:
+    """What the rules of a node and of all below it say against a value. `old` is None where there is nothing to compare with."""
+    if value is None:
+        return
+    for rule in rules_of(shape.node):
+        if rule.of_changes and old is None:
+            continue
+        if (said := _judge(rule, value, old, shape)) is not None:
+            yield ErrorCause(rule.reason, f"Invalid value: {said}", (path or "<nil>") + rule.field_path)
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if (child := shape.field(name)) is not None:
+                before = old.get(name) if isinstance(old, dict) else None
+                yield from broken_rules(each, before, child, within(path, name))
+    elif isinstance(value, list):
+        before_by_key = {}
+        if shape.list_type == "map" and isinstance(old, list):
+            before_by_key = {key_of(shape.keys_of(each), shape.keys): each for each in old if isinstance(each, dict)}
+        for index, each in enumerate(value):
+            before = before_by_key.get(key_of(shape.keys_of(each), shape.keys)) if isinstance(each, dict) else None
+            yield from broken_rules(each, before, shape.item, f"{path}[{index}]")
+
+
+def _judge(rule: Rule, value: Json, old: Json, shape: StructuralSchema) -> str | None:
+    """Why the rule is broken, or None."""
+    known = {"self": _escaped(value, shape), "oldSelf": _escaped(old, shape)}
+    outcome = compiled(rule.text).eval(data=known)
+    if outcome.type() == cel.Type.ERROR:
+        return f"{rule.text}: {outcome.value()}"
+    if outcome.value() is True:
+        return None
+    if rule.message_expression:
+        said = compiled(rule.message_expression).eval(data=known)
+        if said.type() == cel.Type.STRING:
+            return str(said.value())
+    return rule.message or f"failed rule: {rule.text}"
+
+
+def _escaped(value: Json, shape: StructuralSchema | None) -> Json:
+    """Field names that CEL cannot write get another name; keys of maps stay."""
+    if isinstance(value, dict):
+        named = shape is not None and shape.named
+        return {
+            (_name(key) if named else key): _escaped(each, None if shape is None else shape.field(key))
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_escaped(each, None if shape is None else shape.item) for each in value]
+    return value
+
+
+def _name(name: str) -> str:
+    if name in RESERVED:
+        return f"__{name}__"
+    for sign, word in (("__", "__underscores__"), (".", "__dot__"), ("-", "__dash__"), ("/", "__slash__")):
+        name = name.replace(sign, word)
+    return name

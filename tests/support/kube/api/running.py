@@ -1,0 +1,124 @@
+"""The API server for tests, running in a thread of its own, so that tests may block: `with an_api_server() as server`."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import random
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from aiohttp import web
+
+from tests.support.certificates import Authority
+from tests.support.kube.api.cluster import ObjectStore
+from tests.support.kube.api.http.server import KubeHttpServer
+
+STOP_SECONDS = 10
+
+
+class RunningApiServer(msgspec.Struct, frozen=True):
+    """Where it is, and how tests talk to it beside Kubernetes' own API."""
+
+    url: str
+    authority: str | None = None
+    """File of the certificate that signed its own; None is no TLS."""
+
+    def kubeconfig(self, folder: Path, *, namespace: str = "default", token: str = "") -> Path:
+        """A file for kubectl, Helm and the clients. They send tokens only where TLS is."""
+        cluster = {"server": self.url} | ({"certificate-authority": self.authority} if self.authority else {})
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token} if token else {}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
+            "current-context": "test",
+        }
+        path = folder / f"kubeconfig-{namespace}-{abs(hash(token))}"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(config))
+        return path
+
+    def order_fault(self, kind: str, **conditions: Any) -> int:
+        """See `tests.support.kube.api.faults.Fault`; the number takes it away again."""
+        return self._ask("POST", "faults", json={"kind": kind, **conditions})["fault"]
+
+    def remove_fault(self, number: int) -> None:
+        self._ask("DELETE", f"faults/{number}")
+
+    def faults(self) -> dict[str, Any]:
+        return self._ask("GET", "faults")
+
+    def compact(self) -> None:
+        """Watches from before now are too old from now on."""
+        self._ask("POST", "compact")
+
+    def requests(self) -> list[dict[str, Any]]:
+        """All since the start, or since they were forgotten."""
+        return self._ask("GET", "requests")
+
+    def forget_requests(self) -> None:
+        self._ask("DELETE", "requests")
+
+    def _ask(self, method: str, path: str, **more: Any) -> Any:
+        # Without TLS no certificates are loaded, which would take longer than asking.
+        verify: Any = ssl.create_default_context(cafile=self.authority) if self.authority else False
+        with httpx.Client(base_url=self.url, verify=verify, trust_env=False) as client:
+            return client.request(method, f"/fleet-test/{path}", **more).raise_for_status().json()
+
+
+@contextlib.contextmanager
+def an_api_server(
+    *,
+    with_controllers: bool = False,
+    authority: Authority | None = None,
+    port: int = 0,
+    seed: int = 0,
+    beside: Callable[[ObjectStore], Coroutine[Any, Any, None]] | None = None,
+) -> Iterator[RunningApiServer]:
+    """Args:
+    with_controllers: Collect garbage and empty deleted namespaces.
+    beside: Runs in the server's loop, on what it serves: further controllers, say.
+    authority: Speak TLS, with a certificate that it signs.
+    seed: Of generated names and uids.
+    """
+    loop = asyncio.new_event_loop()
+    server = KubeHttpServer(ObjectStore(chance=random.Random(seed)), with_controllers=with_controllers)
+    runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    context = None
+    if authority is not None:
+        issued = authority.issue("api-server")
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(issued["certificate"], issued["key"])
+
+    async def start() -> int:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)
+        await site.start()
+        return runner.addresses[0][1]
+
+    thread = threading.Thread(target=loop.run_forever, name="api-server")
+    thread.start()
+    other = None
+    try:
+        if beside is not None:
+            other = asyncio.run_coroutine_threadsafe(beside(server.cluster), loop)
+        bound = asyncio.run_coroutine_threadsafe(start(), loop).result(STOP_SECONDS)
+        if authority is None:
+            yield RunningApiServer(f"http://127.0.0.1:{bound}")
+        else:
+            yield RunningApiServer(f"https://127.0.0.1:{bound}", authority.file)
+    finally:
+        if other is not None:
+            other.cancel()
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                other.result(STOP_SECONDS)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(STOP_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(STOP_SECONDS)
+        loop.close()

@@ -1,0 +1,148 @@
+"""Objects, and what happened to them.
+
+1. One number counts every change of anything: an object's resourceVersion is the number of its last change.
+2. What was stored is never changed in place, so that changes can hold it.
+3. Changes are kept for watchers, the last few thousand a kind. Who asks for older ones is told so (`Expired`).
+"""
+
+import asyncio
+import base64
+import bisect
+import itertools
+import operator
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from tests.support.kube.api import errors
+from tests.support.kube.api.kinds.resources import Place
+from tests.support.kube.api.values import Object
+
+Key = tuple[str, str]
+"""Namespace (empty for kinds of the cluster) and name."""
+
+KEPT_CHANGES = 8192
+FIRST_REVISION = 1000
+"""What came before is forgotten: whoever asks for changes since revision 1 is told that it is too old, as by a server of some age."""
+OPEN_LISTS = 256
+"""Lists whose rest is kept for their reader; the oldest goes first, and its reader begins anew."""
+
+
+class StoredChange(msgspec.Struct, frozen=True, eq=False):
+    revision: int
+    type: Literal["ADDED", "MODIFIED", "DELETED"]
+    item: Object
+    before: Object | None
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """What a chunk of a list left over, as of one revision."""
+
+    revision: int
+    items: list[Object]
+
+
+class Storage:
+    def __init__(self) -> None:
+        self.revision = FIRST_REVISION
+        self._objects: dict[Place, dict[Key, Object]] = {}
+        self._changes: dict[Place, list[StoredChange]] = {}
+        self._oldest: dict[Place, int] = {}
+        self._compacted = FIRST_REVISION
+        self._rests: OrderedDict[str, Rest] = OrderedDict()
+        self._tokens = itertools.count(1)
+        self._waiting: set[asyncio.Event] = set()
+
+    def get(self, place: Place, key: Key) -> Object | None:
+        return self._objects.get(place, {}).get(key)
+
+    def items(self, place: Place, namespace: str = "") -> list[Object]:
+        """By namespace and name; all namespaces if none is named."""
+        kept = self._objects.get(place, {})
+        return [
+            each
+            for key, each in sorted(kept.items(), key=operator.itemgetter(0))
+            if not namespace or key[0] == namespace
+        ]
+
+    def everything(self) -> Iterator[tuple[Place, Key, Object]]:
+        for place, kept in list(self._objects.items()):
+            for key, each in list(kept.items()):
+                yield place, key, each
+
+    def put(self, place: Place, key: Key, item: Object) -> Object:
+        """Keep an object, new or changed; it gets its resourceVersion here."""
+        self.revision += 1
+        item["metadata"]["resourceVersion"] = str(self.revision)
+        kept = self._objects.setdefault(place, {})
+        before = kept.get(key)
+        kept[key] = item
+        self._record(place, StoredChange(self.revision, "ADDED" if before is None else "MODIFIED", item, before))
+        return item
+
+    def remove(self, place: Place, key: Key) -> Object:
+        """The object as watchers see it last: at the revision of its removal."""
+        before = self._objects[place].pop(key)
+        self.revision += 1
+        last = before | {"metadata": before["metadata"] | {"resourceVersion": str(self.revision)}}
+        self._record(place, StoredChange(self.revision, "DELETED", last, before))
+        return last
+
+    def _record(self, place: Place, change: StoredChange) -> None:
+        changes = self._changes.setdefault(place, [])
+        changes.append(change)
+        if len(changes) > KEPT_CHANGES:
+            dropped = len(changes) - KEPT_CHANGES // 2
+            self._oldest[place] = changes[dropped - 1].revision
+            del changes[:dropped]
+        self.wake()
+
+    def changes_since(self, place: Place, revision: int) -> list[StoredChange]:
+        """Raises:
+        Refused: They are not kept any more (`Expired`).
+        """
+        oldest = max(self._oldest.get(place, 0), self._compacted)
+        if revision < oldest:
+            raise errors.expired(revision, oldest)
+        changes = self._changes.get(place, [])
+        return changes[bisect.bisect_right(changes, revision, key=operator.attrgetter("revision")) :]
+
+    def compact(self) -> None:
+        """Forget all changes, as a server does in time."""
+        self._compacted = self.revision
+        self._changes.clear()
+        self._rests.clear()
+
+    def chunk(self, items: list[Object], limit: int, revision: int) -> tuple[list[Object], str]:
+        """The first items, and the token of the rest."""
+        if not limit or len(items) <= limit:
+            return items, ""
+        token = base64.urlsafe_b64encode(f"rest-{next(self._tokens)}".encode()).decode()
+        self._rests[token] = Rest(revision, items[limit:])
+        while len(self._rests) > OPEN_LISTS:
+            self._rests.popitem(last=False)
+        return items[:limit], token
+
+    def rest(self, token: str) -> Rest:
+        """Raises:
+        Refused: It is not kept any more.
+        """
+        if (found := self._rests.get(token)) is None:
+            text = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter."
+            raise errors.ApiError("Expired", text)
+        return found
+
+    def waiter(self) -> asyncio.Event:
+        """Set at every change, until it is given back with `forget`."""
+        event = asyncio.Event()
+        self._waiting.add(event)
+        return event
+
+    def wake(self) -> None:
+        for each in self._waiting:
+            each.set()
+
+    def forget(self, waiter: asyncio.Event) -> None:
+        self._waiting.discard(waiter)

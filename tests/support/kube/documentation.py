@@ -1,0 +1,63 @@
+"""What `docs/kubernetes.md` and `deploy/samples` show: values of the chart, and manifests; a part of one is made whole."""
+
+import re
+from typing import Any
+
+import yaml
+
+from operators.api.fields import GROUP, VERSION
+from tests.support.kube.charts import CHART, Document
+
+DEPLOY = CHART.parents[1]
+PAGE = DEPLOY.parent / "docs" / "kubernetes.md"
+BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
+"""What a command reads from its standard input: values."""
+
+
+def shown_values() -> list[Document]:
+    text = PAGE.read_text()
+    return [each for each in _blocks(text) if _is_values(each)] + [yaml.safe_load(each) for each in SHELL.findall(text)]
+
+
+def shown_manifests() -> list[Document]:
+    """Of the page, then of the samples."""
+    shown = [_whole(each) for each in _blocks(PAGE.read_text()) if not _is_values(each)]
+    for path in sorted((DEPLOY / "samples").rglob("*.yaml")):
+        shown += yaml.safe_load_all(path.read_text())
+    return shown
+
+
+def is_ours(manifest: Document) -> bool:
+    return bool(manifest["apiVersion"].startswith(f"{GROUP}/"))
+
+
+def _blocks(text: str) -> list[Any]:
+    return [yaml.safe_load(each) for each in BLOCK.findall(text)]
+
+
+def _is_values(block: Any) -> bool:
+    return isinstance(block, dict) and block.keys() <= yaml.safe_load((CHART / "values.yaml").read_text()).keys()
+
+
+def _whole(block: Any) -> Document:
+    """As somebody would apply it: a pod's specification, a deployment's, or roles of one are given what they are part of."""
+    match block:
+        case {"apiVersion": _, "kind": _}:
+            return block
+        case {"containers": _}:
+            return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "shown"}, "spec": block}
+        case [{"type": "decode"}]:
+            return _deployment(roles=[{"name": "prefill", "type": "prefill"}, *block])
+        case {"kvTransfer": _} | {"model": _}:
+            return _deployment(roles=[{"name": "workers", "type": "aggregated"}], **block)
+    raise AssertionError(f"nobody knows what this block of {PAGE.name} is a part of: {str(block)[:80]}")
+
+
+def _deployment(**spec: Any) -> Document:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": "shown"},
+        "spec": {"model": {"name": "llama"}} | spec,
+    }

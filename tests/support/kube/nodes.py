@@ -1,0 +1,306 @@
+"""What controllers, a scheduler and nodes do, in a few lines: pods for Deployments, StatefulSets and LeaderWorkerSets, and Leases of workers.
+
+It runs in the API server's own loop, on its objects, so that tests of the operator pay for the operator alone.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from datetime import UTC, datetime
+
+from operators.manifests.names import INSTANCE, REVISION, ROLE, TYPE
+from operators.observed.registrations import REGISTRATION, WORKER
+from tests.support.kube.api.cluster import PODS, ObjectStore, Options
+from tests.support.kube.api.errors import ApiError
+from tests.support.kube.api.values import clone
+
+DEPLOYMENTS = ("apps", "deployments")
+STATEFUL_SETS = ("apps", "statefulsets")
+LEADER_WORKER_SETS = ("leaderworkerset.x-k8s.io", "leaderworkersets")
+LEASES = ("coordination.k8s.io", "leases")
+COST = "controller.kubernetes.io/pod-deletion-cost"
+OPTIONS = Options(manager="nodes")
+
+
+class Nodes:
+    """Fields may be changed while it runs."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.pause = 0.002
+        """Seconds between two rounds."""
+
+        self.gpus = 1000
+        """Of all nodes; a pod that finds none is Unschedulable."""
+
+        self.products = None
+        """Values of the label `nvidia.com/gpu.product`; None: whatever is asked for."""
+
+        self.working = True
+        """Off: pods come, and nothing happens to them."""
+
+        self.holds_leaving = False
+        """On: pods that are told to go stay until it is off again."""
+
+        self.registers = True
+        """Whether workers make Leases."""
+
+        self.broken_images = frozenset()
+        self.crashes = {}
+        """Image: what the container wrote before it ended with exit status 3."""
+
+        self.restarted = {}
+        """Pod: when its container ended and began anew; it is not ready since."""
+
+        self.warm = {}
+        """Pod: blocks in its caches, as its Lease says."""
+
+        self.quota = None
+        """Pods that may be in a namespace."""
+
+        self.most_gpus = 0
+        """That were ever in use at once."""
+
+        self.noise = 0
+        """So often is the first pod written again with 100 kB that say nothing."""
+
+    async def run(self, cluster: ObjectStore):
+        self.cluster = cluster
+        changed = cluster.storage.waiter()
+        try:
+            while True:
+                changed.clear()
+                revision = cluster.storage.revision
+                self.step()
+                if cluster.storage.revision == revision:
+                    try:
+                        async with asyncio.timeout(0.05):
+                            await changed.wait()
+                    except TimeoutError:
+                        pass
+                await asyncio.sleep(self.pause)
+        finally:
+            cluster.storage.forget(changed)
+
+    def step(self):
+        self._owned = {}
+        for pod in self.pods():
+            self._owned.setdefault(_owner(pod), []).append(pod)
+        for place in (DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS):
+            for item in list(self.cluster.storage.items(place)):
+                if not item["metadata"].get("deletionTimestamp"):
+                    self._control(place, item)
+        self._orphans()
+        self._murmur()
+        for pod in list(self.cluster.storage.items(PODS)):
+            self._keep(pod)
+
+    def pods(self, namespace=""):
+        return self.cluster.storage.items(PODS, namespace)
+
+    def _control(self, place, item):
+        metadata, spec = item["metadata"], item["spec"]
+        template, per_replica = spec.get("template"), 1
+        if place == LEADER_WORKER_SETS:
+            template, per_replica = spec["leaderWorkerTemplate"]["workerTemplate"], spec["leaderWorkerTemplate"]["size"]
+        digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
+        mine = self._owned.get(metadata["uid"], [])
+        alive = [pod for pod in mine if not pod["metadata"].get("deletionTimestamp")]
+        fresh = [pod for pod in alive if pod["metadata"]["labels"]["pod-template-hash"] == digest]
+        ready = [pod for pod in fresh if _ready(pod)]
+        failure = []
+        if place == DEPLOYMENTS:
+            wanted = spec["replicas"]
+            for index in range(wanted - len(fresh)):
+                if self.quota is not None and len(self.pods(metadata["namespace"])) >= self.quota:
+                    text = f'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
+                    failure = [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}]
+                    break
+                self._create(
+                    item, f"{metadata['name']}-{digest}-{self.cluster.storage.revision}-{index}", template, digest, {}
+                )
+            surplus = sorted(fresh, key=lambda pod: (_ready(pod), _cost(pod), pod["metadata"]["name"]))[
+                : max(0, len(fresh) - wanted)
+            ]
+            stale = [pod for pod in alive if pod not in fresh] if len(ready) >= wanted else []
+            for pod in (*surplus, *stale):
+                self.cluster.delete(self.cluster.catalogue.at(PODS), metadata["namespace"], pod["metadata"]["name"], {})
+        else:
+            for index in range(spec["replicas"]):
+                for rank in range(per_replica):
+                    name = f"{metadata['name']}-{index}" + (f"-{rank}" if place == LEADER_WORKER_SETS else "")
+                    labels = {"apps.kubernetes.io/pod-index": str(index)}
+                    if place == LEADER_WORKER_SETS:
+                        prefix = "leaderworkerset.sigs.k8s.io"
+                        labels = {f"{prefix}/group-index": str(index), f"{prefix}/worker-index": str(rank)}
+                    if not any(pod["metadata"]["name"] == name for pod in mine):
+                        self._create(item, name, template, digest, labels, per_replica)
+            for pod in alive:
+                index = int(pod["metadata"]["name"].split("-")[-2 if place == LEADER_WORKER_SETS else -1])
+                if index >= spec["replicas"]:
+                    self.cluster.delete(
+                        self.cluster.catalogue.at(PODS), metadata["namespace"], pod["metadata"]["name"], {}
+                    )
+        self._status(place, item, len(alive), len(ready), len(fresh), failure)
+
+    def _create(self, owner, name, template, digest, labels, size=1):
+        metadata = template.get("metadata", {})
+        reference = {
+            "apiVersion": owner["apiVersion"],
+            "kind": owner["kind"],
+            "name": owner["metadata"]["name"],
+            "uid": owner["metadata"]["uid"],
+            "controller": True,
+        }
+        body = {
+            "metadata": {
+                "name": name[-253:],
+                "labels": metadata.get("labels", {}) | labels | {"pod-template-hash": digest},
+                "annotations": {"leaderworkerset.sigs.k8s.io/size": str(size)} if size > 1 else {},
+                "ownerReferences": [reference],
+            },
+            "spec": clone(template["spec"]),
+        }
+        self.cluster.create(self.cluster.catalogue.at(PODS), owner["metadata"]["namespace"], body, OPTIONS)
+
+    def _status(self, place, item, pods, ready, updated, conditions):
+        status = {
+            "observedGeneration": item["metadata"]["generation"],
+            "replicas": pods,
+            "readyReplicas": ready,
+            "updatedReplicas": updated,
+        }
+        status = {key: value for key, value in status.items() if value}
+        if conditions:
+            status["conditions"] = conditions
+        if item.get("status", {}) != status:
+            self._put(place, item, status=status)
+
+    def _murmur(self):
+        for pod in self.pods()[: min(self.noise, 1)]:
+            annotations = {"noise": f"{self.noise}" + "x" * 100_000}
+            self._put(PODS, pod, metadata=pod["metadata"] | {"annotations": annotations})
+            self.noise -= 1
+
+    def _orphans(self):
+        """The garbage collector's work, for pods alone."""
+        owners = {
+            each["metadata"]["uid"]
+            for place in (DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS)
+            for each in self.cluster.storage.items(place)
+        }
+        for pod in list(self.pods()):
+            if _owner(pod) not in owners and not pod["metadata"].get("deletionTimestamp"):
+                metadata = pod["metadata"]
+                self.cluster.delete(self.cluster.catalogue.at(PODS), metadata["namespace"], metadata["name"], {})
+
+    def _keep(self, pod):
+        metadata = pod["metadata"]
+        if metadata.get("deletionTimestamp"):
+            if not self.holds_leaving:
+                self._lease(pod, on=False)
+                self.cluster.delete(
+                    self.cluster.catalogue.at(PODS), metadata["namespace"], metadata["name"], {"gracePeriodSeconds": 0}
+                )
+            return
+        if not self.working:
+            return
+        if not pod["spec"].get("nodeName"):
+            if (why := self._unplaced(pod)) is not None:
+                said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
+                if pod["status"].get("conditions") != [said]:
+                    self._put(PODS, pod, status={"phase": "Pending", "conditions": [said]})
+                return
+            pod = self._put(PODS, pod, spec=pod["spec"] | {"nodeName": "node"})
+            if _gpus(pod):
+                used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
+                self.most_gpus = max(self.most_gpus, used)
+        [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
+        status = {
+            "phase": "Running",
+            "podIP": address(metadata["name"]),
+            "conditions": [{"type": "PodScheduled", "status": "True"}],
+        }
+        ready, state, last = True, {"running": {}}, {}
+        if main["image"] in self.broken_images:
+            ready, state = False, {"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling"}}
+        elif main["image"] in self.crashes:
+            ready, state = False, {"waiting": {"reason": "CrashLoopBackOff"}}
+            last = {"terminated": {"exitCode": 3, "reason": "Error", "message": self.crashes[main["image"]]}}
+        if (ended := self.restarted.get(metadata["name"])) is not None:
+            ready, last = False, {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": ended}}
+        status["conditions"].append({"type": "Ready", "status": str(ready)})
+        container = {
+            "name": "main",
+            "state": state,
+            "ready": ready,
+            "restartCount": 1 if last else 0,
+            "image": "",
+            "imageID": "",
+        }
+        status["containerStatuses"] = [container | ({"lastState": last} if last else {})]
+        if pod["status"] != status:
+            pod = self._put(PODS, pod, status=status)
+        self._lease(pod, on=ready and self.registers)
+
+    def _unplaced(self, pod):
+        product = (pod["spec"].get("nodeSelector") or {}).get("nvidia.com/gpu.product")
+        if self.products is not None and product is not None and product not in self.products:
+            return "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+        used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName")) if _gpus(pod) else 0
+        if used + _gpus(pod) > self.gpus:
+            return "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+        return None
+
+    def _lease(self, pod, *, on):
+        metadata = pod["metadata"]
+        if metadata["labels"].get(TYPE) in (None, "router") or REVISION not in metadata["labels"]:
+            return
+        key = (metadata["namespace"], metadata["name"])
+        found = self.cluster.storage.get(LEASES, key)
+        if not on:
+            if found is not None and found["spec"].get("holderIdentity") == metadata["name"]:
+                self.cluster.delete(self.cluster.catalogue.at(LEASES), *key, {})
+            return
+        annotations = (
+            {"fleet-serving.io/warm-blocks": str(self.warm[metadata["name"]])} if metadata["name"] in self.warm else {}
+        )
+        if found is not None:
+            if (found["metadata"].get("annotations") or {}) != annotations:
+                self._put(LEASES, found, metadata=found["metadata"] | {"annotations": annotations})
+            return
+        labels = {name: metadata["labels"][name] for name in (INSTANCE, ROLE, REVISION)} | {REGISTRATION: WORKER}
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        spec = {"holderIdentity": metadata["name"], "leaseDurationSeconds": 3600, "renewTime": now}
+        body = {"metadata": {"name": metadata["name"], "labels": labels, "annotations": annotations}, "spec": spec}
+        with contextlib.suppress(ApiError):  # somebody else's has that name
+            self.cluster.create(self.cluster.catalogue.at(LEASES), metadata["namespace"], body, OPTIONS)
+
+    def _put(self, place, item, **changes):
+        metadata = item["metadata"]
+        return self.cluster.storage.put(place, (metadata["namespace"], metadata["name"]), clone(item) | clone(changes))
+
+
+def address(pod):
+    """One of its own, in effect."""
+    return ".".join(map(str, (10, *hashlib.sha256(pod.encode()).digest()[:3])))
+
+
+def _owner(pod):
+    return next((each["uid"] for each in pod["metadata"].get("ownerReferences", ()) if each.get("controller")), None)
+
+
+def _ready(pod):
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in pod["status"].get("conditions", ()))
+
+
+def _cost(pod):
+    return int((pod["metadata"].get("annotations") or {}).get(COST, 0))
+
+
+def _gpus(pod):
+    [main] = [each for each in pod["spec"]["containers"] if each["name"] == "main"]
+    return int((main.get("resources", {}).get("limits") or {}).get("nvidia.com/gpu", 0))

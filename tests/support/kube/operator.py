@@ -1,0 +1,141 @@
+"""An operator in a test, and how a test waits for what it does."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from prometheus_client import CollectorRegistry
+
+from fleet.core.system_clock import SystemClock, utc_now
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.leader import LeaseLeader
+from operators.api.fields import GROUP, VERSION
+from operators.chart.crds import KINDS, definition
+from operators.controller.control_secrets import ControlSecrets
+from operators.manifests.pods import Images
+from operators.server import Operator
+from operators.settings import LeaseSettings, OperatorSettings
+from operators.telemetry import OperatorMetrics
+from tests.support.kube.api.running import RunningApiServer
+from tests.support.kube.clients import Api
+
+WRITES = ("create", "update", "patch", "delete")
+IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
+QUICK = {"duration_seconds": 10, "renew_within_seconds": 7, "retry_seconds": 0.1}  # a busy machine renews late
+
+
+def install(server: RunningApiServer) -> None:
+    with Api(server.url, authority=server.authority) as api:
+        for kind in KINDS:
+            api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition(kind)).expect(201)
+
+
+@contextlib.asynccontextmanager
+async def an_operator(
+    asked: "AskedRouters",
+    *,
+    identity: str = "first",
+    wrap: Callable = lambda cluster: cluster,
+    routers=None,
+    clients=None,
+    owner: str = "",
+    wall: Callable = utc_now,
+    **settings,
+) -> AsyncIterator[Operator]:
+    """Runs while the context is open, and then stops as it is asked to; where the context fails, it is as if it were killed."""
+    lease = LeaseSettings(namespace=asked.namespace, owner=owner, **QUICK)
+    made = OperatorSettings(
+        images=IMAGES, identity=identity, lease=lease, **({"namespaces": (asked.namespace,)} | settings)
+    )
+    stop = asyncio.Event()
+    async with open_api_client(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
+        cluster, clock = wrap(connected), SystemClock()
+        leader = LeaseLeader(cluster, made.lease, asked.namespace, identity, clock, wall)
+        secrets = ControlSecrets(cluster, asked.namespace, made.control_secret, owner)
+        operator = Operator(
+            made, cluster, routers, leader, clock, wall, OperatorMetrics(CollectorRegistry()), clients, secrets=secrets
+        )
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(operator.run(stop))
+            try:
+                yield operator
+            except BaseException:
+                running.cancel()
+                raise
+            stop.set()
+
+
+def a_deployment(*roles, name: str = "dd", **spec):
+    roles = roles or (
+        {"name": "prefill", "type": "prefill"},
+        {"name": "decode", "type": "decode", "replicas": 2},
+    )
+    content = {"model": {"name": "m"}, "engine": "simulated", "roles": list(roles)} | spec
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": name},
+        "spec": content,
+    }
+
+
+class AskedRouters:
+    """What a test asks of the API server, in a namespace of its own."""
+
+    def __init__(self, server: RunningApiServer, api: Api, namespace: str, folder):
+        self.server = server
+        self.api = api
+        self.namespace = namespace
+        self.kubeconfig = str(server.kubeconfig(folder))
+
+    def path(self, kind, name="", group=f"{GROUP}/{VERSION}"):
+        root = f"/apis/{group}" if "/" in group else f"/api/{group}"
+        return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def apply(self, manifest):
+        name = manifest["metadata"]["name"]
+        return self.api.apply(self.path("disaggdeployments", name), manifest, "somebody", force="true")
+
+    def deployment(self, name="dd"):
+        return self.api.get(self.path("disaggdeployments", name)).expect(200)
+
+    def status(self, name="dd"):
+        return self.deployment(name).get("status", {})
+
+    def condition(self, kind, name="dd"):
+        return next((each for each in self.status(name).get("conditions", ()) if each["type"] == kind), {})
+
+    def ready(self, name="dd"):
+        found = self.deployment(name)
+        said = next((each for each in found.get("status", {}).get("conditions", ()) if each["type"] == "Ready"), {})
+        return said.get("status") == "True" and said["observedGeneration"] == found["metadata"]["generation"]
+
+    def children(self, kind="deployments", group="apps/v1"):
+        return {
+            each["metadata"]["name"]: each for each in self.api.get(self.path(kind, "", group)).expect(200)["items"]
+        }
+
+    def workers(self):
+        """Names of pods that are no routers."""
+        return sorted(name for name in self.children("pods", "v1") if "router" not in name)
+
+    def replicas(self):
+        """Of workers, by role."""
+        found = {}
+        for each in self.children().values():
+            labels = each["metadata"]["labels"]
+            if "fleet-serving.io/revision" in labels:
+                role = labels["fleet-serving.io/role"]
+                found[role] = found.get(role, 0) + each["spec"]["replicas"]
+        return found
+
+    def writes(self, agent="fleet-operator"):
+        """Of operators in this namespace, less Leases and Events: verb, resource, name."""
+        return [
+            (each["verb"], each["resource"], each["name"])
+            for each in self.server.requests()
+            if each["verb"] in WRITES
+            and each["agent"].startswith(agent)
+            and each["namespace"] == self.namespace
+            and each["resource"] not in ("leases", "events")
+        ]

@@ -1,0 +1,161 @@
+"""A router's server whose answers the test writes; passes tests/contract/router/test_router.py."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId
+from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCard
+from fleet.core.roles import Phase
+from fleet.core.work import Progress
+from fleet.router.messages import Arrived, Complete, StartedOver
+from fleet.router.settings.router import Thresholds
+from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
+from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
+
+
+def a_model_card(**fields: object) -> ModelCard:
+    defaults = {"name": MODEL, "max_model_len": 4096, "block_tokens": BLOCK_TOKENS, "workers": 1}
+    return ModelCard(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+class FakeRouter:
+    """Gives every request the same answer, `step` tokens at a time."""
+
+    def __init__(
+        self, answer: Sequence[int] = (), *, cards: Sequence[ModelCard] = (a_model_card(),), step: int = 1
+    ) -> None:
+        self.answer = list(answer)
+        self.cards = tuple(cards)
+        self.step = step
+        self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
+        self.refuse: RequestRejected | None = None  # on entering
+        self.break_after: int | None = None  # steps, then WORKER_LOST
+        self.start_over_after: int | None = None  # steps, then it begins anew, once
+        self.bug: Exception | None = None  # raised while iterating
+        self.hold_after: int | None = None  # steps, then nothing until `release`
+        self.release = asyncio.Event()
+        self.pause_seconds = 0.0  # between steps
+        self.cached_blocks = 0  # of the prompt
+        self.refused = 0
+        self.submitted: list[Arrived] = []
+        self.completed: list[RequestId] = []
+        self.cancelled: list[RequestId] = []
+        self.explanations: dict[RequestId, Explanation] = {}
+        self.in_force = Thresholds()
+        self.measured = RemotePrefillSnapshot(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
+        self.changed = asyncio.Event()
+        self.steps_taken = 0
+
+    def models(self) -> tuple[ModelCard, ...]:
+        return self.cards
+
+    def status(self) -> RouterSnapshot:
+        return RouterSnapshot(
+            pools=tuple(PoolSnapshot(model=card.name, role="both", workers=()) for card in self.cards),  # type: ignore[arg-type]
+            stores=(),
+            active=len(self.submitted) - len(self.completed) - len(self.cancelled),
+            queued=0,
+            index_blocks=0,
+            index_overflowed=0,
+            counters=RouterCounters(completed=len(self.completed)),
+        )
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        return self.explanations.get(request_id)
+
+    def thresholds(self) -> Thresholds:
+        return self.in_force
+
+    def tune(self, thresholds: Thresholds) -> None:
+        self.in_force = thresholds
+
+    def remote_prefill(self) -> RemotePrefillSnapshot:
+        return self.measured
+
+    def submit(self, arrived: Arrived) -> "FakeStream":
+        return FakeStream(self, arrived)
+
+    async def until(self, what: object, count: int = 1) -> None:
+        """Wait until so many requests are in one of the lists above."""
+        async with asyncio.timeout(60):
+            while len(what) < count:  # type: ignore[arg-type]
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class FakeStream:
+    def __init__(self, router: FakeRouter, arrived: Arrived) -> None:
+        self._router = router
+        self._arrived = arrived
+        self._sent = 0
+        self._steps = 0
+        self._finish: Finish | None = None
+        self._complete = False
+        self._started_over = False
+        self.kv: tuple[KvPhase, ...] = ()
+        self.cached_tokens = 0
+
+    async def __aenter__(self) -> Self:
+        if self._router.refuse is not None:
+            self._router.refused += 1
+            raise self._router.refuse
+        self._router.submitted.append(self._arrived)
+        self._router.changed.set()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = self._router.completed if self._complete else self._router.cancelled
+        ended.append(self._arrived.request_id)
+        self._router.changed.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Progress | StartedOver | Complete:
+        router = self._router
+        if self._complete:
+            raise StopAsyncIteration
+        if self._finish is not None:
+            self._complete = True
+            return Complete(
+                request_id=self._arrived.request_id,
+                finish=self._finish,
+                kv=self.kv,
+                cached_tokens=self.cached_tokens,
+            )
+        if router.bug is not None:
+            raise router.bug
+        if self._steps == router.start_over_after and not self._started_over:
+            self._started_over, self._sent = True, 0
+            return StartedOver(request_id=self._arrived.request_id)
+        if self._steps == router.break_after:
+            raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
+        if self._steps == router.hold_after:
+            await router.release.wait()
+        await asyncio.sleep(router.pause_seconds)
+        self._steps += 1
+        router.steps_taken += 1
+        return self._next()
+
+    def _next(self) -> Progress:
+        router, sampling = self._router, self._arrived.sampling
+        report = a_kv_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
+        self.kv = (KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report),)
+        self.cached_tokens = report.cached_tokens
+        end = min(self._sent + router.step, sampling.max_tokens, len(router.answer))
+        tokens = router.answer[self._sent : end]
+        for index, token in enumerate(tokens):
+            if token in sampling.stop_token_ids and self._sent + index + 1 >= sampling.min_tokens:
+                tokens = tokens[: index + 1]
+                self._finish = Finish.STOP
+                break
+        logprobs = router.logprobs[self._sent : self._sent + len(tokens)]
+        self._sent += len(tokens)
+        if self._finish is None and self._sent >= min(sampling.max_tokens, len(router.answer)):
+            self._finish = Finish.LENGTH
+        return Progress(request_id=self._arrived.request_id, token_ids=tuple(tokens), logprobs=tuple(logprobs))

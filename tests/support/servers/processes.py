@@ -1,0 +1,177 @@
+"""Real servers for tests, each in a process of its own: killed, frozen and started again at the same address."""
+
+import atexit
+import functools
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support.kvstore.builders import a_short_folder
+
+START_SECONDS = 60
+PORTS = 10_000  # to choose from
+
+
+def a_free_port() -> int:
+    """One that stays free until somebody means to listen there: the system gives it to nobody who leaves the choice to it."""
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    for _ in range(100):
+        port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return listener.getsockname()[1]
+    raise AssertionError("no port is free")
+
+
+class ServerProcess:
+    """One command that listens somewhere. Its output goes to a file in its folder."""
+
+    def __init__(self, command: list[str], folder: Path, listens):
+        self.command = command
+        self.folder = folder
+        self._listens = listens
+        self.start()
+
+    def start(self) -> None:
+        with (self.folder / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._listens():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{self.command[0]} does not start: {(self.folder / 'output').read_text()}")
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # ends a frozen one as well
+        self.process.wait(60)
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+def can_connect(address: str | tuple[str, int]) -> bool:
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
+class RedisServer(ServerProcess):
+    """A server on a Unix socket, and on a port; forgets everything when it ends."""
+
+    def __init__(self, folder: Path, *options: str):
+        executable = shutil.which("redis-server") or shutil.which("valkey-server")
+        if executable is None:
+            pytest.skip("needs redis-server or valkey-server: apt-get install redis-server")
+        self.socket = folder / "redis"
+        self.port = a_free_port()
+        self.url = f"unix://{self.socket}"
+        ports = () if "--port" in options else ("--port", str(self.port))
+        memory_only = ("--save", "", "--appendonly", "no", "--dir", str(folder))
+        command = [executable, "--bind", "127.0.0.1", "--unixsocket", str(self.socket), *memory_only, *ports, *options]
+        super().__init__(command, folder, lambda: can_connect(str(self.socket)))
+
+    def client(self, **options):
+        """A client of its own, for what a test plants and looks at."""
+        import redis
+
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, **options)
+
+
+class S3Server(ServerProcess):
+    """Moto's server; buckets and objects are forgotten when it ends."""
+
+    def __init__(self, folder: Path):
+        self.port = a_free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        super().__init__(command, folder, lambda: can_connect(("127.0.0.1", self.port)))
+
+    @functools.cached_property
+    def client(self):
+        """A client of its own, for what a test plants and looks at."""
+        import boto3
+
+        return boto3.session.Session().client(
+            "s3", endpoint_url=self.url, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="s"
+        )
+
+    def kill(self) -> None:
+        super().kill()
+        if client := self.__dict__.pop("client", None):
+            client.close()
+
+
+@contextmanager
+def s3_credentials() -> Iterator[None]:
+    """Where the library looks for them first. The test server takes any."""
+    with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}):
+        yield
+
+
+@contextmanager
+def a_redis_server(*options: str) -> Iterator[RedisServer]:
+    with a_short_folder() as folder:
+        server = RedisServer(folder, *options)
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@contextmanager
+def an_s3_server() -> Iterator[S3Server]:
+    with a_short_folder() as folder:
+        server = S3Server(folder)
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@functools.cache
+def shared_redis() -> RedisServer:
+    """One for the whole test run, for tests that keep to keys of their own and change nothing about it."""
+    return _until_exit(RedisServer)
+
+
+@functools.cache
+def shared_s3() -> S3Server:
+    return _until_exit(S3Server)
+
+
+def _until_exit(kind):
+    folder = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    server = kind(folder)
+    owner = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == owner:  # a forked child has inherited this
+            server.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return server

@@ -1,0 +1,19 @@
+"""A scenario of `fleet sim`. Its model is in a file of the same folder: `tests.support.sim.model_configs.LLAMA_8B`, say."""
+
+SCENARIO = """
+model = "model.json"
+seed = 3
+[workload]
+kind = "drawn"
+requests = 100
+rate = 8.0
+prompt_tokens = 1000
+output_tokens = 60
+[[pools]]
+role = "both"
+gpu = "h100"
+gpus = 2
+[slo]
+ttft_ms = 500
+tpot_ms = 30
+"""

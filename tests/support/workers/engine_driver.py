@@ -1,0 +1,183 @@
+"""Driving an engine by hand: submit, collect, and watch that it keeps the promises of its port."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
+
+import msgspec
+
+from fleet.core.ids import RequestId
+from fleet.core.requests import KvReport, Sampling, Source, TokenBytes
+from fleet.core.roles import KvPath, Phase
+from fleet.core.work import Handoff, KvCleared, KvRemoved, KvStored, LoadReport, Progress, Rejected, Start
+from tests.support.builders import token_bytes
+from tests.support.waiting import until
+from workers.ports import Engine
+
+SECONDS = 60  # for anything that an engine does in a test
+IDLE = LoadReport(running=0, waiting=0, kv_blocks_used=0)
+
+_numbers = count()
+
+
+def fresh_prompt(num_tokens: int) -> TokenBytes:
+    """A prompt that no engine has seen: tests may share engines that are slow to start."""
+    chance = random.Random(next(_numbers))
+    return token_bytes(chance.randrange(300, 4000) for _ in range(num_tokens))
+
+
+def greedy(max_tokens: int, **fields) -> Sampling:
+    return Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **fields})
+
+
+def work(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREGATED, **fields) -> Start:
+    """A piece of work under a name of its own."""
+    return Start(
+        **{
+            "request_id": RequestId(f"work-{next(_numbers)}"),
+            "phase": phase,
+            "tokens": tokens,
+            "sampling": greedy(max_tokens),
+            **fields,
+        }
+    )
+
+
+class EngineDriver:
+    """An engine with someone who reads what it says."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[RequestId, tuple[int, ...]] = {}
+        self.ends: dict[RequestId, Progress | Rejected] = {}
+        self.logprobs: dict[RequestId, list] = {}
+        self.told: dict[RequestId, list[KvReport]] = {}
+        self.cached: set[bytes] = set()
+        self.steps = 0
+        self._submitted: set[RequestId] = set()
+        self._news = asyncio.Condition()
+
+    def submit(self, *starts: Start) -> None:
+        for start in starts:
+            self._submitted.add(start.request_id)
+            self.tokens[start.request_id] = ()
+            self.logprobs[start.request_id] = []
+            self.told[start.request_id] = []
+            self.engine.submit(start)
+
+    async def end_of(self, start: Start) -> Progress | Rejected:
+        await self.until(lambda: start.request_id in self.ends)
+        return self.ends[start.request_id]
+
+    async def do(self, start: Start) -> tuple[tuple[int, ...], Progress]:
+        """Submit and wait for the end: all tokens, and the last progress."""
+        self.submit(start)
+        end = await self.end_of(start)
+        assert isinstance(end, Progress), end
+        return self.tokens[start.request_id], end
+
+    async def until(self, condition) -> None:
+        """Wait for something that changes with outputs or cache events."""
+        async with asyncio.timeout(SECONDS), self._news:
+            await self._news.wait_for(condition)
+
+    async def idle(self) -> None:
+        """Wait until nothing runs and no block is held; leases have to be given back, not to expire (30 s)."""
+        await until(lambda: self.engine.load() == IDLE)
+
+    async def read_outputs(self) -> None:
+        async for outputs in self.engine.outputs():
+            self.steps += 1
+            named = [output.request_id for output in outputs]
+            assert len(named) == len(set(named)), "one progress a request and step"
+            for output in outputs:
+                self._hear(output)
+            async with self._news:
+                self._news.notify_all()
+
+    async def read_cache(self) -> None:
+        async for events in self.engine.kv_events():
+            for event in events:
+                match event:
+                    case KvStored(hashes=hashes):
+                        self.cached |= set(hashes)
+                    case KvRemoved(hashes=hashes):
+                        self.cached -= set(hashes)
+                    case KvCleared():
+                        self.cached.clear()
+            async with self._news:
+                self._news.notify_all()
+
+    def _hear(self, output: Progress | Rejected) -> None:
+        assert output.request_id in self._submitted, output
+        assert output.request_id not in self.ends, f"{output.request_id} ended before this: {output}"
+        if isinstance(output, Rejected):
+            self.ends[output.request_id] = output
+            return
+        self.tokens[output.request_id] += output.token_ids
+        self.logprobs[output.request_id] += output.logprobs
+        if output.kv is not None:
+            self.told[output.request_id].append(output.kv)
+        if output.finish is not None:
+            self.ends[output.request_id] = output
+
+
+@asynccontextmanager
+async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
+    """Read what these engines say, while the context is open."""
+    drivers = [EngineDriver(engine) for engine in engines]
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        readers = [tasks.create_task(read()) for one in drivers for read in (one.read_outputs, one.read_cache)]
+        stack.callback(lambda: [reader.cancel() for reader in readers])
+        yield drivers
+
+
+async def split(
+    prefill: EngineDriver,
+    decode: EngineDriver,
+    tokens: TokenBytes,
+    max_tokens: int,
+    path: KvPath,
+    *,
+    between=lambda handoff: handoff,
+    pass_first_token: bool = True,
+    **fields,
+) -> tuple[tuple[int, ...], Progress, Progress]:
+    """Prefill on one engine, decode on the other, as a router does it: all tokens, and both ends.
+
+    Args:
+        between: What happens to the hand-off on its way.
+        pass_first_token: Whether the decode side begins after the token that the prefill side sampled.
+    """
+    first, prefilled = await prefill.do(work(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
+    assert prefilled.handoff is not None, prefilled
+    handoff: Handoff = between(prefilled.handoff)
+    if pass_first_token:
+        tokens, max_tokens = tokens + token_bytes(first), max_tokens - 1
+    rest, decoded = await decode.do(work(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
+    return (first + rest if pass_first_token else rest), prefilled, decoded
+
+
+def reported_early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
+    """Whether an engine has said the one with its first tokens and the other with its last; they may have come at once."""
+    return told in ([early, late], [late])
+
+
+def without_tiers(report: KvReport | None) -> KvReport:
+    """What an engine says with its first tokens, when it does not know yet which tiers of a store its blocks came from."""
+    assert report is not None
+    origins = [msgspec.structs.replace(origin, tier="") for origin in report.origins]
+    return msgspec.structs.replace(report, origins=tuple(dict.fromkeys(origins)))
+
+
+def blocks_from(report: KvReport | None, source: Source) -> int:
+    assert report is not None
+    return sum(origin.blocks for origin in report.origins if origin.source is source)
+
+
+def bytes_from(report: KvReport | None, source: Source) -> int:
+    assert report is not None
+    return sum(origin.bytes for origin in report.origins if origin.source is source)

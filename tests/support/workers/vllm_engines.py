@@ -1,0 +1,126 @@
+"""Real vLLM engines on an event loop of their own, shared by the tests of a module since they start slowly."""
+
+import asyncio
+import gc
+import multiprocessing
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import KvPath, Role
+from kvstore.namespace import KvNamespace
+from tests.support.workers.engine_driver import EngineDriver, driven
+from workers.engines.vllm.engine import open_engine
+from workers.engines.vllm.namespace import weights_revision
+from workers.ports import Engine
+from workers.settings import VllmSettings, WorkerSettings
+
+START_SECONDS = 240  # for two engines, on a machine that does other things as well
+TEST_SECONDS = 120
+
+Result = TypeVar("Result")
+
+
+def vllm_worker(
+    model_dir: Path, *, role: Role = Role.BOTH, store: str = "", kv_paths: tuple[KvPath, ...] = ()
+) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId(f"vllm-{role}"),
+        role=role,
+        model_dir=str(model_dir),
+        model=ModelName("tiny"),
+        store=store,
+        kv_paths=kv_paths,
+        vllm=VllmSettings(kv_cache_gib=0.25, dtype="float32"),
+    )
+
+
+def tiny_namespace(model_dir: Path) -> KvNamespace:
+    """Of the blocks of the built-in model, field by field."""
+    return KvNamespace(
+        model="tiny",
+        revision=weights_revision(model_dir),
+        dtype="float32",
+        block_tokens=32,
+        layers=4,
+        kv_heads=2,
+        head_dim=2 * 64,
+        block_bytes=4 * 2 * 32 * 128 * 4,
+    )
+
+
+class VllmEngines:
+    """Engines that run in another thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event, engines: list[EngineDriver]):
+        self._loop = loop
+        self._stopping = stopping
+        self.engines = engines
+        self.ended: Future[None] = Future()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do `work` where the engines are."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TEST_SECONDS)
+
+    def stop(self) -> None:
+        if not self.ended.done():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def forget(self) -> None:
+        self.engines = []
+        self.ended = Future()
+
+
+@contextmanager
+def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
+    ready: Future[VllmEngines] = Future()
+    thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready),), name="vllm-engines")
+    thread.start()
+    engines = ready.result(START_SECONDS)
+    try:
+        yield engines
+    finally:
+        engines.stop()
+        thread.join(60)
+        assert not thread.is_alive(), "the engines do not stop"
+        engines.forget()
+        gc.collect()  # vLLM leaves sockets to the collector, which complains; now nobody listens
+
+
+async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]") -> None:
+    loop, stopping, over, others = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), _cores()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            opened: list[asyncio.Future[Engine]] = []
+            for number, each in enumerate(settings, 1):
+                opened.append(loop.create_future())
+                tasks.create_task(_hold(each, opened[-1], over))
+                while (
+                    not opened[-1].done() and _cores() < others + number
+                ):  # each is told much by this process's environment
+                    await asyncio.sleep(0.02)
+            try:
+                async with driven(*[await each for each in opened]) as drivers:
+                    ready.set_result(VllmEngines(loop, stopping, drivers))
+                    await stopping.wait()
+            finally:
+                over.set()
+    except BaseException as error:  # noqa: BLE001 - supervisor: whatever it was is told to the tests
+        (ready.result().ended if ready.done() else ready).set_exception(error)
+    else:
+        ready.result().ended.set_result(None)
+
+
+async def _hold(settings: WorkerSettings, opened: "asyncio.Future[Engine]", over: asyncio.Event) -> None:
+    async with open_engine(settings) as engine:
+        opened.set_result(engine)
+        await over.wait()
+
+
+def _cores() -> int:
+    """Processes of vLLM's engines that this one has started."""
+    return sum(process.name.startswith("EngineCore") for process in multiprocessing.active_children())

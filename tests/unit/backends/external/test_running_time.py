@@ -1,0 +1,36 @@
+"""A router's own time, which stands still while the router does not run."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.backends.external.running_time import GRACE, RunningTime
+from fleet.core.clock import MILLISECOND, SECOND
+
+
+@given(st.lists(st.integers(0, GRACE), min_size=2, max_size=30))
+def test_time_passes_as_usual_while_ticks_come(gaps):
+    own, now = RunningTime(), 5 * SECOND
+    for gap in gaps:
+        now += gap
+        assert own.tick(now) == now
+
+
+def test_a_suspension_is_left_out_at_once_and_for_good():
+    own = RunningTime()
+    own.tick(SECOND)
+    own.tick(SECOND + 100 * MILLISECOND)
+    woke = 61 * SECOND
+
+    assert own.of(woke) == SECOND + 100 * MILLISECOND + GRACE, "before the tick that is due"
+    assert own.tick(woke) == SECOND + 100 * MILLISECOND + GRACE
+    assert own.tick(woke + 100 * MILLISECOND) == SECOND + 200 * MILLISECOND + GRACE
+
+
+@given(st.lists(st.integers(0, 100 * SECOND), min_size=1, max_size=30))
+def test_own_time_never_goes_back_and_never_too_fast(gaps):
+    own, now = RunningTime(), 0
+    latest = own.tick(0)
+    for gap in gaps:
+        now += gap
+        assert latest <= own.of(now) <= latest + min(gap, GRACE)
+        latest = own.tick(now)

@@ -1,0 +1,438 @@
+"""What a connection to a foreign server passes on and tells of an answer, and when: transports by hand."""
+
+import asyncio
+
+import pytest
+
+from fleet.backends.external.upstream import (
+    MAX_INTERIM_HEADS,
+    USAGE_BYTES,
+    AnswerHeads,
+    Upstream,
+    UpstreamUsage,
+    read_head,
+)
+from fleet.backends.external.write_batcher import MAX_BATCHED_MESSAGES, WriteBatcher
+from fleet.core.ids import RequestId
+
+WORK = RequestId("r#1")
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b"9\r\ndata: a\n\n\r\n"
+LAST = b"0\r\n\r\n"
+REQUEST = b"POST / HTTP/1.1\r\n\r\n"
+
+
+class Transport:
+    def __init__(self):
+        self.written = b""
+        self.closed = False
+
+    def write(self, data):
+        self.written += data
+
+    def writelines(self, pieces):
+        self.written += b"".join(pieces)
+
+    def get_extra_info(self, _name):
+        return None
+
+    def is_closing(self):
+        return self.closed
+
+    def abort(self):
+        self.closed = True
+
+    def close(self):
+        self.closed = True
+
+
+class Relayed:
+    request_id = RequestId("r")
+    keeps_alive = chunks = True
+    body = b"{}"
+    limits = b""
+    tenant = ""
+    first_byte_at = 0
+    streams = True
+
+    def __init__(self):
+        self.client = Transport()
+        self.answer_tokens = 0
+        self.ended = 0
+
+    def begin(self, _source, _flow):
+        return self.client
+
+    def end(self, *, keep_alive):
+        self.ended += 1
+
+
+class Owner:
+    def __init__(self):
+        self.heads = AnswerHeads()
+        self.write_batcher = WriteBatcher()
+        self.told = []
+        self.says_done = False
+        self.first_bytes = []
+
+    def spoke(self, upstream, relayed):
+        self.told.append(("spoke",))
+
+    def advanced(self, work_id, tokens):
+        self.told.append(("advanced", tokens))
+
+    def finished(self, upstream, work_id, tokens, *, reusable):
+        self.told.append(("finished", tokens, "reusable" if reusable else "of no use"))
+
+    def failed(self, work_id, reason, message):
+        self.told.append(("failed", message))
+
+    def stale(self, work_id, relayed):
+        self.told.append(("stale",))
+
+    def closed(self, upstream):
+        self.told.append(("closed",))
+
+
+async def make_busy(owner):
+    """Have a turn with several messages, so that those of the next one wait for its end."""
+    for _ in range(2):
+        owner.write_batcher.send(lambda: None)
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def owner():
+    owner = Owner()
+    await make_busy(owner)
+    return owner
+
+
+@pytest.fixture
+async def asked(owner):
+    """A connection that was asked something in the turn before."""
+    upstream = Upstream(owner, report_every=2)
+    upstream.connection_made(Transport())
+    relayed = Relayed()
+    upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+    assert upstream._transport.written == REQUEST + relayed.body
+    await make_busy(owner)
+    return upstream, relayed
+
+
+async def test_all_clients_of_a_turn_have_their_answers_before_anything_is_told_of_them(owner, asked):
+    upstream, relayed = asked
+    other, another = Upstream(owner, report_every=2), Relayed()
+    other.connection_made(Transport())
+    other.begin(WORK, another, REQUEST)
+    await make_busy(owner)
+    written_when_told = []
+    relayed.end = lambda **_: written_when_told.append(another.client.written)
+
+    upstream.data_received(HEAD + EVENT + LAST)
+    other.data_received(HEAD + EVENT + LAST)
+
+    assert owner.told == []
+    await asyncio.sleep(0)
+    assert owner.told == [("finished", 1, "reusable")] * 2
+    assert relayed.client.written.endswith(EVENT + LAST)
+    assert written_when_told == [relayed.client.written]
+    assert another.ended == another.answer_tokens == relayed.answer_tokens == 1
+
+
+async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
+    asked = [(Upstream(owner, report_every=2), Relayed()) for _ in range(3 * MAX_BATCHED_MESSAGES)]
+    for upstream, relayed in asked:
+        upstream.connection_made(Transport())
+        upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+
+    for upstream, _ in asked:
+        upstream.data_received(HEAD + EVENT)
+    for upstream, _ in asked:
+        upstream.data_received(LAST)
+    await asyncio.sleep(0)
+
+    assert all(upstream._transport.written == REQUEST + relayed.body for upstream, relayed in asked)
+    assert all(relayed.client.written.endswith(EVENT + LAST) for _, relayed in asked)
+
+
+async def test_a_server_that_speaks_before_it_was_asked_has_not_answered(owner):
+    upstream, relayed = Upstream(owner, report_every=2), Relayed()
+    upstream.connection_made(Transport())
+    upstream.begin(WORK, relayed, REQUEST)
+    await asyncio.sleep(0)
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    owner.told.clear()
+    again = Relayed()
+    await make_busy(owner)
+
+    upstream.begin(WORK, again, REQUEST)
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    upstream.connection_lost(None)
+
+    assert again.client.written == b""
+    assert upstream._transport.written == REQUEST + relayed.body  # and not the second request
+    assert owner.told == [("stale",)]  # so it is sent again, over another connection
+
+
+@pytest.mark.parametrize("end", ["drop", "fail", "flush", "lost"])
+async def test_a_client_has_what_came_before_anything_else_is_said_to_it(owner, asked, end):
+    upstream, relayed = asked
+    upstream.data_received(HEAD + EVENT)
+    upstream.data_received(EVENT)
+
+    match end:
+        case "drop":
+            upstream.drop()
+        case "fail":
+            upstream.fail("it said nothing for 1 s")
+        case "flush":
+            upstream.flush()
+        case "lost":
+            upstream.connection_lost(None)
+
+    assert relayed.client.written.endswith(EVENT + EVENT)
+    written = relayed.client.written
+    await asyncio.sleep(0)
+    assert relayed.client.written == written  # once
+
+
+async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
+    upstream = Upstream(owner, report_every=2)
+    upstream.connection_made(Transport())
+    upstream.begin(WORK, Relayed(), REQUEST)
+
+    upstream.drop()
+    await asyncio.sleep(0)
+
+    assert upstream._transport.written == b""
+
+
+async def test_tokens_are_told_once_however_many_come_in_a_turn(owner, asked):
+    upstream, relayed = asked
+
+    upstream.data_received(HEAD + EVENT)
+    for _ in range(4):
+        upstream.data_received(EVENT)
+    upstream.data_received(EVENT + LAST)
+    await asyncio.sleep(0)
+
+    assert sum(tokens for _, tokens, *_ in owner.told) == relayed.answer_tokens == 6
+    assert owner.told[-1][0] == "finished"
+
+
+async def test_nothing_is_told_of_an_answer_that_was_dropped_in_the_same_turn(owner, asked):
+    upstream, relayed = asked
+    upstream.data_received(HEAD + EVENT + LAST)
+
+    upstream.drop()
+    await asyncio.sleep(0)
+
+    assert owner.told == []
+    assert not relayed.ended
+
+
+async def test_a_connection_that_ends_right_after_its_answer_has_not_failed(owner, asked):
+    upstream, relayed = asked
+    upstream.data_received(HEAD + EVENT + LAST)
+
+    upstream._transport.closed = True
+    upstream.connection_lost(None)
+    await asyncio.sleep(0)
+
+    assert owner.told == [("finished", 1, "of no use")]
+    assert relayed.ended == 1
+
+
+async def test_what_follows_a_complete_answer_ends_the_connection_and_not_the_answer(owner, asked):
+    upstream, relayed = asked
+    upstream.data_received(HEAD + EVENT + LAST)
+
+    upstream.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
+    await asyncio.sleep(0)
+
+    assert relayed.client.written.endswith(EVENT + LAST)
+    assert owner.told == [("finished", 1, "of no use")]
+
+
+async def test_what_an_answer_says_of_its_tokens_counts_wherever_it_is_cut(owner):
+    """By the network, into two pieces: in the middle of usage, too."""
+    usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}'
+    body = b'{"choices":[{"text":"' + b"a" * 5000 + b'"}],' + usage
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    for cut in range(1, len(usage)):
+        upstream, relayed = Upstream(owner, report_every=2), Relayed()
+        upstream.connection_made(Transport())
+        relayed.tenant = "somebody"
+        upstream.begin(WORK, relayed, REQUEST)
+        upstream.flush()
+        upstream.data_received(head + body[:-cut])
+        upstream.data_received(body[-cut:])
+        await asyncio.sleep(0)
+
+        assert (relayed.ended, relayed.answer_tokens) == (1, 21), cut
+        assert upstream.usage() == UpstreamUsage(7, 3), cut
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    usage = (
+        b'data: {"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}}\n\n'
+    )
+    rest = EVENT * 100 + b"%x\r\n" % len(usage) + usage + b"\r\n" + LAST
+
+    upstream.data_received(HEAD + EVENT)
+    for begin in range(0, len(rest), size):
+        upstream.data_received(rest[begin : begin + size])
+    await asyncio.sleep(0)
+
+    assert (relayed.ended, relayed.answer_tokens) == (1, 21)
+    assert upstream.usage() == UpstreamUsage(7, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 60])
+async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
+    """As something before the server may divide its answer."""
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    usage = b'data: {"usage":{"prompt_tokens":1234,"completion_tokens":567,"prompt_tokens_details":{"cached_tokens":89}}}\n\n'
+    pieces = [usage[first : first + size] for first in range(0, len(usage), size)]
+
+    upstream.data_received(
+        HEAD + EVENT + b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + LAST
+    )
+    await asyncio.sleep(0)
+
+    assert upstream.usage() == UpstreamUsage(1234, 89)
+    assert relayed.answer_tokens == 567
+
+
+@pytest.mark.parametrize("piece", [EVENT, b"3e8\r\n" + bytes(1000) + b"\r\n"], ids=["events", "something else"])
+async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT)
+    for _ in range(1000):
+        upstream.data_received(piece)
+
+    assert len(upstream._earlier + upstream._latest) <= 2 * USAGE_BYTES + len(piece)
+
+
+async def test_another_event_may_follow_one_whose_end_came_by_itself(asked):
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT)
+    for byte in EVENT[:-1]:
+        upstream.data_received(bytes([byte]))
+    assert not upstream.at_event_boundary()
+    upstream.data_received(EVENT[-1:])
+    assert upstream.at_event_boundary()
+
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nlink: </a.css>; rel=preload\r\nlink: </b.css>; rel=preload\r\n\r\n"
+BARE = b"HTTP/1.1 100\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "interim", [CONTINUE, HINTS, HINTS + CONTINUE, CONTINUE * MAX_INTERIM_HEADS, BARE, BARE + HINTS]
+)
+@pytest.mark.parametrize("chunks", [True, False])
+async def test_what_a_server_says_before_its_answer_is_passed_over_wherever_it_is_cut(owner, interim, chunks):
+    sent = interim + HEAD + EVENT + LAST
+    for cut in range(1, len(sent)):
+        upstream, relayed = Upstream(owner, report_every=2), Relayed()
+        relayed.chunks = chunks
+        upstream.connection_made(Transport())
+        upstream.begin(WORK, relayed, REQUEST)
+        upstream.flush()
+        upstream.data_received(sent[:cut])
+        upstream.data_received(sent[cut:])
+        await asyncio.sleep(0)
+
+        assert relayed.ended == 1, cut
+        assert relayed.client.written.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert relayed.client.written.endswith(EVENT + LAST if chunks else b"\r\n\r\ndata: a\n\n")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        CONTINUE * (MAX_INTERIM_HEADS + 1),
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        CONTINUE + b"hello\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("size", [10, 10_000])
+async def test_who_says_too_much_before_its_answer_or_something_else_has_failed(owner, asked, said, size):
+    upstream, relayed = asked
+    sent = said + HEAD + EVENT + LAST
+    for begin in range(0, len(sent), size):
+        if not upstream._transport.closed:
+            upstream.data_received(sent[begin : begin + size])
+    await asyncio.sleep(0)
+
+    assert [event for event, *_ in owner.told] == ["failed"]
+    assert relayed.client.written == b""
+
+
+async def test_a_server_that_has_said_to_go_on_has_seen_the_request(owner, asked):
+    """So that it is not sent again when the connection closes then, as after one that was idle for too long."""
+    upstream, _ = asked
+    upstream.data_received(HEAD + EVENT + LAST)
+    await asyncio.sleep(0)
+    owner.told.clear()
+    upstream.begin(WORK, Relayed(), REQUEST)
+    upstream.flush()
+    upstream.data_received(CONTINUE)
+
+    upstream.connection_lost(None)
+
+    assert [event for event, *_ in owner.told] == ["failed"]
+
+
+@pytest.mark.parametrize("told", [b"-5", b'"many"', b"9" * 10, b"9" * 99])
+async def test_nobody_is_charged_for_what_is_no_count(asked, told):
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    body = b'{"prompt_tokens":1,"completion_tokens":' + told + b"}"
+    upstream.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    await asyncio.sleep(0)
+
+    assert (relayed.ended, relayed.answer_tokens) == (1, 1)
+
+
+def test_what_concerns_one_connection_stays_there():
+    head = read_head(
+        b"HTTP/1.1 200 OK\r\nServer: x\r\nConnection: keep-alive\r\nKeep-Alive: timeout=5\r\n"
+        b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nX-Fleet-Request-Id: forged\r\n\r\n"
+    )
+
+    assert head.start == (
+        b"HTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+    )
+    assert head.plain_start == b"HTTP/1.1 200 OK\r\nServer: x\r\nContent-Type: text/event-stream\r\n"
+    assert head.streams
+    assert head.reusable
+
+
+@pytest.mark.parametrize(
+    ("content", "until_close", "reusable"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n", False, True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: Close\r\n\r\n", False, False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\n\r\n", False, False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 3\r\nconnection: keep-alive\r\n\r\n", False, True),
+        (b"HTTP/1.1 200 OK\r\n\r\n", True, False),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", False, True),
+    ],
+)
+def test_where_an_answer_ends_and_whether_another_may_follow(content, until_close, reusable):
+    head = read_head(content)
+
+    assert (head.until_close, head.reusable) == (until_close, reusable)

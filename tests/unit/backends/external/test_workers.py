@@ -1,0 +1,39 @@
+"""Fleet's own workers beside foreign servers: the names and models of these are taken."""
+
+from fleet.backends.external.workers import AllBackends, ExternalBackends
+from fleet.core.ids import WorkerId
+from fleet.core.system_clock import SystemClock
+from fleet.router.messages import LoadReported, StoreChanged, WorkerDraining, WorkerEvent, WorkerJoined, WorkerLeft
+from fleet.router.settings.router import OpenAiWorkerSettings
+from tests.support.builders import a_description, a_load
+from tests.support.router.fake_workers import FakeWorkers
+
+FOREIGN = OpenAiWorkerSettings(worker_id="w0", url="http://127.0.0.1:1", model="mock")
+
+
+def heard(*events: WorkerEvent) -> list[WorkerEvent]:
+    workers = AllBackends(FakeWorkers(), ExternalBackends((FOREIGN,), 1.0, SystemClock()))  # type: ignore[arg-type]
+    heard: list[WorkerEvent] = []
+    hear = workers.only_acceptable(heard.append)
+    for event in events:
+        hear(event)
+    return heard
+
+
+def test_what_own_workers_do_is_heard():
+    joined = WorkerJoined(description=a_description(worker_id="w1"), address="x")
+    events = (joined, LoadReported(worker_id=WorkerId("w1"), load=a_load()), WorkerLeft(worker_id=WorkerId("w1")))
+    stored = StoreChanged(store_id="s", fingerprint="f")  # type: ignore[arg-type]
+
+    assert heard(*events, stored) == [*events, stored]
+
+
+def test_a_worker_with_the_name_of_a_foreign_server_is_not_heard(caplog):
+    joined = WorkerJoined(description=a_description(worker_id="w0"), address="x")
+
+    assert heard(joined, WorkerDraining(worker_id=WorkerId("w0")), WorkerLeft(worker_id=WorkerId("w0"))) == []
+    assert "openai_workers" in caplog.text
+
+
+def test_a_worker_with_the_model_of_a_foreign_server_does_not_join():
+    assert heard(WorkerJoined(description=a_description(worker_id="w1", model="mock"), address="x")) == []

@@ -1,0 +1,84 @@
+"""What is wrong with an engine's KV events, by name."""
+
+import pytest
+
+from fleet.backends.kv_events.health import ADVICE, ENOUGH, EventHealth, KvEventAlert
+from fleet.backends.kv_events.stream import EventStreamCounters
+from fleet.core.clock import SECOND, Nanos
+from tests.unit.backends.kv_events.published import a_batch, of_group, some_books, stored
+
+PATIENCE = Nanos(10 * SECOND)
+SOON, LATER = Nanos(1), Nanos(PATIENCE + 1)
+
+
+class Engine:
+    def __init__(self):
+        self.books, self.heard = some_books(), EventStreamCounters()
+        self.health = EventHealth(self.books, self.heard, PATIENCE)
+
+    def publish(self, *events: object) -> None:
+        self.heard.batches += 1
+        self.books.take(a_batch(*events))
+
+    def serve(self, prompts: int, now: Nanos = SOON) -> None:
+        for _ in range(prompts):
+            self.health.filled(now)
+
+
+def test_an_engine_that_serves_and_publishes_nothing_is_silent_after_the_patience():
+    engine = Engine()
+    engine.serve(ENOUGH)
+
+    assert engine.health.alert(PATIENCE) is None
+    assert engine.health.alert(LATER) is KvEventAlert.SILENT
+
+
+def test_an_engine_that_falls_silent_later_is_noticed_too_and_speaks_up_again():
+    engine = Engine()
+    engine.publish(stored([1], None, 0, 32))
+    engine.serve(ENOUGH)
+    assert engine.health.alert(LATER) is KvEventAlert.SILENT
+
+    engine.publish(stored([2], 1, 32, 64))
+
+    assert engine.health.alert(LATER) is None
+    engine.serve(1, LATER)
+    assert engine.health.alert(Nanos(LATER + LATER)) is None, "one prompt may have been asked for elsewhere before"
+
+
+def test_an_engine_nobody_asks_anything_of_may_be_silent():
+    assert Engine().health.alert(Nanos(10**18)) is None
+
+
+def test_blocks_of_another_size_are_told_by_name_and_size():
+    engine = Engine()
+
+    engine.publish(stored([1, 2], None, 0, 32, block_size=16))
+
+    assert engine.health.alert(SOON) is KvEventAlert.OTHER_BLOCK_SIZE
+    assert engine.books.published_block_tokens == 16
+
+
+@pytest.mark.parametrize("attention", ["sliding_window", "mamba"])
+def test_an_engine_without_full_attention_is_told_by_name(attention):
+    engine = Engine()
+    engine.publish(of_group(0, attention, [1], None, 0, 32))
+    assert engine.health.alert(SOON) is KvEventAlert.ATTENTION_REFUSED
+
+    engine.publish(of_group(1, "full_attention", [1], None, 0, 32))
+
+    assert engine.health.alert(SOON) is None, "a hybrid model is followed by its full attention"
+
+
+def test_what_cannot_be_read_is_told_until_something_is_followed():
+    engine = Engine()
+    engine.heard.unreadable = 1
+    assert engine.health.alert(SOON) is KvEventAlert.UNREADABLE
+
+    engine.publish(stored([1], None, 0, 32))
+
+    assert engine.health.alert(SOON) is None
+
+
+def test_each_alert_comes_with_advice():
+    assert set(ADVICE) == set(KvEventAlert)

@@ -1,0 +1,478 @@
+"""The stream of KV events over real sockets: beginnings, gaps, restarts, and what cannot be read."""
+
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fleet.backends.kv_events import stream as event_stream
+from fleet.backends.kv_events.stream import END_OF_REPLAY, EventStreamCounters, read_events
+from fleet.backends.kv_events.translator import salt_of_client
+from fleet.core.work import KvCleared, KvStored
+from tests.unit.backends.kv_events.published import SALT, SGLANG, VLLM, a_batch, names, removed, some_books, stored
+from workers.cache_view import CacheView
+
+FIRST, LONGER, SALTED, *_ = VLLM
+ONE, TWO, SALTED_ONE = KvStored(names(100, 170)), KvStored(names(100, 230)[2:]), KvStored(names(100, 170, SALT))
+
+
+class Publisher:
+    """An engine's publisher as its protocol describes it, which can forget to send."""
+
+    def __init__(self, folder: Path, topic: bytes = b""):
+        import zmq
+        import zmq.asyncio
+
+        self.endpoint, self.replay_endpoint = f"ipc://{folder}/e", f"ipc://{folder}/r"
+        self._context = zmq.asyncio.Context()
+        self._out = self._context.socket(zmq.XPUB)
+        self._out.bind(self.endpoint)
+        self._replay = self._context.socket(zmq.ROUTER)
+        self._replay.bind(self.replay_endpoint)
+        self._batches: list[bytes] = []
+        self._topic = topic
+
+    async def subscribed(self) -> None:
+        await self._out.recv()
+
+    async def publish(self, batch: bytes, *, lost: bool = False) -> None:
+        number = len(self._batches).to_bytes(8, "big")
+        self._batches.append(batch)
+        if not lost:
+            await self._out.send_multipart([self._topic, number, batch])
+
+    async def send(self, *frames: bytes) -> None:
+        await self._out.send_multipart(frames)
+
+    async def repeat(self, *, kept_from: int = 0, falls: Container[int] = (), ends: bool = True) -> int:
+        """Answer the next who asks, less what falls; returns from where on it asked."""
+        client, _, start = await self._replay.recv_multipart()
+        asked = int.from_bytes(start, "big")
+        before = [client, b""] if not self._topic else [client, b"", self._topic]
+        for number, batch in enumerate(self._batches):
+            if number >= max(kept_from, asked) and number not in falls:
+                await self._replay.send_multipart([*before, number.to_bytes(8, "big"), batch])
+        if ends:
+            await self._replay.send_multipart([*before, END_OF_REPLAY, b""])
+        return asked
+
+    async def questions(self) -> int:
+        """How many have asked, and got no answer."""
+        asked = 0
+        while await self._replay.poll(0):
+            await self._replay.recv_multipart()
+            asked += 1
+        return asked
+
+    async def repeat_always(self) -> None:
+        while True:
+            await self.repeat()
+
+    def keep(self, batches: list[bytes]) -> None:
+        """Repeat these when asked, whatever was sent of them."""
+        self._batches = list(batches)
+
+    def restart(self) -> None:
+        self._batches = []
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def a_publisher(topic: bytes = b"") -> Iterator[Publisher]:
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        publisher = Publisher(Path(folder), topic)
+        try:
+            yield publisher
+        finally:
+            publisher.close()
+
+
+async def read(
+    publisher: Publisher, batches: int, drive, *, replay: bool = True, books=None
+) -> tuple[list, EventStreamCounters]:
+    """Events of the first `batches` that come, while `drive` makes the publisher act."""
+    told: list = []
+    heard = EventStreamCounters()
+
+    async def listen() -> None:
+        endpoint = publisher.replay_endpoint if replay else ""
+        async for events in read_events(publisher.endpoint, endpoint, some_books() if books is None else books, heard):
+            told.append(events)
+            if len(told) == batches:
+                return
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(listen())
+        await publisher.subscribed()
+        await drive()
+    return told, heard
+
+
+async def test_an_idle_engine_is_known_from_what_it_repeats():
+    with a_publisher() as publisher:
+        await publisher.publish(FIRST, lost=True)
+        await publisher.publish(LONGER, lost=True)
+
+        told, heard = await read(publisher, 2, publisher.repeat)
+
+    assert told == [[ONE], [TWO]]
+    assert (heard.recovered, heard.gaps) == (2, 0)
+
+
+async def test_what_comes_while_it_is_repeated_counts_once():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.publish(FIRST)  # is sent, and repeated too
+            await publisher.repeat()
+            await publisher.publish(LONGER)
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [TWO]]
+    assert heard.restarts == 0
+
+
+@pytest.mark.parametrize("topic", [b"", b"kv-events"], ids=["vLLM", "SGLang"])
+async def test_a_gap_is_filled_from_the_replay(topic):
+    with a_publisher(topic) as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.publish(LONGER, lost=True)
+            await publisher.publish(SALTED)
+            await publisher.repeat()
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [TWO, SALTED_ONE]]
+    assert (heard.batches, heard.recovered, heard.gaps) == (3, 1, 0)
+
+
+CHAIN = [
+    a_batch(stored([number], number - 1 if number else None, 32 * number, 32 * number + 32)) for number in range(8)
+]
+BLOCKS = names(0, 256)
+
+
+@pytest.mark.parametrize(
+    ("falls", "ends", "asked"),
+    [({3, 4}, True, [0, 3]), ({3, 6}, True, [0, 3]), ({5, 6, 7}, False, [0, 5]), ({}, False, [0, 8])],
+    ids=["the middle", "twice", "the end", "the mark"],
+)
+async def test_what_an_engines_socket_lets_fall_of_a_replay_is_asked_for_again(monkeypatch, falls, ends, asked):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 60.0 if ends else 2.0)
+    heard_from = []
+    with a_publisher() as publisher:
+        publisher.keep(CHAIN)
+
+        async def drive() -> None:
+            heard_from.append(await publisher.repeat(falls=falls, ends=ends))
+            heard_from.append(await publisher.repeat())
+
+        told, heard = await read(publisher, 8, drive)
+
+    assert told == [[KvStored((name,))] for name in BLOCKS]
+    assert heard_from == asked
+    assert heard.recovered == 8
+
+
+async def test_of_a_replay_whose_hole_stays_what_follows_it_counts():
+    """What was removed in the hole is not known."""
+    with a_publisher() as publisher:
+        publisher.keep([*CHAIN[:6], FIRST, SALTED])
+
+        async def drive() -> None:
+            await publisher.repeat(falls={4, 5})
+            await publisher.repeat(falls={4, 5})
+            await publisher.publish(LONGER)
+
+        told, heard = await read(publisher, 3, drive)
+
+    assert told == [[ONE], [SALTED_ONE], [TWO]]
+    assert (heard.recovered, heard.gaps) == (2, 0)
+
+
+async def test_however_much_has_come_others_have_their_turn():
+    """A receipt of what is there already does not give the event loop up by itself."""
+    many, turns = 400, 0
+    with a_publisher() as publisher:
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(60):
+            stream = read_events(publisher.endpoint, "", some_books())
+            first = asyncio.ensure_future(anext(stream))
+            await publisher.subscribed()
+            for _ in range(many):
+                await publisher.publish(FIRST)
+            await first
+            await asyncio.sleep(0.05)  # all of it is there
+            working = asyncio.ensure_future(others())
+            await asyncio.sleep(0)
+            before = turns
+            for _ in range(many - 2):
+                await anext(stream)
+            working.cancel()
+            await stream.aclose()
+
+    assert turns - before > many / event_stream.BATCHES_A_TURN / 2
+
+
+async def test_a_gap_that_cannot_be_filled_voids_everything():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.publish(LONGER, lost=True)
+            await publisher.publish(SALTED)
+            await publisher.repeat(kept_from=2)
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE]]
+    assert heard.gaps == 1
+
+
+async def test_who_does_not_repeat_anything_is_not_asked_at_every_gap(monkeypatch):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 3600.0)
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            for _ in range(4):
+                await publisher.publish(FIRST)
+                await publisher.publish(LONGER, lost=True)
+
+        told, heard = await read(publisher, 4, drive)
+
+        assert told == [[ONE], *[[KvCleared(), ONE]] * 3]
+        assert heard.gaps == 3
+        assert await publisher.questions() <= 1
+
+
+async def test_who_did_not_repeat_anything_is_asked_again_after_a_while(monkeypatch):
+    monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(event_stream, "FIRST_PAUSE_SECONDS", 0.0)
+    with a_publisher() as publisher:
+        async with asyncio.timeout(60):
+            stream = read_events(publisher.endpoint, publisher.replay_endpoint, some_books())
+            first = asyncio.ensure_future(anext(stream))
+            await publisher.subscribed()
+            await publisher.publish(FIRST)
+            assert await first == [ONE]
+            monkeypatch.setattr(event_stream, "REPLAY_TIMEOUT_SECONDS", 60.0)
+            await publisher.publish(LONGER, lost=True)
+            await publisher.publish(SALTED)
+            repeating = asyncio.ensure_future(publisher.repeat_always())
+
+            assert await anext(stream) == [TWO, SALTED_ONE]
+            repeating.cancel()
+            await stream.aclose()
+
+
+async def test_without_a_replay_the_first_number_may_be_any_and_a_gap_voids_everything():
+    with a_publisher() as publisher:
+        await publisher.publish(FIRST, lost=True)
+
+        async def drive() -> None:
+            await publisher.publish(FIRST)
+            await publisher.publish(LONGER, lost=True)
+            await publisher.publish(SALTED)
+
+        told, heard = await read(publisher, 2, drive, replay=False)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE]]
+    assert heard.gaps == 1
+
+
+async def test_an_engine_that_began_again_is_followed_from_its_first_batch():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.publish(LONGER)
+            publisher.restart()
+            await publisher.publish(SALTED)
+            await publisher.publish(FIRST)
+
+        told, heard = await read(publisher, 4, drive)
+
+    assert told == [[ONE], [TWO], [KvCleared(), SALTED_ONE], [ONE]]
+    assert (heard.restarts, heard.gaps) == (1, 0)
+
+
+async def test_an_engine_that_began_again_unheard_is_not_taken_for_the_one_before():
+    """Its first batches were lost with the connection, and their numbers go on where the others ended."""
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            publisher.restart()
+            await publisher.publish(SALTED, lost=True)
+            await publisher.publish(FIRST, lost=True)
+            await publisher.publish(LONGER)
+            await publisher.repeat()
+            await publisher.repeat()
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE, ONE, TWO]]
+    assert (heard.restarts, heard.gaps, heard.recovered) == (1, 0, 2)
+
+
+async def test_with_one_batch_in_twenty_lost_and_one_overtaken_the_view_equals_the_truth():
+    rng = random.Random(11)
+    truth: dict[int, tuple[bytes, ...]] = {}
+    batches = []
+    for number in range(300):
+        if truth and rng.random() < 0.4:
+            gone = rng.choice(list(truth))
+            del truth[gone]
+            batches.append(a_batch(removed(gone)))
+        else:
+            truth[number] = names(number * 32, number * 32 + 32)
+            batches.append(a_batch(stored([number], None, number * 32, number * 32 + 32)))
+    books, view = some_books(1000), CacheView()
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            answering = asyncio.create_task(publisher.repeat_always())
+            order = list(range(len(batches) - 1))
+            for place in rng.sample(range(0, len(order) - 1, 2), len(order) // 20):
+                order[place], order[place + 1] = order[place + 1], order[place]
+            lost = set(rng.sample(order, len(order) // 20))
+            publisher.keep(batches)
+            for number in order:
+                if number not in lost:
+                    await publisher.send(b"", number.to_bytes(8, "big"), batches[number])
+            await publisher.send(b"", (len(batches) - 1).to_bytes(8, "big"), batches[-1])
+            await finished.wait()
+            answering.cancel()
+
+        finished = asyncio.Event()
+        heard = EventStreamCounters()
+
+        async def listen() -> None:
+            async for events in read_events(publisher.endpoint, publisher.replay_endpoint, books, heard):
+                view.apply(events)
+                if heard.batches == len(batches):
+                    finished.set()
+                    return
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(listen())
+            await publisher.subscribed()
+            await drive()
+
+    held = {name for chunk in view.dump()[1:] for event in chunk for name in event.hashes}
+    assert held == {name for blocks in truth.values() for name in blocks}
+    assert heard.recovered >= 14
+    assert (heard.gaps, heard.restarts) == (0, 0)
+
+
+async def test_what_cannot_be_read_voids_everything_and_the_stream_goes_on():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.publish(b"\xc1")
+            await publisher.send(b"one frame")
+            await publisher.publish(SALTED)
+
+        told, heard = await read(publisher, 4, drive)
+
+    assert told == [[ONE], [KvCleared()], [KvCleared()], [SALTED_ONE]]
+    assert heard.unreadable == 2
+    assert "frames" in heard.why
+
+
+async def test_a_number_far_ahead_is_a_gap_and_takes_no_longer_than_one():
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            await publisher.publish(FIRST)
+            await publisher.send(b"", (2**63).to_bytes(8, "big"), SALTED)
+            await publisher.repeat()
+
+        told, heard = await read(publisher, 2, drive)
+
+    assert told == [[ONE], [KvCleared(), SALTED_ONE]]
+    assert (heard.gaps, heard.restarts) == (1, 0)
+
+
+@pytest.mark.parametrize("seconds", ["REPLAY_TIMEOUT_SECONDS", "REPLAY_SECONDS"])
+async def test_who_repeats_without_end_is_heard_for_a_while_and_others_have_their_turn(monkeypatch, seconds):
+    """The same batches again and again, or other ones; too few at a time to be done, and too many to be silent."""
+    monkeypatch.setattr(event_stream, seconds, 0.3)
+    again = seconds == "REPLAY_TIMEOUT_SECONDS"
+    monkeypatch.setattr(event_stream, "RECEIVE_BATCHES", 200 if again else 10**9)
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            client, _, _ = await publisher._replay.recv_multipart()
+            for number in range(10**9):
+                counted = number % 16 if again else number
+                await publisher._replay.send_multipart([client, b"", counted.to_bytes(8, "big"), FIRST])
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(60):
+            stream = read_events(publisher.endpoint, publisher.replay_endpoint, some_books())
+            driving = asyncio.ensure_future(drive())
+            assert await anext(stream) == [ONE]
+            driving.cancel()
+            await stream.aclose()
+
+
+@pytest.mark.parametrize("number", [b"", bytes(7), b"\x01" + bytes(8)])
+async def test_a_replay_of_garbage_is_none(number):
+    with a_publisher() as publisher:
+
+        async def drive() -> None:
+            client, _, _ = await publisher._replay.recv_multipart()
+            await publisher._replay.send_multipart([client, b"", number, FIRST])
+            await publisher.publish(SALTED)
+
+        told, heard = await read(publisher, 1, drive)
+
+    assert told == [[SALTED_ONE]]
+    assert heard.recovered == 0
+
+
+async def test_recorded_frames_of_sglang_arrive_whole():
+    with a_publisher(b"kv-events") as publisher:
+
+        async def drive() -> None:
+            await publisher.repeat()
+            for batch in SGLANG:
+                await publisher.publish(batch)
+
+        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=salt_of_client))
+
+    assert [len(events) for events in told] == [1, 1, 1, 1, 1, 2, 1]
+    assert heard.batches == 7
+
+
+def test_the_recorded_replay_of_sglang_ends_as_ours_does():
+    recorded = json.loads(Path(__file__).with_name("sglang_kv_events.json").read_text(encoding="utf-8"))
+    *batches, end = recorded["replayed"]
+
+    assert [int(number, 16) for *_, number, _ in batches] == [5, 6]
+    assert bytes.fromhex(end[-2]) == END_OF_REPLAY

@@ -1,0 +1,286 @@
+"""Engines' own KV events, as recorded and as their schemas allow them, under our names."""
+
+import msgspec
+import pytest
+
+from fleet.backends.kv_events.formats import UnreadableEngineEvent
+from fleet.backends.kv_events.translator import SkipReason, salt_of_client
+from fleet.core.work import KvCleared, KvRemoved, KvStored
+from tests.unit.backends.kv_events.published import (
+    BLOCK_TOKENS,
+    PAGE_TOKENS,
+    SALT,
+    SGLANG,
+    VLLM,
+    a_batch,
+    names,
+    of_group,
+    removed,
+    some_books,
+    stored,
+)
+
+FIRST, LONGER, SALTED, PUSHING, RESET = VLLM
+
+
+# vLLM, as recorded
+
+
+def test_recorded_events_of_vllm_name_the_blocks_of_the_prompts():
+    books = some_books()
+
+    assert books.take(FIRST) == [KvStored(names(100, 170))]
+    assert books.take(LONGER) == [KvStored(names(100, 230)[2:])]
+    assert books.take(SALTED) == [KvStored(names(100, 170, SALT))]
+
+
+def test_recorded_removals_of_vllm_name_what_was_stored():
+    books = some_books()
+    for batch in (FIRST, LONGER, SALTED):
+        books.take(batch)
+
+    events = books.take(PUSHING)
+
+    assert events[:-1] == [KvRemoved((name,)) for name in reversed(names(100, 230))]
+    assert events[-1] == KvStored(names(1000, 1200))
+    assert books.take(RESET) == [KvCleared()]
+    assert len(books) == 0
+
+
+def test_blocks_after_an_unknown_one_have_no_name():
+    books = some_books()
+
+    assert books.take(LONGER) == []
+    assert books.passed_over == {SkipReason.UNKNOWN_PARENT: 2}
+    assert books.take(PUSHING) == [KvStored(names(1000, 1200))], "removals of unknown blocks are nothing"
+
+
+# SGLang, as recorded
+
+
+def test_recorded_events_of_sglang_name_the_blocks_of_the_prompts():
+    books = some_books(100, PAGE_TOKENS, salt_of=salt_of_client)
+    tenant, adapter = salt_of_client("", "tenant-a"), salt_of_client("adapter-one", "")
+
+    told = [books.take(batch) for batch in SGLANG]
+
+    assert told == [
+        [KvStored(names(100, 164, b"", PAGE_TOKENS))],
+        [KvStored(names(100, 228, b"", PAGE_TOKENS)[4:])],
+        [KvStored(names(100, 164, tenant, PAGE_TOKENS))],
+        [KvStored(names(100, 164, adapter, PAGE_TOKENS))],
+        [KvRemoved(names(100, 228, b"", PAGE_TOKENS)[4:])],
+        [KvRemoved(names(100, 164, b"", PAGE_TOKENS)), KvStored(names(1000, 1064, b"", PAGE_TOKENS))],
+        [KvCleared()],
+    ]
+    assert books.passed_over == {SkipReason.OTHER_TIER: 4}, "what went to pinned memory is not in the GPU's"
+
+
+class _SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """As SGLang published them until 0.5.19; written down from its schema."""
+
+
+class BlockStored(_SglangEvent):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+
+
+class BlockRemoved(_SglangEvent):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(_SglangEvent):
+    pass
+
+
+def test_arrays_of_older_releases_are_read_as_well():
+    books = some_books()
+    one, other = names(100, 164)
+
+    batch = a_batch(
+        BlockStored([-1, 2], None, list(range(100, 164)), BLOCK_TOKENS, None), BlockRemoved([2]), AllBlocksCleared()
+    )
+
+    assert books.take(batch) == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
+
+
+def test_arrays_of_older_releases_of_vllm_are_read_as_well():
+    books = some_books()
+    one, other = names(100, 164)
+
+    events = books.take(
+        a_batch(
+            ["BlockStored", [b"1", b"2"], None, list(range(100, 164)), BLOCK_TOKENS, None, "GPU", None, None, 0],
+            ["BlockRemoved", [b"2"], "GPU", 0],
+            ["AllBlocksCleared"],
+        )
+    )
+
+    assert events == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
+
+
+# What either may add
+
+
+def test_unknown_fields_and_kinds_are_passed_over():
+    books = some_books()
+    newer = stored([1], None, 0, 32, session_id="s", locality="LOCAL", of_next_year={"a": [1]})
+
+    payload = msgspec.msgpack.encode([0.0, [{"type": "BlockPolished", "x": 1}, ["BlockMoved", 7], newer], 0, "more"])
+
+    assert books.take(payload) == [KvStored(names(0, 32))]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xc1 no msgpack",
+        msgspec.msgpack.encode({"ts": 0}),
+        msgspec.msgpack.encode([0.0, ["BlockStored"]]),
+        a_batch({"block_hashes": [1]}),
+        a_batch({"type": "BlockStored", "block_hashes": [1]}),
+        a_batch(stored("none", None, 0, 32)),
+        a_batch(stored([1], None, 0, 31)),
+        a_batch(stored([1], None, 0, 32, token_ids=["a"] * 32)),
+        a_batch(stored([1], None, 0, 32, token_ids=[2**32] * 32)),
+        a_batch(stored([1], None, 0, 32, token_ids=[-1] * 32)),
+        a_batch(stored([1], None, 0, 32, extra_keys=[None, None])),
+        a_batch({"type": "BlockRemoved"}),
+        b"\x91" * 100_000,
+    ],
+)
+def test_what_cannot_be_read_is_said_and_nothing_else_happens(payload):
+    with pytest.raises(UnreadableEngineEvent):
+        some_books().take(payload)
+
+
+def test_a_name_is_gone_when_its_last_copy_is():
+    books = some_books()
+    (name,) = names(0, 32)
+
+    assert books.take(a_batch(stored([7], None, 0, 32))) == [KvStored((name,))]
+    assert books.take(a_batch(stored([7], None, 0, 32))) == []
+    assert books.take(a_batch(removed(7))) == []
+    assert books.take(a_batch(removed(7))) == [KvRemoved((name,))]
+
+
+def test_a_name_that_the_engine_has_two_hashes_for_is_gone_with_the_second():
+    books = some_books()
+    (name,) = names(0, 32)
+
+    assert books.take(a_batch(stored([7], None, 0, 32), stored([8], None, 0, 32))) == [KvStored((name,))]
+    assert books.take(a_batch(removed(7))) == []
+    assert books.take(a_batch(removed(8))) == [KvRemoved((name,))]
+    books.take(a_batch(stored([7], None, 0, 32), {"type": "AllBlocksCleared"}))
+    assert books.take(a_batch(stored([9], None, 0, 32))) == [KvStored((name,))]
+
+
+@pytest.mark.parametrize(
+    ("foreign", "why"),
+    [
+        ({"medium": "CPU"}, SkipReason.OTHER_TIER),
+        ({"lora_id": 1}, SkipReason.NAMELESS_ADAPTER),
+        ({"block_size": 16}, SkipReason.OTHER_BLOCK_SIZE),
+        ({"extra_keys": [[["image", 0]]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["not a salt"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["z" * 64]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"extra_keys": [["ab" * 32, "embeddings"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"lora_id": 1, "lora_name": "adapter", "extra_keys": [["adapter"]]}, SkipReason.NOT_ONLY_TOKENS),
+        ({"token_ids": [(n, n + 1) for n in range(32)]}, SkipReason.NOT_ONLY_TOKENS),
+    ],
+    ids=["tier", "nameless", "size", "image", "strange salt", "no hex", "two keys", "unsalted adapter", "pairs"],
+)
+def test_blocks_that_our_chain_cannot_name_are_left_out_and_counted(foreign, why):
+    books = some_books()
+
+    assert books.take(a_batch(stored([7], None, 0, 32, **foreign))) == []
+    assert books.take(a_batch(stored([8], 7, 32, 64))) == []
+    assert books.passed_over == {why: 1, SkipReason.UNKNOWN_PARENT: 1}
+
+
+def test_part_of_a_block_is_no_sign_of_another_block_size():
+    books = some_books()
+    books.take(a_batch(stored([1], None, 0, 32)))
+
+    books.take(a_batch(stored([2], 1, 32, 40, block_size=8)))
+
+    assert books.passed_over == {SkipReason.PART_OF_A_BLOCK: 1}
+
+
+def test_more_blocks_than_the_engine_holds_void_the_books():
+    books = some_books(capacity=2)
+
+    assert books.take(a_batch(stored([1, 2, 3], None, 0, 96))) == [KvCleared()]
+    assert len(books) == 0
+
+
+# Adapters and salts
+
+
+def test_distinct_adapters_and_salts_never_share_a_name():
+    told = [("", ""), ("a", ""), ("b", ""), ("", "a"), ("", "b"), ("a", "a"), ("b", "a"), ("a", "b")]
+    mine: list[bytes] = []
+    for number, (adapter, salt) in enumerate(told):
+        books = some_books(salt_of=salt_of_client)
+        lora = {"lora_id": number, "lora_name": adapter} if adapter else {}
+        keys = [key for key in (adapter, salt) if key]
+        (event,) = books.take(a_batch(stored([1], None, 0, 32, extra_keys=[keys or None], **lora)))
+        mine += event.hashes
+
+    assert len(set(mine)) == len(told)
+
+
+def test_the_salt_of_a_router_has_the_adapter_in_it():
+    books = some_books()
+    fields = {"lora_id": 1, "lora_name": "ada", "extra_keys": [["ada", SALT.hex()], ["ada"]]}
+
+    assert books.take(a_batch(stored([1, 2], None, 0, 64, **fields))) == [KvStored(names(0, 64, SALT))]
+
+
+# Groups of layers
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("sliding_window", SkipReason.SLIDING_WINDOW),
+        ("sliding_window_mla", SkipReason.SLIDING_WINDOW),
+        ("chunked_local_attention", SkipReason.CHUNKED_ATTENTION),
+        ("mamba", SkipReason.MAMBA),
+        ("cross_attention", SkipReason.OTHER_ATTENTION),
+        ("of_next_year", SkipReason.OTHER_ATTENTION),
+    ],
+)
+def test_events_of_other_attention_are_refused_by_its_name(attention, why):
+    books = some_books()
+
+    assert books.take(a_batch(of_group(1, attention, [1, 2], None, 0, 64))) == []
+    assert books.passed_over == {why: 2}
+
+
+def test_a_hybrid_model_is_followed_by_its_full_attention():
+    books = some_books()
+    name, other = names(0, 64)
+
+    assert books.take(a_batch(of_group(0, "sliding_window", [2], None, 0, 64))) == [], (
+        "masked: fewer hashes than blocks"
+    )
+    assert books.take(a_batch(of_group(1, "full_attention", [1, 2], None, 0, 64))) == [KvStored((name, other))]
+    assert books.take(a_batch(removed(1, group_idx=0), removed(2, group_idx=0))) == [], "the window moved on"
+    assert books.take(a_batch(removed(2, group_idx=1))) == [KvRemoved((other,))]
+
+
+def test_a_second_group_of_full_attention_is_no_second_copy():
+    books = some_books()
+    (name,) = names(0, 32)
+    books.take(
+        a_batch(of_group(0, "full_attention", [1], None, 0, 32), of_group(1, "full_attention", [1], None, 0, 32))
+    )
+
+    assert books.passed_over == {SkipReason.OTHER_GROUP: 1}
+    assert books.take(a_batch(removed(1, group_idx=1), removed(1, group_idx=0))) == [KvRemoved((name,))]

@@ -1,0 +1,96 @@
+"""What `fleet up --check` calls good."""
+
+import pytest
+
+from fleet.cli.local.check import WITHIN, CheckedCompletion, blocks_received, complaint, disaggregated, judge
+from fleet.config import Topology
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.requests import KvOrigin, KvPhase, KvReport, Source
+from fleet.core.roles import KvPath, Phase
+
+BLOCK = 32
+
+
+def an_answer(tokens=(1, 2, 3), *, moved=2, source=Source.STORE, held=0, computed=1, **fields):
+    origins = (
+        KvOrigin(source=source, origin="elsewhere", blocks=moved, bytes=moved * 4096),
+        KvOrigin(source=Source.ENGINE, blocks=held),
+        KvOrigin(source=Source.COMPUTED, blocks=computed),
+    )
+    report = KvReport(prompt_blocks=moved + held + computed, origins=origins, cached_tokens=0)
+    return CheckedCompletion(
+        tokens=tuple(tokens),
+        kv=(KvPhase(phase=Phase.DECODE, worker_id="decode-0", report=report),),
+        **{"ttft": Nanos(10 * MILLISECOND), "rest": Nanos(6 * MILLISECOND)} | fields,
+    )
+
+
+def complain(answer, *, path=KvPath.STORE, tokens=80):
+    return complaint(path, tokens, BLOCK, an_answer(), answer)
+
+
+def test_the_same_tokens_and_moved_blocks_are_good():
+    assert complain(an_answer()) is None
+
+
+def test_one_other_token_is_bad():
+    assert complain(an_answer((1, 2, 4))) == "token 2 differs"
+
+
+def test_a_shorter_answer_is_bad():
+    assert complain(an_answer((1, 2))) == "another number of tokens"
+
+
+def test_equal_tokens_that_the_decode_worker_computed_itself_are_bad():
+    wrong = complain(an_answer(moved=0, computed=3))
+
+    assert wrong == "no block moved by store; of the decode phase's blocks were 3 computed"
+
+
+def test_blocks_that_came_another_way_do_not_count():
+    assert complain(an_answer(source=Source.STORE), path=KvPath.DIRECT) is not None
+
+
+def test_a_request_that_failed_is_bad():
+    assert complain(None) == "no answer"
+
+
+def test_a_verdict_sums_up():
+    verdict = judge(KvPath.STORE, [an_answer()] * 3, [an_answer(), an_answer((1, 2, 4)), None], [])
+
+    assert verdict.ok
+    assert (verdict.prompts, verdict.identical) == (3, 1)
+    assert (verdict.blocks_moved, verdict.bytes_moved) == (4, 4 * 4096)
+    assert (verdict.ttft_ms, verdict.tpot_ms) == (10, 3)
+
+
+def test_one_complaint_is_enough_for_a_bad_verdict():
+    assert not judge(KvPath.STORE, [an_answer()], [an_answer()], ["token 2 differs"]).ok
+
+
+def test_a_cluster_that_did_not_start_counts_nothing():
+    verdict = judge(KvPath.DIRECT, [an_answer()], [None], ["no answer"])
+
+    assert (verdict.identical, verdict.blocks_moved, verdict.ttft_ms, verdict.tpot_ms) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "moved", "held", "good"),
+    [
+        (32, 0, 0, True),  # its only full block ends with the token that is always computed
+        (33, 0, 0, False),
+        (33, 1, 0, True),
+        (33, 0, 1, True),  # the decode engine had it
+        (97, 0, 2, False),  # it had two of three, so the third had to come
+        (97, 1, 2, True),
+    ],
+)
+def test_blocks_must_move_unless_the_engine_has_them(tokens, moved, held, good):
+    assert blocks_received(an_answer(moved=moved, held=held), KvPath.STORE, tokens, BLOCK) is good
+
+
+@pytest.mark.parametrize("path", list(KvPath))
+def test_routers_of_the_check_let_prompts_wait_as_long_as_the_check(path):
+    topology = disaggregated(Topology(), path)
+
+    assert topology.router.max_queue_seconds * SECOND >= WITHIN[path]

@@ -1,0 +1,29 @@
+"""What is wrong with a value, and where."""
+
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from fleet.core.errors import split_validation_error
+
+
+class Value(msgspec.Struct, forbid_unknown_fields=True):
+    named: dict[Annotated[str, msgspec.Meta(pattern="^a+$")], int] = {}
+    rows: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([], ("Expected `object`, got `array`", "")),
+        ({"rows": [1, "x"]}, ("Expected `int`, got `str`", ".rows[1]")),
+        ({"named": {"a": "x"}}, ("Expected `int`, got `str`", ".named[...]")),
+        ({"named": {"b": 1}}, ("its keys: Expected `str` matching regex '^a+$'", ".named")),
+        ({"more": 1}, ("Object contains unknown field `more`", "")),
+    ],
+)
+def test_a_misfit_is_told_apart_into_its_cause_and_its_place(value, told):
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(value, Value)
+    assert split_validation_error(refused.value) == told

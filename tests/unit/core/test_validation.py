@@ -1,0 +1,253 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleet.core.validation import validate
+from tests.support.builders import a_prompt, a_request, token_bytes
+from tests.support.router.fake_router import a_model_card
+
+ALLOWED = [
+    ("max_tokens", 1),
+    ("temperature", 0),
+    ("temperature", 2.0),
+    ("top_p", 1e-9),
+    ("top_p", 1),
+    ("top_k", 0),
+    ("top_k", 2**31 - 1),
+    ("min_p", 0),
+    ("min_p", 1),
+    ("seed", 0),
+    ("seed", 2**64 - 1),
+    ("presence_penalty", -2),
+    ("frequency_penalty", 2),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 2),
+    ("min_tokens", 0),
+    ("logprobs", 0),
+    ("logprobs", 20),
+]
+REFUSED = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 10**30),
+    ("temperature", -0.01),
+    ("temperature", 2.01),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("top_k", 2**31),
+    ("min_p", -0.1),
+    ("min_p", 1.1),
+    ("min_p", math.nan),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("presence_penalty", -2.1),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -math.inf),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 2.1),
+    ("repetition_penalty", math.nan),
+    ("min_tokens", -1),
+    ("logprobs", -1),
+    ("logprobs", 21),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ALLOWED)
+def test_the_ends_of_every_range_are_allowed(name, value):
+    validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_is_outside_its_range_is_refused_by_name(name, value):
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(sampling=Sampling(**{name: value})), a_model_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, f"sampling.{name}")
+    assert refused.value.message.startswith(f"sampling.{name}: ")
+    assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"id": ""}, "request_id"),
+        ({"id": "a b"}, "request_id"),
+        ({"id": "a\n"}, "request_id"),
+        ({"id": "x" * 129}, "request_id"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"session": "s" * 257}, "session"),
+        ({"pin": "w" * 257}, "pin"),
+        ({"labels": ("l",) * 17}, "labels"),
+        ({"labels": ("fast", "l" * 257)}, "labels[1]"),
+        ({"expected_tokens": -1}, "expected_tokens"),
+        ({"expected_tokens": 2**31}, "expected_tokens"),
+        ({"tenant": "t" * 257}, "tenant"),
+        ({"stop": ("",)}, "stop[0]"),
+        ({"stop": ("a", "b" * 257)}, "stop[1]"),
+        ({"stop": ("a",) * 17}, "stop"),
+        ({"prompt": TextPrompt("")}, "text"),
+        ({"prompt": TokenPrompt(b"")}, "token_ids"),
+        ({"prompt": ChatPrompt(())}, "chat.messages"),
+        ({"prompt": ChatPrompt((ChatMessage(role="", content="x"),))}, "chat.messages[0].role"),
+        ({"prompt": TokenPrompt(token_bytes([1, 500, 2]))}, "token_ids[1]"),
+        ({"sampling": Sampling(stop_token_ids=(1, 500))}, "sampling.stop_token_ids[1]"),
+        ({"sampling": Sampling(stop_token_ids=(-1,))}, "sampling.stop_token_ids[0]"),
+        ({"sampling": Sampling(stop_token_ids=(1,) * 1025)}, "sampling.stop_token_ids"),
+        ({"sampling": Sampling(min_tokens=17, max_tokens=16)}, "sampling.min_tokens"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_its_path(fields, field):
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(**fields), a_model_card(), 10, vocab_size=500)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+
+
+FORMS = [
+    (JsonSchema(""), "sampling.form", "0 characters"),
+    (JsonSchema("{"), "sampling.form", "not valid JSON"),
+    (JsonSchema("[]"), "sampling.form", "expected `object`"),
+    (JsonSchema('{"a":' * 100_000), "sampling.form", "131072 are allowed"),
+    (JsonSchema('{"a":' * 20_000), "sampling.form", "nested too deeply"),
+    (Pattern("a" * 16_385), "sampling.form", "16384 are allowed"),
+    (Grammar("a" * 131_073), "sampling.form", "131072 are allowed"),
+    (Choice(()), "sampling.form", "0 choices"),
+    (Choice(("a",) * 257), "sampling.form", "257 choices"),
+    (Choice(("a", "")), "sampling.form", "0 characters"),
+    (Choice(("a" * 1025,)), "sampling.form", "1024 are allowed"),
+]
+
+
+@pytest.mark.parametrize(("form", "field", "said"), FORMS)
+def test_a_form_of_no_size_or_sense_is_refused_in_words(form, field, said):
+    with pytest.raises(RequestRejected, match=said) as refused:
+        validate(a_request(sampling=Sampling(form=form)), a_model_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+    assert len(refused.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    "form", [AnyObject(), JsonSchema("{}"), Pattern("a" * 16_384), Grammar("root ::= x"), Choice(("a" * 1024,) * 256)]
+)
+def test_forms_of_a_sound_size_are_left_to_the_engine(form):
+    validate(a_request(sampling=Sampling(form=form)), a_model_card(), 10)
+
+
+SPOKEN = ChatMessage(role="user", content="x")
+A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": true}}'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (ChatPrompt((SPOKEN,), tools="["), "chat.tools"),
+        (ChatPrompt((SPOKEN,), tools="{}"), "chat.tools"),
+        (ChatPrompt((SPOKEN,), tools='[{"type": "function"}]'), "chat.tools[0].function"),
+        (ChatPrompt((SPOKEN,), tools='[{"type": "browser", "function": {"name": "f"}}]'), "chat.tools[0].type"),
+        (ChatPrompt((SPOKEN,), tools=f'[{A_TOOL}, {{"type": "function", "function": {{"name": ""}}}}]'),
+         "chat.tools[1].function.name"),
+        (ChatPrompt((SPOKEN,), tools='[{"function": {"parameters": {"x": ' + "[" * 99_999), "chat.tools"),
+        (ChatPrompt((SPOKEN, ChatMessage(role="assistant", content="", tool_calls="[{}]"))),
+         "chat.messages[1].tool_calls[0].function"),
+        (ChatPrompt((ChatMessage(role="assistant", content="", tool_calls='[{"function": {"name": "f"}}]'),)),
+         "chat.messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_tools_and_calls_that_are_none_are_refused_by_their_path(prompt, field):
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(prompt=prompt), a_model_card(), 10)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+
+
+def test_tools_and_calls_as_the_openai_api_has_them_are_allowed():
+    call = '[{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]'
+    calling = ChatMessage(role="assistant", content="", tool_calls=call)
+    answering = ChatMessage(role="tool", content="1", tool_call_id="c1")
+
+    validate(a_request(prompt=ChatPrompt((SPOKEN, calling, answering), tools=f"[{A_TOOL}]")), a_model_card(), 10)
+
+
+def test_the_limits_themselves_are_allowed():
+    request = a_request(
+        id="x" * 128,
+        priority=-100,
+        session="s" * 256,
+        tenant="t" * 256,
+        stop=("b" * 256,) * 16,
+        prompt=TokenPrompt(token_bytes([0, 499])),
+        sampling=Sampling(stop_token_ids=(0, 499) * 512, min_tokens=16, max_tokens=16),
+    )
+
+    validate(request, a_model_card(), 2, vocab_size=500)
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers():
+    with pytest.raises(RequestRejected, match=r"101 tokens.* 100") as refused:
+        validate(a_request(prompt=TokenPrompt(a_prompt(101))), a_model_card(max_model_len=100), 101)
+
+    assert refused.value.field == "token_ids"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(fill_context=True), a_model_card(max_model_len=100), 100)
+
+    assert refused.value.field == "text"
+
+
+def test_an_answer_that_does_not_fit_is_refused_and_one_that_just_fits_is_not():
+    card = a_model_card(max_model_len=100)
+    validate(a_request(sampling=Sampling(max_tokens=10)), card, 90)
+
+    with pytest.raises(RequestRejected, match="at most 10") as refused:
+        validate(a_request(sampling=Sampling(max_tokens=11)), card, 90)
+
+    assert refused.value.field == "sampling.max_tokens"
+
+
+def test_max_tokens_does_not_count_when_the_answer_may_fill_the_context():
+    validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_model_card(max_model_len=100), 99)
+
+    with pytest.raises(RequestRejected) as refused:
+        validate(a_request(fill_context=True, sampling=Sampling(min_tokens=2)), a_model_card(max_model_len=100), 99)
+
+    assert refused.value.field == "sampling.min_tokens"
+
+
+def test_lengths_are_not_checked_before_the_prompt_is_tokenised():
+    validate(a_request(sampling=Sampling(max_tokens=10_000)), a_model_card(max_model_len=100), None)
+
+
+@given(field=st.sampled_from([("temperature", 0, 2), ("min_p", 0, 1), ("presence_penalty", -2, 2)]), value=st.floats())
+def test_of_all_floats_exactly_those_in_the_range_are_allowed(field, value):
+    name, low, high = field
+    request = a_request(sampling=Sampling(**{name: value}))
+
+    if low <= value <= high:
+        validate(request, a_model_card(), 1)
+    else:
+        with pytest.raises(RequestRejected, match=name):
+            validate(request, a_model_card(), 1)

@@ -1,0 +1,65 @@
+"""A router's own numbers as metrics."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fleet.core.requests import Finish
+from fleet.core.roles import Role
+from fleet.frontend.metrics.router import COUNTERS, WORKER_GAUGES, RouterMetrics
+from fleet.router.state.snapshot import RouterCounters, WorkerSnapshot
+from tests.support.builders import an_arrival
+from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
+
+
+def told(router):
+    registry = CollectorRegistry()
+    registry.register(RouterMetrics(router.machine.snapshot))
+    return generate_latest(registry).decode().splitlines()
+
+
+def test_what_workers_have_booked_and_what_was_decided_is_read_when_it_is_asked_for():
+    router = RouterMachineDriver(("d1", Role.DECODE), oversubscribe=0.01)
+    first = the(Dispatch, router.send(an_arrival(tokens=100)))
+    router.send(an_arrival(request_id="waits"))
+
+    lines = told(router)
+
+    assert "fleet_active_requests 2.0" in lines
+    assert "fleet_queued_requests 1.0" in lines
+    labels = 'model="tiny",role="decode",worker="d1"'
+    assert f"fleet_worker_booked_requests{{{labels}}} 1.0" in lines
+    assert f"fleet_worker_booked_prefill_tokens{{{labels}}} 100.0" in lines
+    assert 'fleet_placements_total{why="short_uncached_prompt"} 1.0' in lines
+    router.step(first, 1, finish=Finish.STOP)
+    assert "fleet_queued_requests 0.0" in told(router)
+
+
+def test_refusals_are_told_by_reason_and_cause():
+    router = RouterMachineDriver()
+    router.send(an_arrival())
+    lines = told(router)
+    assert 'fleet_refused_requests_total{reason="no_worker"} 1.0' in lines
+    assert 'fleet_impossible_requests_total{cause="no_worker"} 1.0' in lines
+
+
+def test_every_number_is_one_that_the_router_has():
+    assert COUNTERS.keys() <= set(RouterCounters.__struct_fields__)
+    assert WORKER_GAUGES.keys() <= set(WorkerSnapshot.__struct_fields__)
+
+
+def test_a_directory_that_does_not_answer_is_told_and_one_that_there_is_not_is_not():
+    router, said = RouterMachineDriver(), []
+    for answer in (True, False, None):
+        registry = CollectorRegistry()
+        registry.register(RouterMetrics(router.machine.snapshot, directory=lambda found=answer: found))
+        lines = generate_latest(registry).decode().splitlines()
+        said.append([line for line in lines if line.startswith("fleet_directory_reachable")])
+
+    assert said == [["fleet_directory_reachable 1.0"], ["fleet_directory_reachable 0.0"], []]
+
+
+def test_tasks_of_the_event_loop_are_told_where_somebody_counts_them():
+    router, registry = RouterMachineDriver(), CollectorRegistry()
+    registry.register(RouterMetrics(router.machine.snapshot, tasks=lambda: 4))
+
+    assert "fleet_tasks 4.0" in generate_latest(registry).decode().splitlines()
+    assert not any(line.startswith("fleet_tasks") for line in told(router))

@@ -1,0 +1,141 @@
+"""What prompts for foreign servers have in common, by key."""
+
+import json
+
+import pytest
+from msgspec import Raw
+
+from fleet.core.ids import ModelName
+from fleet.core.system_clock import SystemClock
+from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
+from fleet.frontend.text.codec import load_codec
+from fleet.router.kv_index.prefix_index import keys_of
+from kvstore.block import HashAlgorithm, chain
+
+NOTHING = Raw()
+
+
+def a_reader(model_dir=None, *, named_by_workers: bool = False, block_tokens: int = 16) -> PromptReader:
+    codec = load_codec(model_dir) if model_dir else None
+    private = None if named_by_workers else SecretBlockKeys()
+    return PromptReader(ModelName("m"), [block_tokens], codec, SystemClock(), private)
+
+
+def raw(value: object) -> Raw:
+    return Raw(json.dumps(value).encode())
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    same = [mine == its for mine, its in zip(one, other, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_prompts_that_begin_alike_have_the_beginning_in_common(model_dir, with_tokenizer):
+    reader = a_reader(model_dir if with_tokenizer else None)
+    one = reader.read(raw("the quick brown fox " * 40 + "jumps"), NOTHING, NOTHING)
+    other = reader.read(raw("the quick brown fox " * 40 + "sleeps"), NOTHING, NOTHING)
+    third = reader.read(raw("a lazy dog " + "the quick brown fox " * 40), NOTHING, NOTHING)
+
+    assert common(one.keys[16], other.keys[16]) >= len(one.keys[16]) - 1 > 5
+    assert common(one.keys[16], third.keys[16]) == 0
+
+
+def test_a_conversation_that_goes_on_begins_with_what_it_was():
+    reader = a_reader()
+    messages = [{"role": "user", "content": "x" * 500}]
+    before = reader.read(NOTHING, raw(messages), NOTHING)
+    after = reader.read(NOTHING, raw([*messages, {"role": "assistant", "content": "y" * 500}]), NOTHING)
+
+    assert common(before.keys[16], after.keys[16]) >= len(before.keys[16]) - 1 > 5
+
+
+def test_with_a_tokenizer_keys_are_those_of_its_tokens(model_dir):
+    codec = load_codec(model_dir)
+    text = "the quick brown fox " * 20
+    read = a_reader(model_dir, named_by_workers=True).read(raw(text), NOTHING, NOTHING)
+
+    assert read.tokens == codec.encode(text)
+    assert read.keys[16] == keys_of(chain(read.tokens, 16, algorithm=HashAlgorithm.XXH3_128))
+
+
+def test_a_prompt_of_tokens_is_taken_as_it_is(model_dir):
+    read = a_reader(model_dir).read(raw([1, 2, 3]), NOTHING, NOTHING)
+
+    assert read.tokens == b"".join(token.to_bytes(4, "little") for token in (1, 2, 3))
+
+
+def test_a_key_stands_for_all_that_is_before_its_block(model_dir):
+    reader = a_reader(model_dir)
+    one = reader.read(raw([*range(16), *range(16)]), NOTHING, NOTHING).keys[16]
+    other = reader.read(raw([*range(1, 17), *range(16)]), NOTHING, NOTHING).keys[16]
+
+    assert len({*one, *other}) == 4
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_what_follows_different_images_shares_no_block_and_what_comes_before_them_does(model_dir, with_tokenizer):
+    reader = a_reader(model_dir if with_tokenizer else None)
+
+    def keys(image: str) -> tuple[int, ...]:
+        text = {"type": "text", "text": "the quick brown fox " * 40}
+        shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        return reader.read(NOTHING, raw([{"role": "user", "content": [text, shown, text]}]), NOTHING).keys[16]
+
+    one, other = keys("AAAA" * 100), keys("BBBB" * 100)
+
+    before = common(one, other)
+    assert 5 < before < len(one) // 2
+    assert not set(one[before:]) & set(other[before:])
+    assert keys("AAAA" * 100) == one
+
+
+def test_tools_make_another_prompt_of_the_same_messages(model_dir):
+    reader = a_reader(model_dir)
+    messages = raw([{"role": "user", "content": "the quick brown fox " * 40}])
+    tools = raw([{"type": "function", "function": {"name": "f"}}])
+
+    assert common(reader.read(NOTHING, messages, tools).keys[16], reader.read(NOTHING, messages, NOTHING).keys[16]) == 0
+
+
+def test_routers_with_one_secret_have_names_of_blocks_in_common_and_others_have_not():
+    one, same, other, alone, also_alone = (SecretBlockKeys(secret) for secret in ("a", "a", "b", "", ""))
+    tokens = bytes(range(256)) * 4
+    named = [keys(tokens, 16, salt) for keys in (one, other, alone, also_alone) for salt in (b"", b"salt" * 8)]
+
+    assert (same.fingerprint, same(tokens, 16, b"")) == (one.fingerprint, named[0])
+    assert same(tokens, 16, b"salt" * 8) == named[1]
+    assert len({key for keys in named for key in keys}) == sum(map(len, named)) == 8 * 16
+    assert len({one.fingerprint, other.fingerprint, 0}) == 3
+    assert alone.fingerprint == also_alone.fingerprint == 0  # which says that nobody else has its names
+
+
+@pytest.mark.parametrize(
+    ("prompt", "messages"),
+    [
+        (b'"\\ud800"', b""),
+        (b'"\xff"', b""),
+        (b"[-1]", b""),
+        (b"[99999999999]", b""),
+        (b'["a", "b"]', b""),
+        (b"null", b""),
+        (b"", b""),
+        (b"", b"[]"),
+        (b"", b'[{"role": "wizard", "content": "x"}]'),
+        (b"", b'[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'),
+        (b"", b'[{"role": "user"}]'),
+        (b"", b'{"role": "user"}'),
+    ],
+)
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_what_cannot_be_understood_is_left_to_the_server(model_dir, prompt, messages, with_tokenizer):
+    read = a_reader(model_dir if with_tokenizer else None).read(Raw(prompt), Raw(messages), NOTHING)
+
+    assert len(read.tokens) <= max(len(prompt), len(messages), 64)
+
+
+def test_what_nobody_caches_has_nothing_in_common():
+    read = a_reader().uncached(raw("x" * 4000))
+
+    assert read.keys == {16: ()}
+    assert len(read.tokens) > 4000

@@ -1,0 +1,74 @@
+"""What a client is told last of a request that is refused while its answer comes."""
+
+import pytest
+
+from fleet.core.clock import Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import RequestId
+from fleet.frontend.openai.relay import RelayedRequest
+from fleet.net.http.exchange import Exchange
+from fleet.net.http.messages import HttpHead, HttpRequest
+
+EVENT = b"9\r\ndata: a\n\n\r\n"
+REQUEST = HttpRequest(
+    HttpHead(method="POST", path="/v1/completions", headers={}, keep_alive=True, chunked_answer=True), b"{}"
+)
+
+
+class Line:
+    """To the client."""
+
+    old = False
+
+    def __init__(self):
+        self.written = b""
+        self.kept_alive = None
+
+    def relay(self, _source):
+        return self
+
+    def write(self, pieces):
+        self.written += b"".join(pieces)
+
+    def finished(self, *, keep_alive):
+        self.kept_alive = keep_alive
+
+
+class Flow:
+    """An answer of which one event has come in this turn."""
+
+    def __init__(self, line, *, at_event_boundary):
+        self._line = line
+        self._at_boundary = at_event_boundary
+
+    def flush(self):
+        self._line.written += EVENT
+
+    def at_event_boundary(self):
+        return self._at_boundary
+
+    def send_last_event(self, event):
+        pass
+
+
+class Relay:
+    takes_keys = False
+
+    def first_byte(self, relayed):
+        pass
+
+    def ended(self, relayed, refused):
+        pass
+
+
+@pytest.mark.parametrize("at_event_boundary", [True, False])
+def test_an_error_goes_behind_what_came_in_the_same_turn(at_event_boundary):
+    line = Line()
+    relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
+    relayed.begin(None, Flow(line, at_event_boundary=at_event_boundary))
+
+    relayed.refuse(RequestRejected(Reason.DRAINING, "this router is going away"))
+
+    assert line.written.startswith(EVENT)
+    assert (b"going away" in line.written.removeprefix(EVENT)) == at_event_boundary
+    assert line.kept_alive is False

@@ -1,0 +1,326 @@
+import json
+
+import pytest
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason, RequestRejected, invalid
+from fleet.core.ids import RequestId
+from fleet.core.requests import (
+    AnyObject,
+    ChatMessage,
+    ChatPrompt,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Pattern,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleet.core.roles import KvPath, Placement
+from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
+from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.net.status_codes import REASON_STATUSES, rename_field
+from tests.support.builders import token_bytes
+
+ID = RequestId("r1")
+NOW = Nanos(5 * SECOND)
+
+
+def completion(**fields: object):
+    return read_completion(json.dumps({"prompt": "x", **fields}).encode(), ID, NOW)
+
+
+def chat(**fields: object):
+    return read_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode(), ID, NOW)
+
+
+def test_what_is_absent_or_null_takes_openais_defaults():
+    nothing = dict.fromkeys(
+        ("temperature", "max_tokens", "stop", "seed", "stream", "n", "tools", "logprobs", "fleet", "model")
+    )
+
+    for asked in (completion(), completion(**nothing)):
+        assert asked.request.sampling == Sampling(max_tokens=16, temperature=1.0)
+        assert (asked.request.fill_context, asked.stream, asked.request.deadline) == (False, False, None)
+    for asked in (chat(), chat(**nothing)):
+        assert asked.request.fill_context
+
+
+def test_every_field_of_sampling_is_read():
+    sent = {
+        "max_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "seed": 3,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [1, 2],
+        "logprobs": 5,
+    }
+
+    asked = completion(**sent)
+
+    assert asked.request.sampling == Sampling(**{**sent, "stop_token_ids": (1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("text", TextPrompt("text")),
+        (["text"], TextPrompt("text")),
+        ([1, 2], TokenPrompt(token_bytes([1, 2]))),
+        ([[1, 2]], TokenPrompt(token_bytes([1, 2]))),
+        ([], TokenPrompt(b"")),
+    ],
+)
+def test_a_prompt_may_be_text_or_tokens(prompt, read):
+    assert completion(prompt=prompt).request.prompt == read
+
+
+def test_a_conversation_may_come_in_parts():
+    messages = [
+        {"role": "system", "content": "be brief", "name": "Ada", "audio": "ignored"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+
+    prompt = chat(messages=messages).request.prompt
+
+    assert prompt == ChatPrompt(
+        (ChatMessage(role="system", content="be brief", name="Ada"), ChatMessage(role="user", content="ab"))
+    )
+
+
+def test_the_newer_name_of_max_tokens_wins_and_is_the_one_in_errors():
+    asked = chat(max_tokens=5, max_completion_tokens=6)
+
+    assert asked.request.sampling.max_tokens == 6
+    assert asked.names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(max_tokens=5).names["sampling.max_tokens"] == "max_tokens"
+
+
+def test_chat_log_probabilities_need_their_switch():
+    assert chat(logprobs=True).request.sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).request.sampling.logprobs == 3
+    assert chat(logprobs=False).request.sampling.logprobs is None
+    with pytest.raises(RequestRejected) as refused:
+        chat(top_logprobs=3)
+    assert refused.value.field == "top_logprobs"
+
+
+def test_stop_may_be_one_string_or_several():
+    assert completion(stop="a").request.stop == ("a",)
+    assert completion(stop=["a", "b"]).request.stop == ("a", "b")
+
+
+def test_fleets_own_options_are_read():
+    options = {
+        "placement": "disaggregated",
+        "kv_path": "store",
+        "session": "s",
+        "tenant": "t",
+        "priority": 3,
+        "timeout_ms": 250,
+        "return_token_ids": True,
+    }
+
+    asked = completion(fleet=options)
+
+    request = asked.request
+    assert (request.placement, request.kv_path) == (Placement.DISAGGREGATED, KvPath.STORE)
+    assert (request.session, request.tenant, request.priority) == ("s", "t", 3)
+    assert request.deadline == NOW + 250 * MILLISECOND
+    assert asked.return_token_ids
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+SCHEMA_TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{}}}'
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize(
+    ("fields", "form", "called"),
+    [
+        ({"response_format": {"type": "text"}}, None, "form"),
+        ({"response_format": {"type": "json_object"}}, AnyObject(), "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            JsonSchema(SCHEMA_TEXT),
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, JsonSchema(SCHEMA_TEXT), "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, AnyObject(), "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a+"}}, Pattern("a+"), "structured_outputs.regex"),
+        ({"guided_json": SCHEMA_TEXT}, JsonSchema(SCHEMA_TEXT), "guided_json"),
+        ({"guided_choice": ["a", "b"]}, Choice(("a", "b")), "guided_choice"),
+        ({"guided_grammar": "root ::= x"}, Grammar("root ::= x"), "guided_grammar"),
+    ],
+)
+def test_what_the_answer_must_be_is_read_from_openais_fields_and_from_vllms(read, fields, form, called):
+    asked = read(**fields)
+
+    assert asked.request.sampling.form == form
+    assert asked.names.get("sampling.form") == called
+    assert asked.request.sampling.stateless == (form is None)
+
+
+def test_tools_go_with_the_conversation_unless_they_are_not_to_be_called():
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
+        assert json.loads(chat(tools=tools, **fields).request.prompt.tools) == tools
+    assert chat(tools=tools, tool_choice="none").request.prompt.tools == ""
+    assert chat(tools=[]).request.prompt.tools == ""
+
+
+def test_calls_and_what_tools_gave_are_part_of_the_conversation():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+    prompt = chat(
+        messages=[
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
+        ]
+    ).request.prompt
+
+    assert json.loads(prompt.messages[1].tool_calls) == [call]
+    assert (prompt.messages[1].content, prompt.messages[2].tool_call_id, prompt.messages[2].name) == ("", "c1", "f")
+
+
+def test_unknown_fields_and_those_that_ask_for_what_happens_anyway_are_taken():
+    completion(user="u", metadata={"a": 1}, n=1, best_of=1, echo=False, suffix="", logit_bias={}, something_new=[1])
+    chat(tools=[], response_format={"type": "text"}, parallel_tool_calls=True, store=False, modalities=["text"])
+
+
+REFUSED = [
+    ({"n": 2}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": "json"}, "response_format"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"stop_token_ids": [1, "x"]}, "stop_token_ids[1]"),
+    ({"fleet": {"placement": "somewhere"}}, "fleet.placement"),
+    ({"fleet": {"timeout_ms": -1}}, "fleet.timeout_ms"),
+    ({"fleet": {"colour": "red"}}, "fleet.colour"),
+]
+
+
+@pytest.mark.parametrize("read", [completion, chat])
+@pytest.mark.parametrize(("fields", "field"), REFUSED)
+def test_what_is_wrong_is_refused_under_the_name_the_client_wrote(read, fields, field):
+    with pytest.raises(RequestRejected) as refused:
+        read(**fields)
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+    assert refused.value.message.startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("read", "fields", "field"),
+    [
+        (completion, {"prompt": None}, "prompt"),
+        (completion, {"prompt": 5}, "prompt"),
+        (completion, {"prompt": ["a", "b"]}, "prompt"),
+        (completion, {"prompt": [[1], [2]]}, "prompt"),
+        (completion, {"prompt": [1, -2]}, "prompt[1]"),
+        (completion, {"prompt": [1, 2**32]}, "prompt[1]"),
+        (completion, {"prompt": [1, "a"]}, "prompt[1]"),
+        (completion, {"prompt": [1, True]}, "prompt[1]"),
+        (completion, {"logprobs": True}, "logprobs"),
+        (completion, {"tools": [{}]}, "tools"),
+        (chat, {"tools": [1]}, "tools[0]"),
+        (chat, {"tools": [{}], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (chat, {"messages": "hi"}, "messages"),
+        (chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (chat, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (chat, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        (chat, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_wrong_prompts_are_refused_by_their_path(read, fields, field):
+    with pytest.raises(RequestRejected) as refused:
+        read(**fields)
+
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"prompt": ', "not valid JSON"),
+        (b'{"prompt": "x"} trailing', "not valid JSON"),
+        (b'{"prompt": "x", "temperature": NaN}', "not valid JSON"),
+        (b'{"prompt": "\xff\xfe"}', "not valid UTF-8"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b"[]", "expected `object`"),
+        (b"[" * 100_000, "expected `object`"),
+        (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+        (b"null", "expected `object`"),
+        (b"{}", "prompt: object missing required field"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature: number out of range"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_words(body, said):
+    with pytest.raises(RequestRejected, match=said) as refused:
+        read_completion(body, ID, NOW)
+
+    assert refused.value.reason is Reason.INVALID_ARGUMENT
+
+
+def test_a_later_refusal_is_told_under_the_clients_names():
+    for path, name in (
+        ("text", "prompt"),
+        ("token_ids[3]", "prompt[3]"),
+        ("chat.messages[1].role", "messages[1].role"),
+        ("chat.tools[1].function.name", "tools[1].function.name"),
+        ("sampling.temperature", "temperature"),
+        ("sampling.stop_token_ids[2]", "stop_token_ids[2]"),
+        ("priority", "fleet.priority"),
+        ("stop[0]", "stop[0]"),
+        ("model", "model"),
+    ):
+        refused = rename_field(invalid(path, "is wrong"), OPENAI_FIELD_NAMES)
+        assert (refused.field, refused.message) == (name, f"{name}: is wrong")
+
+
+def test_every_reason_has_an_appearance_and_errors_of_clients_are_told_from_ours():
+    assert set(REASON_STATUSES) == set(Reason)
+    for reason, appearance in REASON_STATUSES.items():
+        assert 400 <= appearance.http < 600
+        assert (appearance.openai == "invalid_request_error") == (appearance.http in (400, 404, 413)), reason

@@ -1,0 +1,434 @@
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import ModelName
+from fleet.core.requests import (
+    Admitted,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    Finish,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.generation import INLINE_CHARACTERS, Generation
+from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.tokenizer_threads import MOST, TokenizerThreads
+from fleet.router.ports import TextCodec
+from fleet.router.tenants import Tenants, TenantSettings
+from kvstore.block import tenant_salt
+from tests.support.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
+from tests.support.frontend.text_model import END, EOS
+from tests.support.router.fake_router import FakeRouter, a_model_card
+
+SECRET = b"secret"
+
+
+class Stopped:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.instant = Nanos(10 * SECOND)
+
+    def now(self) -> Nanos:
+        return self.instant
+
+
+@pytest.fixture(scope="session")
+def codec(model_dir):
+    return load_codec(model_dir)
+
+
+@pytest.fixture
+def generations(codec):
+    """Makes generations, all of which have the same threads."""
+    threads = TokenizerThreads()
+
+    def make(
+        router: FakeRouter, codecs: Mapping[ModelName, TextCodec] | None = None, **tenants: TenantSettings
+    ) -> Generation:
+        metrics = RouterProcessMetrics(CollectorRegistry())
+        return Generation(
+            router,
+            {MODEL: codec} if codecs is None else codecs,
+            clock=Stopped(),
+            tenants=Tenants(tenants, Stopped().now()),
+            tenant_secret=SECRET,
+            metrics=metrics,
+            threads=threads,
+        )
+
+    yield make
+    threads.close()
+
+
+def ids_of(codec: TextCodec, text: str) -> list[int]:
+    return token_ids(codec.encode(text))[1:]  # without the token that begins a prompt
+
+
+async def collect(events: AsyncIterator[GenerateEvent]) -> tuple[str, list[int], Finished]:
+    text, tokens, finished = "", [], None
+    async for event in events:
+        match event:
+            case Admitted():
+                pass
+            case Delta():
+                text += event.text
+                tokens += event.token_ids
+            case Finished():
+                text += event.text
+                finished = event
+    assert finished is not None
+    return text, tokens, finished
+
+
+def outcomes(generation: Generation) -> dict[str, float]:
+    return {
+        sample.labels["outcome"]: sample.value
+        for metric in generation._metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "fleet_requests_total" and sample.value
+    }
+
+
+async def test_an_answer_has_its_text_usage_and_where_its_blocks_came_from(generations, codec):
+    answer = ids_of(codec, "the quick brown fox")
+    generation = generations(FakeRouter([*answer, EOS], step=2))
+
+    events = [event async for event in generation.generate(a_request(sampling=Sampling(max_tokens=100)))]
+
+    assert isinstance(events[0], Admitted)
+    text, tokens, finished = await collect(_again(events))
+    assert (text, tokens) == ("the quick brown fox", [*answer, EOS])
+    assert finished.finish is Finish.STOP
+    assert finished.usage.prompt_tokens == events[0].prompt_tokens == len(codec.encode("once upon a time")) // 4
+    assert finished.usage.completion_tokens == len(answer) + 1
+    assert [phase.worker_id for phase in finished.kv] == ["w1"]
+    assert outcomes(generation) == {"stop": 1}
+
+
+async def _again(events: list[GenerateEvent]) -> AsyncIterator[GenerateEvent]:
+    for event in events:
+        yield event
+
+
+async def test_engines_are_told_which_tokens_end_the_answer(generations):
+    router = FakeRouter([5])
+    generation = generations(router)
+
+    await collect(generation.generate(a_request(sampling=Sampling(stop_token_ids=(7, EOS)))))
+    await collect(generation.generate(a_request(sampling=Sampling(stop_token_ids=(7,), ignore_eos=True))))
+
+    assert [arrived.sampling.stop_token_ids for arrived in router.submitted] == [(7, EOS, END), (7,)]
+
+
+async def test_a_stop_string_cancels_the_engine_and_counts_only_what_came_before(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over the lazy dog"))
+    generation = generations(router)
+
+    text, tokens, finished = await collect(
+        generation.generate(a_request(stop=("n fox j", "lazy"), sampling=Sampling(max_tokens=100)))
+    )
+
+    assert (text, finished.finish) == ("the quick brow", Finish.STOP)
+    assert finished.usage.completion_tokens == len(tokens) == router.steps_taken < len(router.answer)
+    assert router.cancelled == ["r1"]
+    assert outcomes(generation) == {"stop": 1}
+
+
+async def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over the lazy dog"))
+    router.cached_blocks = 2
+    request = a_request(prompt=TokenPrompt(a_prompt(100)), stop=("fox",), sampling=Sampling(max_tokens=100))
+
+    _, _, finished = await collect(generations(router).generate(request))
+
+    assert router.cancelled == ["r1"]
+    (phase,) = finished.kv
+    assert (phase.worker_id, phase.report.prompt_blocks) == ("w1", 4)
+    assert finished.usage.cached_tokens == phase.report.cached_tokens == 2 * BLOCK_TOKENS
+
+
+async def test_the_engine_is_stopped_before_a_slow_client_takes_the_last_text(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox"))
+    stop = codec.token_text(router.answer[0])
+
+    async with aclosing(generations(router).generate(a_request(stop=(stop,)))) as events:
+        assert isinstance(await anext(events), Admitted)
+        assert isinstance(await anext(events), Delta)
+        assert router.cancelled == ["r1"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(
+    answer=st.lists(st.integers(3, 500), max_size=24),
+    stop=st.lists(st.sampled_from(["e", "t", "the", "ö", " ", "qu", "\ufffd"]), min_size=1, max_size=3, unique=True),
+    step=st.integers(1, 6),
+)
+async def test_streamed_text_is_the_whole_text_cut_at_the_first_stop_string_for_any_tokens(
+    answer, stop, step, generations, codec
+):
+    whole, _, _ = await collect(
+        generations(FakeRouter(answer, step=step)).generate(a_request(sampling=Sampling(max_tokens=99)))
+    )
+    cut = (
+        min((whole.find(one) + len(one), whole.find(one)) for one in [*stop, whole + "x"] if one in whole)
+        if any(one in whole for one in stop)
+        else None
+    )
+
+    text, _, finished = await collect(
+        generations(FakeRouter(answer, step=step)).generate(
+            a_request(stop=tuple(stop), sampling=Sampling(max_tokens=99))
+        )
+    )
+
+    assert text == (whole if cut is None else whole[: cut[1]])
+    assert finished.finish is (Finish.LENGTH if cut is None else Finish.STOP)
+
+
+async def test_closing_the_iterator_cancels_the_request(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox"))
+    generation = generations(router)
+
+    async with aclosing(generation.generate(a_request())) as events:
+        await anext(events)
+        await anext(events)
+        assert generation.running == 1
+
+    assert router.cancelled == ["r1"]
+    assert generation.running == 0
+    assert outcomes(generation) == {"cancelled": 1}
+
+
+async def test_cancelling_the_task_cancels_the_request(generations):
+    router = FakeRouter([5], step=1)
+    router.hold_after = 0
+    generation = generations(router)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(collect(generation.generate(a_request())))
+        await router.until(router.submitted)
+
+        task.cancel()
+
+    assert router.cancelled == ["r1"]
+    assert outcomes(generation) == {"cancelled": 1}
+
+
+async def test_a_request_that_could_not_be_completed_is_refused_with_the_routers_reason(generations):
+    router = FakeRouter([5, 6, 7])
+    router.break_after = 2
+    generation = generations(router)
+
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generation.generate(a_request()))
+
+    assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.WORKER_LOST, 1500)
+    assert outcomes(generation) == {"worker_lost": 1}
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+async def test_what_was_void_is_not_in_an_answer_started_over(generations, codec, after):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
+    expected = [event async for event in generations(router).generate(a_request(whole=True))]
+    router.start_over_after = after
+
+    events = [event async for event in generations(router).generate(a_request(whole=True))]
+
+    assert events == expected
+    assert [type(event) for event in events] == [Admitted, Delta, Finished]
+    assert router.submitted[-1].whole
+
+
+async def test_a_whole_answer_is_what_a_stream_of_it_would_be(generations, codec):
+    router = FakeRouter(ids_of(codec, "the quick brown fox jumps over"))
+    request = a_request(stop=("fox",))
+    pieces = [event async for event in generations(router).generate(request)]
+    whole = [event async for event in generations(router).generate(structs.replace(request, whole=True))]
+
+    deltas = [event for event in pieces if isinstance(event, Delta)]
+    (delta,) = [event for event in whole if isinstance(event, Delta)]
+    assert len(deltas) > 1
+    assert delta.text == "".join(each.text for each in deltas)
+    assert delta.token_ids == tuple(token for each in deltas for token in each.token_ids)
+    assert whole[-1] == pieces[-1]
+
+
+async def test_a_bug_counts_as_internal_and_is_not_hidden(generations):
+    router = FakeRouter([5])
+    router.bug = ZeroDivisionError("bug")
+    generation = generations(router)
+
+    with pytest.raises(ZeroDivisionError):
+        await collect(generation.generate(a_request()))
+
+    assert outcomes(generation) == {"internal": 1}
+    assert generation.running == 0
+
+
+@pytest.mark.parametrize(
+    ("cards", "model", "reason", "said"),
+    [
+        ((a_model_card(),), "other", Reason.MODEL_NOT_FOUND, "'other' is not served here; served: tiny"),
+        ((), MODEL, Reason.NO_WORKER, "no worker serves 'tiny' now"),
+        ((), "", Reason.NO_WORKER, "no worker serves any model yet"),
+        ((a_model_card(), a_model_card(name="big")), "", Reason.INVALID_ARGUMENT, "must be one of big, tiny"),
+        ((a_model_card(), a_model_card(name="big")), "big", Reason.MODEL_NOT_FOUND, "served: tiny"),
+    ],
+)
+async def test_a_model_that_is_not_served_is_refused_with_those_that_are(generations, cards, model, reason, said):
+    router = FakeRouter([5], cards=cards)
+
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generations(router).generate(a_request(model=model)))
+
+    assert refused.value.reason is reason
+    assert said in refused.value.message
+    assert router.submitted == []
+    assert (refused.value.retry_after_ms > 0) == (reason is Reason.NO_WORKER)
+
+
+async def test_the_only_model_needs_no_name(generations):
+    events = [event async for event in generations(FakeRouter([5])).generate(a_request(model=""))]
+
+    assert isinstance(events[0], Admitted)
+    assert events[0].model == MODEL
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        a_request(prompt=TextPrompt("")),
+        a_request(prompt=TokenPrompt(a_prompt(5000))),
+        a_request(sampling=Sampling(temperature=-1)),
+        a_request(sampling=Sampling(max_tokens=4096)),
+        a_request(prompt=ChatPrompt((ChatMessage(role="wizard", content="x"),))),
+        a_request(deadline=Nanos(10 * SECOND)),
+    ],
+)
+async def test_nothing_is_submitted_before_everything_was_checked(generations, request_: GenerateRequest):
+    router = FakeRouter([5])
+
+    with pytest.raises(RequestRejected):
+        await collect(generations(router).generate(request_))
+
+    assert router.submitted == []
+
+
+async def test_a_deadline_that_has_passed_is_told_from_a_wrong_request(generations):
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generations(FakeRouter([5])).generate(a_request(deadline=Nanos(1))))
+
+    assert (refused.value.reason, refused.value.field) == (Reason.DEADLINE_PASSED, "timeout_ms")
+
+
+async def test_an_answer_may_fill_what_the_prompt_leaves(generations):
+    router = FakeRouter([5], cards=[a_model_card(max_model_len=100)])
+
+    await collect(generations(router).generate(a_request(prompt=TokenPrompt(a_prompt(30)), fill_context=True)))
+
+    assert router.submitted[0].sampling.max_tokens == 70
+
+
+async def test_tenants_get_salts_of_their_own(generations):
+    router = FakeRouter([5])
+    generation = generations(router)
+
+    for tenant in ("", "a", "b"):
+        await collect(generation.generate(a_request(tenant=tenant)))
+
+    assert [arrived.salt for arrived in router.submitted] == [b"", tenant_salt(SECRET, "a"), tenant_salt(SECRET, "b")]
+
+
+async def test_two_running_requests_cannot_have_one_id(generations):
+    router = FakeRouter([5])
+    router.hold_after = 0
+    generation = generations(router)
+    async with aclosing(generation.generate(a_request())) as events:
+        await anext(events)
+
+        with pytest.raises(RequestRejected) as refused:
+            await collect(generation.generate(a_request()))
+
+    assert refused.value.field == "request_id"
+    router.release.set()
+    await collect(generation.generate(a_request()))  # free again
+
+
+class Slow:
+    """A codec that tokenises as long as a test wants."""
+
+    def __init__(self, codec: TextCodec, threads_may_go: "asyncio.Event") -> None:
+        self._codec = codec
+        self._may_go = threads_may_go
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._codec, name)
+
+    def encode(self, text: str) -> bytes:
+        while not self._may_go.is_set():
+            pass
+        return self._codec.encode("x")
+
+
+async def test_long_prompts_leave_the_loop_free_and_wait_in_bounded_number(generations, codec):
+    may_go = asyncio.Event()
+    router = FakeRouter([5])
+    generation = generations(router, {MODEL: Slow(codec, may_go)})
+    text = "x" * (INLINE_CHARACTERS + 1)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(MOST):
+                tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
+            await asyncio.sleep(0)  # the loop still turns
+            with pytest.raises(RequestRejected) as refused:
+                await collect(generation.generate(a_request(id="one-more", prompt=TextPrompt(text))))
+            may_go.set()
+    finally:
+        may_go.set()
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    assert len(router.completed) == MOST
+
+
+async def test_a_request_proves_its_tenant_by_its_key_and_gets_that_tenants_salt(generations):
+    router = FakeRouter(answer=[7])
+    generation = generations(router, acme=TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),)))
+
+    await collect(generation.generate(a_request(sampling=Sampling(max_tokens=1)), "Bearer key"))
+    with pytest.raises(RequestRejected) as caught:
+        await collect(generation.generate(a_request(), "Bearer other"))
+
+    (arrived,) = router.submitted
+    assert (arrived.tenant, arrived.salt) == ("acme", tenant_salt(SECRET, "acme"))
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+
+
+async def test_prompts_and_answers_are_charged_to_their_tenant_and_nothing_is_submitted_beyond_its_limit(generations):
+    router = FakeRouter(answer=[7, 8, 9, 10])
+    generation = generations(router, acme=TenantSettings(tokens_per_minute=13))
+    asked = a_request(prompt=TokenPrompt(a_prompt(10)), tenant="acme", sampling=Sampling(max_tokens=3))
+
+    events = [event async for event in generation.generate(asked)]
+    with pytest.raises(RequestRejected) as caught:
+        await collect(generation.generate(asked))
+
+    assert isinstance(events[0], Admitted)
+    assert events[0].allowance.tokens.remaining == 3
+    assert caught.value.reason is Reason.RATE_LIMITED
+    assert len(router.submitted) == 1

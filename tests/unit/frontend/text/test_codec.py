@@ -1,0 +1,273 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from fleet.core.errors import ConfigurationRefused, RequestRejected
+from fleet.core.requests import ChatMessage
+from fleet.frontend.text import codec as text_codec
+from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.decoder import REPLACEMENT, WindowDecoder
+from tests.support.builders import token_bytes, token_ids
+from tests.support.frontend.text_model import BOS, END, EOS, write_json, write_model, write_sentencepiece_model
+
+SAMPLE = "Größe 漢字 🎉 the quick\n\tfox"
+
+
+@pytest.fixture(scope="session")
+def codec(model_dir):
+    return load_codec(model_dir)
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir):
+    return Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_dir(tmp_path_factory):
+    return write_sentencepiece_model(tmp_path_factory.mktemp("sentencepiece"))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece(sentencepiece_dir):
+    return load_codec(sentencepiece_dir)
+
+
+def test_a_prompt_gets_the_models_own_special_tokens(codec, reference):
+    assert token_ids(codec.encode(SAMPLE)) == reference.encode(SAMPLE).ids
+    assert token_ids(codec.encode(SAMPLE))[0] == BOS
+
+
+@given(text=st.text(max_size=60))
+def test_ids_are_those_of_the_reference_tokenizer(text, codec, reference):
+    assert token_ids(codec.encode(text)) == reference.encode(text).ids
+
+
+def test_another_tokenizer_is_used_where_the_fast_one_gives_other_ids(model_dir, monkeypatch, reference):
+    class Fast:
+        @staticmethod
+        def from_file(path: str) -> "Fast":
+            return Fast()
+
+        def no_truncation(self) -> None: ...
+        def no_padding(self) -> None: ...
+        def enable_segment_cache(self, max_bytes: int) -> None: ...
+        def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
+            return token_bytes([1, 2, 3]), b""
+
+    monkeypatch.setattr(text_codec.fastokens, "Tokenizer", Fast)
+
+    assert token_ids(load_codec(model_dir).encode(SAMPLE)) == reference.encode(SAMPLE).ids
+
+
+@given(ids=st.lists(st.integers(0, 520), max_size=60), step=st.integers(1, 5))
+def test_decoding_in_steps_equals_decoding_at_once_for_any_tokens(ids, step, codec, reference):
+    decoder = codec.decoder()
+
+    pieces = [decoder.add(ids[begin : begin + step]) for begin in range(0, len(ids), step)]
+
+    assert "".join(pieces) + decoder.flush() == reference.decode(ids)
+
+
+@given(text=st.text(max_size=40), step=st.integers(1, 3))
+def test_no_step_gives_half_a_character(text, step, codec):
+    ids = token_ids(codec.encode(text))
+    decoder = codec.decoder()
+    given_out = ""
+
+    for begin in range(0, len(ids), step):
+        given_out += decoder.add(ids[begin : begin + step])
+        assert text.startswith(given_out)
+
+    assert given_out + decoder.flush() == text
+
+
+@given(text=st.text("the quick\n brown ö漢🎉", max_size=40), step=st.integers(1, 3))
+def test_sentencepiece_text_comes_whole_as_well(text, step, sentencepiece):
+    decoder = sentencepiece.decoder(sentencepiece.encode("the"))
+    assert isinstance(decoder, WindowDecoder)
+    ids = token_ids(sentencepiece.encode(text))
+    given_out = ""
+
+    for begin in range(0, len(ids), step):
+        given_out += decoder.add(ids[begin : begin + step])
+        assert REPLACEMENT not in given_out
+
+    assert given_out + decoder.flush() == (" " + text if text else "")
+
+
+@given(ids=st.lists(st.integers(0, 600), max_size=60))
+def test_sentencepiece_decoding_survives_any_tokens(ids, sentencepiece, sentencepiece_dir):
+    vocabulary = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json")).get_vocab()
+    longest = max(len(piece.encode()) for piece in vocabulary)
+    decoder = sentencepiece.decoder()
+
+    text = "".join(decoder.add((token,)) for token in ids) + decoder.flush()
+
+    assert len(text.encode()) <= longest * len(ids)
+
+
+def test_waiting_for_a_character_that_never_comes_is_bounded(sentencepiece, sentencepiece_dir):
+    half = Tokenizer.from_file(str(sentencepiece_dir / "tokenizer.json")).token_to_id("<0xE6>")
+    decoder = sentencepiece.decoder()
+
+    pieces = [decoder.add((half,)) for _ in range(40)]
+
+    assert any(pieces[:20])
+
+
+def test_a_character_that_begins_in_the_prompt_ends_in_the_answer(codec, reference):
+    ids = reference.encode("é", add_special_tokens=False).ids
+    halves = [reference.token_to_id("Ã"), reference.token_to_id("©")]
+    assert None not in halves
+    assert reference.decode(halves) == "é" == reference.decode(ids)
+
+    assert codec.decoder(token_bytes(halves[:1])).add(halves[1:]) == "é"
+
+
+def test_a_conversation_is_rendered_by_the_models_template(codec, reference):
+    tokens = codec.render([ChatMessage(role="user", content="Größe?")])
+
+    assert reference.decode(token_ids(tokens), skip_special_tokens=False) == "<s>user: Größe?<|end|>assistant: "
+
+
+def test_what_the_template_refuses_names_the_messages(codec):
+    with pytest.raises(RequestRejected, match="no such role") as refused:
+        codec.render([ChatMessage(role="wizard", content="x")])
+
+    assert refused.value.field == "chat.messages"
+
+
+def test_end_of_sequence_comes_from_all_the_files_that_name_it(codec):
+    assert codec.eos_token_ids == (EOS, END)
+
+
+def test_the_text_of_one_token_keeps_its_space(codec, model_dir, sentencepiece, sentencepiece_dir):
+    for one, folder, mark in ((codec, model_dir, "Ġ"), (sentencepiece, sentencepiece_dir, "▁")):
+        vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+        spaced = {
+            piece: token_id
+            for piece, token_id in vocabulary.items()
+            if piece[0] == mark and piece[1:].isascii() and piece[1:].isalpha()
+        }
+        assert len(spaced) >= 2
+        for piece, token_id in spaced.items():
+            assert one.token_text(token_id) == " " + piece[1:]
+            assert one.token_text(token_id) == " " + piece[1:]  # from memory
+    assert codec.token_text(EOS) == "</s>"
+
+
+def test_a_template_in_its_own_file_comes_first(tmp_path):
+    folder = write_model(tmp_path)
+    template = (
+        "{% generation %}{{ messages[0]['content'] | tojson }}{% endgeneration %}"
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ eos_token }}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    tokens = load_codec(folder).render([ChatMessage(role="user", content='<"é">')] * 2)
+
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens), skip_special_tokens=False)
+    assert text == '"<\\"é\\">"</s>4'
+
+
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}])
+CALLS = json.dumps([{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": [1]}'}}])
+WITH_TOOLS = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x[0] }}){% endfor %}"
+    "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %};{% endfor %}"
+)
+
+
+def test_tools_and_their_calls_are_rendered_by_the_template(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS, encoding="utf-8")
+    conversation = [
+        ChatMessage(role="user", content="x"),
+        ChatMessage(role="assistant", content="", tool_calls=CALLS),
+        ChatMessage(role="tool", content="2", tool_call_id="c1"),
+    ]
+
+    tokens = load_codec(folder).render(conversation, TOOLS)
+
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens))
+    assert text == "[add]user:x;assistant:add(1);tool:2#c1;"
+
+
+def test_a_model_may_have_a_template_for_tools_alone(tmp_path):
+    folder = write_model(tmp_path)
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": WITH_TOOLS}]
+    write_json(folder / "tokenizer_config.json", {"chat_template": [*templates, {"name": "rag", "template": "{% x"}]})
+    codec, reference = load_codec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    conversation = [ChatMessage(role="user", content="x")]
+
+    assert reference.decode(token_ids(codec.render(conversation))) == "plain"
+    assert reference.decode(token_ids(codec.render(conversation, TOOLS))) == "[add]user:x;"
+
+
+def test_a_template_that_would_leave_tools_or_calls_out_refuses_them(codec):
+    conversation = [ChatMessage(role="user", content="x")]
+    with pytest.raises(RequestRejected, match="knows no tools") as refused:
+        codec.render(conversation, TOOLS)
+    assert refused.value.field == "chat.tools"
+
+    with pytest.raises(RequestRejected, match="knows no calls") as refused:
+        codec.render([*conversation, ChatMessage(role="assistant", content="", tool_calls=CALLS)])
+    assert refused.value.field == "chat.messages[1].tool_calls"
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")
+
+    with pytest.raises(RequestRejected, match="unsafe"):
+        load_codec(folder).render([ChatMessage(role="user", content="x")])
+
+
+def test_a_model_without_template_refuses_conversations(tmp_path):
+    folder = write_model(tmp_path)
+    write_json(folder / "tokenizer_config.json", {})
+
+    with pytest.raises(RequestRejected, match="no chat template") as refused:
+        load_codec(folder).render([ChatMessage(role="user", content="x")])
+
+    assert refused.value.field == "chat.messages"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: is not a tokenizer"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json: is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: must hold a JSON object"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% if"), "chat_template.jinja: the chat template"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_with_what_is_wrong(tmp_path, break_it, named):
+    folder = write_model(tmp_path)
+    break_it(folder)
+
+    with pytest.raises(ConfigurationRefused, match=named):
+        load_codec(folder)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigurationRefused, match="is not a folder"):
+        load_codec(tmp_path / "nowhere")
+
+
+def test_ids_up_to_the_padded_embedding_are_in_the_vocabulary(tmp_path):
+    folder = write_model(tmp_path)
+    config = json.loads(Path(folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "vocab_size": 1024})
+
+    assert load_codec(folder).vocab_size == 1024

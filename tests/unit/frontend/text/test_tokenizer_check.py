@@ -1,0 +1,84 @@
+"""Golden prompts compared at registration."""
+
+import logging
+
+import pytest
+from msgspec import structs
+
+from fleet.backends.external.workers import AllBackends, ExternalBackends
+from fleet.core.work import TokenizerDigests
+from fleet.frontend.text import tokenizer_check as golden
+from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.tokenizer_check import TokenizerCheck, folder_tokenizer_digests, tokenizer_digests
+from fleet.router.messages import WorkerJoined
+from tests.support.builders import MODEL, a_description
+
+
+@pytest.fixture
+def codec(model_dir):
+    return load_codec(model_dir)
+
+
+def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
+    check = TokenizerCheck({MODEL: codec})
+    told = folder_tokenizer_digests(str(model_dir), 32)
+
+    assert all((told.tokens, told.template, told.blocks))
+    assert check.accepts(structs.replace(a_description(), golden=told))
+    assert check.accepts(a_description()), "an older worker does not say"
+    assert check.refused() == {"tokens": 0, "blocks": 0}
+
+
+def test_what_a_worker_cannot_tell_is_not_compared(codec, tmp_path):
+    told = folder_tokenizer_digests(str(tmp_path), 32)
+
+    assert (told.tokens, told.template) == ("", "")
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
+    assert TokenizerCheck({}).accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
+
+
+@pytest.mark.parametrize("field", ["tokens", "blocks"])
+def test_another_tokenizer_or_hash_rule_is_refused_by_name(codec, field, caplog):
+    check = TokenizerCheck({MODEL: codec})
+    told = structs.replace(tokenizer_digests(codec, 32), **{field: "0" * 32})
+
+    assert not check.accepts(structs.replace(a_description(), golden=told))
+    assert check.refused()[field] == 1
+    (said,) = caplog.records
+    assert (said.levelno, said.worker, said.different) == (logging.ERROR, "w1", field)
+
+    assert check.accepts(structs.replace(a_description(), golden=tokenizer_digests(codec, 32)))
+    assert check.refused()[field] == 0, "another incarnation is another matter"
+
+
+def test_another_template_is_told_and_no_more(codec, caplog):
+    told = structs.replace(tokenizer_digests(codec, 32), template="0" * 32)
+
+    assert TokenizerCheck({MODEL: codec}).accepts(structs.replace(a_description(), golden=told))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_the_digests_show_another_block_size_and_another_salt_rule(codec, monkeypatch):
+    ours = tokenizer_digests(codec, 32)
+
+    assert tokenizer_digests(codec, 16).blocks != ours.blocks
+    assert tokenizer_digests(codec, 16).tokens == ours.tokens
+    monkeypatch.setattr(golden, "adapter_salt", lambda adapter, salt: b"x" * 32)
+    assert tokenizer_digests(codec, 32).blocks != ours.blocks
+    assert tokenizer_digests(None, 32) == TokenizerDigests(blocks=tokenizer_digests(codec, 32).blocks)
+
+
+def test_the_names_of_golden_blocks_are_those_of_this_version():
+    """Whoever changes them makes workers and routers of different versions strangers to each other."""
+    assert tokenizer_digests(None, 32).blocks == "10348c8880d2e1bce449501a4995accc"
+
+
+def test_a_refused_worker_never_joins(codec):
+    heard: list = []
+    workers = AllBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
+    hear = workers.only_acceptable(heard.append)
+    strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
+    for told in (strange, tokenizer_digests(codec, 32)):
+        hear(WorkerJoined(description=structs.replace(a_description(), golden=told), address="x"))
+
+    assert [event.description.golden for event in heard] == [tokenizer_digests(codec, 32)]

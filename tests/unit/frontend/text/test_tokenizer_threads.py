@@ -1,0 +1,137 @@
+"""Long prompts in threads: what is given up leaves nothing behind."""
+
+import asyncio
+import threading
+
+import pytest
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.frontend.text.tokenizer_threads import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenizerThreads
+
+SIZE = 10_000
+VERY_LONG = VERY_LONG_BYTES + 1
+
+
+class Slow:
+    """Work that takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.started = threading.Event()
+        self.begun = 0
+
+    def __call__(self) -> int:
+        self.begun += 1
+        self.started.set()
+        assert self.go.wait(60)
+        return 7
+
+
+@pytest.fixture
+async def threads():
+    threads = TokenizerThreads()
+    yield threads
+    threads.close()
+
+
+async def test_results_and_failures_arrive(threads):
+    def fail() -> None:
+        raise ValueError("no text")
+
+    assert await threads.run(lambda: 7, SIZE) == 7
+    with pytest.raises(ValueError, match="no text"):
+        await threads.run(fail, SIZE)
+
+
+async def test_no_more_wait_than_so_many(threads):
+    slow = Slow()
+    waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
+
+    with pytest.raises(RequestRejected) as refused:
+        threads.run(slow, SIZE)
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    slow.go.set()
+    async with asyncio.timeout(60):
+        assert [await each for each in waiting] == [7] * MOST
+
+
+async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_at_once(threads):
+    slow = Slow()
+    running = [threads.run(slow, SIZE) for _ in range(THREADS)]
+    for _ in range(3):
+        given_up = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+        for each in given_up:
+            each.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    slow.go.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*running)
+
+    assert slow.begun == THREADS
+
+
+async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(threads):
+    slow = Slow()
+    for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
+        each.cancel()
+    await asyncio.sleep(0)
+    waiting = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+
+    with pytest.raises(RequestRejected):
+        threads.run(slow, SIZE)
+
+    slow.go.set()
+    async with asyncio.timeout(60):
+        for each in waiting:
+            await each
+        while True:
+            try:
+                await threads.run(slow, SIZE)
+                break
+            except RequestRejected:
+                await asyncio.sleep(0)
+
+
+async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
+    very_long = Slow()
+    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+
+    try:
+        assert await asyncio.to_thread(very_long.started.wait, 60)
+        async with asyncio.timeout(60):
+            assert await threads.run(lambda: 7, SIZE) == 7
+    finally:
+        very_long.go.set()
+
+    async with asyncio.timeout(60):
+        assert [await each for each in waiting] == [7] * MOST_VERY_LONG
+
+
+async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
+    slow = Slow()
+    waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+
+    with pytest.raises(RequestRejected) as refused:
+        threads.run(slow, VERY_LONG)
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    waiting += [threads.run(slow, SIZE) for _ in range(MOST - MOST_VERY_LONG)]
+    slow.go.set()
+    async with asyncio.timeout(60):
+        assert [await each for each in waiting] == [7] * MOST
+
+
+async def test_a_very_long_prompt_does_not_wait_until_no_other_does(threads):
+    slow, order = Slow(), []
+    running = [threads.run(slow, SIZE) for _ in range(THREADS)]
+    others = [threads.run(lambda: order.append("long"), SIZE) for _ in range(8)]
+    very_long = threads.run(lambda: order.append("very long"), VERY_LONG)
+
+    slow.go.set()
+    async with asyncio.timeout(60):
+        for each in (*running, *others, very_long):
+            await each
+
+    assert order.index("very long") < len(others)

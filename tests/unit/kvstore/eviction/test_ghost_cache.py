@@ -1,0 +1,101 @@
+"""Estimates from a sample, against replays of everything."""
+
+import hashlib
+
+import pytest
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.ghost_cache import (
+    FADE_EVERY,
+    HALF_LIFE,
+    GhostCache,
+    GhostCacheScenario,
+    HitRateEstimate,
+    sample_names,
+    sample_numbers,
+)
+from kvstore.eviction.policies import policy
+from kvstore.eviction.trace_replay import distinct_blocks, replay
+from tests.support.sim.traces import agentic, conversation
+
+SCALES = (0.5, 1, 2, 4)
+
+
+def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
+    shadow = GhostCache(
+        capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks, half_life=Nanos(1 << 62)
+    )
+    for request in trace.requests:
+        shadow.looked_up(request.chain, request.arrival)
+        shadow.stored(request.chain, request.arrival)
+    return shadow
+
+
+@pytest.mark.parametrize(("trace", "share"), [(conversation, 0.1), (agentic, 0.05)])
+@pytest.mark.parametrize(("name", "error"), [("lru", 0.015), ("hazard", 0.03)])
+def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, share, name, error):
+    requests, tokens = trace().requests, trace().block_tokens
+    capacity_blocks = int(distinct_blocks(requests) * share)
+    scenarios = [GhostCacheScenario(name, scale) for scale in SCALES]
+
+    estimates = shadowed(trace(), capacity_blocks, scenarios, capacity_blocks // 3).estimates()
+
+    for estimate in estimates:
+        whole = replay(
+            requests, policy(name), capacity_blocks=int(capacity_blocks * estimate.scale), block_tokens=tokens
+        )
+        assert estimate.hit_rate == pytest.approx(whole.hit_rate, abs=error)
+
+
+def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
+    shadow = GhostCache(1000, [GhostCacheScenario("lru", 1), GhostCacheScenario("lru", 4)], sample_numbers)
+    for turn in range(10):
+        shadow.looked_up(range(500), Nanos(turn * SECOND))
+        shadow.stored(range(500), Nanos(turn * SECOND))
+
+    assert shadow.estimates() == [
+        HitRateEstimate(policy="lru", scale=1, hit_rate=0.9),
+        HitRateEstimate(policy="lru", scale=4, hit_rate=0.9),
+    ]
+
+
+def test_a_small_capacity_is_looked_at_as_a_whole():
+    assert GhostCache(100, [], sample_numbers).share == 1
+    assert GhostCache(1 << 20, [], sample_numbers, sampled_blocks=1 << 10).share == 1 / 1024
+
+
+def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
+    shadow = GhostCache(1 << 14, [GhostCacheScenario("lru", 4)], sample_numbers, sampled_blocks=64)
+    for block in range(0, 1_000_000, 100):
+        shadow.stored(range(block, block + 100), Nanos(block))
+
+    (cache,) = shadow._caches.values()
+    assert len(cache._held) == 4 * 64
+
+
+def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
+    names = [hashlib.sha256(index.to_bytes(4)).digest()[:16] for index in range(20_000)]
+
+    sampled = sample_names(names, 0.1)
+
+    assert len(sampled) == pytest.approx(2000, rel=0.1)
+    assert sampled == [name for name in names if sample_names([name], 0.1)]
+    assert sample_names(names, 1.0) == names
+    assert set(sample_names(names, 0.05)) < set(sampled)
+    assert len(sample_numbers(range(20_000), 0.1)) == pytest.approx(2000, rel=0.1)
+
+
+def test_what_was_long_ago_counts_less():
+    shadow = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
+    shadow.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
+    shadow.stored(range(10), Nanos(FADE_EVERY))
+    shadow.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
+
+    (estimate,) = shadow.estimates()
+    assert estimate.hit_rate == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("scenario", "message"), [(("mru", 1), "'mru' is not one of"), (("lru", 0), "not positive")])
+def test_what_cannot_be_shadowed_is_refused(scenario, message):
+    with pytest.raises(ValueError, match=message):
+        GhostCache(100, [GhostCacheScenario(*scenario)], sample_numbers)

@@ -1,0 +1,92 @@
+"""Which namespaces are looked at: those that are used, and no more than there are places for."""
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.ghost_cache import HALF_LIFE
+from kvstore.eviction.ghost_caches import MAX_GHOST_CACHES, MAX_NAMESPACES, GhostCaches
+from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
+
+CHAIN = a_chain(10)
+
+
+def namespaces(count: int, of: str = "adapter"):
+    return [a_namespace(lora=f"{of}{number}") for number in range(count)]
+
+
+def shadows(*opened) -> GhostCaches:
+    shadows = GhostCaches(100 * BLOCK_BYTES, "lru")
+    for namespace in opened:
+        shadows.open(namespace)
+    return shadows
+
+
+def looked_at(shadows: GhostCaches) -> set[str]:
+    return {each.fingerprint for each in shadows.estimates()}
+
+
+def use(shadows: GhostCaches, namespace, times: int = 1, now: int = 0) -> None:
+    for _ in range(times):
+        shadows.looked_up(namespace.digest, CHAIN, Nanos(now))
+        shadows.stored(namespace.digest, CHAIN, Nanos(now))
+
+
+def test_the_first_namespaces_are_looked_at_at_once_and_no_more_than_there_are_places():
+    opened = namespaces(MAX_GHOST_CACHES + 3)
+
+    assert looked_at(shadows(*opened)) == {each.fingerprint for each in opened[:MAX_GHOST_CACHES]}
+
+
+def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least():
+    *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
+    found = shadows(*opened)
+    for number, namespace in enumerate(first):
+        use(found, namespace, times=10 - number)  # the last one three times
+
+    use(found, newcomer, times=5)
+    assert newcomer.fingerprint not in looked_at(found), "not for less than twice as much"
+    use(found, newcomer)
+
+    assert looked_at(found) == {each.fingerprint for each in (*first[:-1], newcomer)}
+    (estimate,) = [each for each in found.estimates() if each.fingerprint == newcomer.fingerprint]
+    assert estimate.estimates[0].hit_rate == 0
+    use(found, newcomer)
+    (estimate,) = [each for each in found.estimates() if each.fingerprint == newcomer.fingerprint]
+    assert estimate.estimates[0].hit_rate > 0
+
+
+def test_two_that_are_used_alike_do_not_push_each_other_out():
+    opened = namespaces(MAX_GHOST_CACHES + 1)
+    found = shadows(*opened)
+    for _ in range(20):
+        for namespace in opened:
+            use(found, namespace)
+
+    assert looked_at(found) == {each.fingerprint for each in opened[:-1]}
+
+
+def test_what_was_used_long_ago_counts_less():
+    *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
+    found = shadows(*opened)
+    for namespace in first:
+        use(found, namespace, times=100)
+
+    use(found, newcomer, times=13, now=4 * HALF_LIFE)
+
+    assert newcomer.fingerprint in looked_at(found), "thirteen against a sixteenth of a hundred"
+
+
+def test_what_is_remembered_is_bounded_and_who_was_forgotten_is_found_again():
+    opened = namespaces(MAX_NAMESPACES)
+    found = shadows(*opened)
+    for namespace in opened[1:]:
+        use(found, namespace)
+
+    for namespace in namespaces(5, "late"):
+        found.open(namespace)
+
+    assert len(found._namespaces) == MAX_NAMESPACES
+    assert opened[0].fingerprint not in looked_at(found)
+    use(found, opened[0])
+    found.open(opened[0])
+    use(found, opened[0], times=100, now=SECOND)
+    assert opened[0].fingerprint in looked_at(found)
+    assert len(looked_at(found)) == MAX_GHOST_CACHES

@@ -1,0 +1,115 @@
+"""Rules 1 to 4 of `kvstore.eviction.hit_savings`, and what the policy by value makes of them."""
+
+import pytest
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.hit_savings import LEAST, SAMPLES, HitSavings
+from kvstore.eviction.policies import policy
+from kvstore.messages import BlockKey
+from tests.support.kvstore.builders import BLOCK_BYTES, a_namespace
+
+SMALL, LARGE = a_namespace(model="small"), a_namespace(model="large")
+NAMESPACES = {each.digest: each for each in (SMALL, LARGE)}
+MEMORY = 2.0**30  # bytes a second
+
+
+class Below:
+    """Tiers below the pool."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    def __call__(self, key, size_bytes):
+        return self.seconds.get(key)
+
+
+def a_key(namespace=SMALL, name="a") -> BlockKey:
+    return BlockKey(namespace.digest, f"{name:>16}".encode())
+
+
+def some_savings(**fields) -> tuple[HitSavings, Below]:
+    savings, below = HitSavings(memory_bytes_a_second=MEMORY, **fields), Below()
+    savings.attach(NAMESPACES.__getitem__, below)
+    return savings, below
+
+
+def test_a_namespace_nobody_told_about_takes_what_settings_say_for_a_token():
+    savings, _ = some_savings(seconds_a_token=0.01)
+
+    assert savings.computing(SMALL.digest) == pytest.approx(32 * 0.01)
+
+
+def test_the_most_that_was_told_of_late_is_believed():
+    savings, _ = some_savings()
+    savings.told(SMALL.digest, 10, 5.0)  # all of the chain is to be computed
+    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of it
+    assert savings.computing(SMALL.digest) == 0.5
+    assert savings.computing(LARGE.digest) == 32 * 0.0005
+
+    for _ in range(SAMPLES):
+        savings.told(SMALL.digest, 10, 1.0)
+
+    assert savings.computing(SMALL.digest) == 0.1
+
+
+def test_nothing_is_learnt_of_a_chain_without_blocks_or_a_worker_without_patience():
+    savings, _ = some_savings(seconds_a_token=0.01)
+
+    savings.told(SMALL.digest, 0, 1.0)
+    savings.told(SMALL.digest, 10, 0.0)
+
+    assert savings.computing(SMALL.digest) == pytest.approx(0.32)
+
+
+def test_a_use_saves_computing_less_loading_from_memory():
+    savings, _ = some_savings()
+    a_byte = 2.0**-20
+    savings.told(SMALL.digest, 1, (a_byte + 1 / MEMORY) * BLOCK_BYTES)
+
+    assert savings.saving(a_key(), BLOCK_BYTES) == a_byte
+
+
+def test_a_block_that_a_tier_below_has_saves_no_more_than_loading_it_from_there():
+    savings, below = some_savings()
+    savings.told(SMALL.digest, 1, 2.0**-10 * BLOCK_BYTES)
+    below.seconds = {a_key(name="slow"): 2.0**-5 * BLOCK_BYTES, a_key(name="fast"): 2.0**-20 * BLOCK_BYTES}
+
+    assert savings.saving(a_key(name="slow"), BLOCK_BYTES) == 2.0**-10
+    assert savings.saving(a_key(name="fast"), BLOCK_BYTES) == 2.0**-20
+
+
+def test_what_is_had_faster_from_elsewhere_is_worth_the_least_and_never_less():
+    savings, below = some_savings()
+    below.seconds = {a_key(): 0.0}
+
+    assert savings.saving(a_key(), BLOCK_BYTES) == LEAST > 0
+
+
+def test_answers_are_powers_of_two():
+    savings, _ = some_savings()
+    found = set()
+    for step in range(100):
+        savings.told(SMALL.digest, 1, 1 + step / 50)
+        found.add(savings.saving(a_key(), BLOCK_BYTES))
+
+    assert len(found) <= 3
+
+
+@pytest.mark.parametrize("cheap", [SMALL, LARGE])
+def test_of_two_models_used_alike_the_one_that_is_computed_sooner_goes_first(cheap):
+    dear = LARGE if cheap is SMALL else SMALL
+    savings, _ = some_savings()
+    savings.told(cheap.digest, 1, 0.001)
+    savings.told(dear.digest, 1, 1.0)
+    hazard = policy("hazard", savings.saving)
+    for turn in range(20):
+        for offset, namespace in enumerate((SMALL, LARGE)):
+            for block in range(4, -1, -1):
+                hazard.admit(a_key(namespace, str(block)), BLOCK_BYTES, Nanos((turn * 10 + offset) * SECOND))
+
+    gone = []
+    for _ in range(5):
+        gone.append(hazard.choose())
+        hazard.withdraw(gone[-1])
+
+    assert {key.digest for key in gone} == {cheap.digest}

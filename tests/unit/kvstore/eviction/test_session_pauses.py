@@ -1,0 +1,117 @@
+"""Sessions that wait: what is held for them, what it costs when they go on."""
+
+import pytest
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.eviction.session_pauses import LEAST_SEEN, BlockCosts, GapTimes, PausePolicy, replay_pauses
+from kvstore.eviction.trace_replay import TraceRequest
+from tests.support.sim.traces import agentic, conversation
+
+PACE = BlockCosts(memory=SECOND // 1000, below=SECOND // 100, compute=SECOND)
+
+
+def replayed(requests, policy, memory=100, below=1000, held=80, longest=120):
+    return replay_pauses(
+        requests,
+        policy,
+        PACE,
+        memory_blocks=memory,
+        below_blocks=below,
+        held_blocks=held,
+        longest_hold=Nanos(longest * SECOND),
+    )
+
+
+def turns(session, gap, count=100, blocks=10, start=0):
+    """A session that goes on every `gap` seconds with the same chain."""
+    chain = tuple(range(session * 1000, session * 1000 + blocks))
+    return [
+        TraceRequest(Nanos((start + turn * gap) * SECOND), blocks * 512, chain, 0, session) for turn in range(count)
+    ]
+
+
+def scan(seconds, blocks=20):
+    """Requests of nobody's session, each of them new."""
+    return [
+        TraceRequest(
+            Nanos(second * SECOND + 1), blocks * 512, tuple(range(10**6 + second * 100, 10**6 + second * 100 + blocks))
+        )
+        for second in range(seconds)
+    ]
+
+
+def together(*streams):
+    return sorted((request for stream in streams for request in stream), key=lambda request: request.arrival)
+
+
+def test_what_is_found_where_adds_up_to_what_resuming_costs():
+    report = replayed(turns(1, 10), PausePolicy.NOTHING)
+
+    assert (report.resumes, report.memory_blocks, report.below_blocks, report.computed_blocks) == (99, 990, 0, 0)
+    assert report.mean_seconds == pytest.approx(0.01)
+    assert report.recompute_mean_seconds == pytest.approx(10)
+
+
+def test_a_held_session_is_in_memory_although_others_have_filled_it():
+    traffic = together(turns(1, 30), scan(3000))
+
+    without, held = (replayed(traffic, policy) for policy in (PausePolicy.NOTHING, PausePolicy.HOLD))
+
+    assert without.memory_blocks == 0
+    assert held.memory_blocks >= 10 * (99 - LEAST_SEEN - 2)
+    assert held.mean_seconds < without.mean_seconds / 2
+
+
+def test_a_long_pause_is_prefetched_for_its_end():
+    traffic = together(turns(1, 300), scan(30_000, blocks=2))
+
+    held, adapted = (replayed(traffic, policy, longest=100) for policy in (PausePolicy.HOLD, PausePolicy.ADAPT))
+
+    assert adapted.prefetched_blocks > 0
+    assert adapted.memory_blocks > held.memory_blocks
+    assert adapted.most_held_blocks <= 10
+
+
+def test_holds_stay_within_their_quota_and_keep_the_start_of_a_chain():
+    report = replayed(together(turns(1, 20), turns(2, 20, start=1), scan(2000)), PausePolicy.HOLD, held=15)
+
+    assert report.most_held_blocks == 15
+    assert report.holds > 0
+
+
+def test_a_hold_ends_with_its_deadline():
+    gone_for_long = [*turns(1, 10, count=60), *turns(1, 10, count=1, start=5000)]
+
+    report = replayed(together(gone_for_long, scan(6000)), PausePolicy.HOLD)
+
+    assert report.overdue == 2  # the last one after nobody goes on any more
+    assert report.below_blocks + report.computed_blocks >= 10
+
+
+def test_lengths_of_pauses_are_told_only_after_enough_of_them():
+    gaps = GapTimes()
+    for seconds in range(LEAST_SEEN - 1):
+        gaps.seen(None, Nanos((seconds + 1) * SECOND))
+    assert gaps.quantile(None, 0.5) is None
+
+    gaps.seen(None, Nanos(LEAST_SEEN * SECOND))
+
+    shorter, longer = gaps.quantile(None, 0.5)
+    assert shorter <= LEAST_SEEN / 2 * SECOND <= longer < 1.26 * shorter
+    assert gaps.quantile(Nanos(SECOND), 0.5) is None
+
+
+def test_beside_chat_agents_go_on_sooner_when_they_hold():
+    hour = conversation().requests[-1].arrival
+    agents = [request for request in agentic().requests if request.arrival <= hour]
+    chat = [
+        TraceRequest(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain))
+        for each in conversation().requests
+    ]
+
+    reports = [
+        replayed(together(agents, chat), policy, memory=4000, below=40_000, held=3200)
+        for policy in (PausePolicy.NOTHING, PausePolicy.HOLD)
+    ]
+
+    assert reports[1].mean_seconds < reports[0].mean_seconds < reports[0].recompute_mean_seconds / 2

@@ -1,0 +1,195 @@
+"""What is worth keeping goes down, and what went there is asked about again."""
+
+import pytest
+
+from kvstore.hierarchy.demotions import MAX_DEMOTIONS
+from kvstore.hierarchy.machine import Hierarchy
+from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
+from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
+from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, kinds
+
+
+def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_hear_of_it():
+    below = HierarchyDriver(admission=AdmitNothing())
+    chain = a_chain(4)
+    below.hold(chain)
+    below.perform_all()
+    assert below.held == [set(), set()]
+
+    assert below.hierarchy.demote_now(1, keys_of(below, chain), below.now) == 4
+    assert all(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
+    below.collect()
+    assert all(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
+    below.perform_all()
+
+    assert below.held == [set(), set(chain)]
+    assert not any(below.hierarchy.is_demoting(1, key) for key in keys_of(below, chain))
+    assert all(below.hierarchy.has(1, key) for key in keys_of(below, chain))
+    (told,) = below.hierarchy.changes()
+    assert (told.tier, told.stored) == ("redis", tuple(chain))
+
+
+def test_what_is_given_up_waits_in_the_queue_that_all_blocks_wait_in_and_no_longer_one():
+    below = HierarchyDriver(admission=AdmitNothing(), queue_blocks=3)
+    chain = a_chain(8)
+    below.hold(chain)
+    below.hierarchy.tick(below.now)
+
+    taken = below.hierarchy.demote_now(0, keys_of(below, chain), below.now)
+
+    assert taken == 3
+    assert below.hierarchy.counters(0).dropped == 0
+    below.hierarchy.check()
+
+
+def test_written_blocks_go_down_to_every_tier_once():
+    below = HierarchyDriver()
+    below.hold(a_chain(3))
+    below.perform_all()
+    below.hold(a_chain(3))
+    below.perform_all()
+    assert below.held == [set(a_chain(3))] * 2
+    assert kinds(below) == [("Demote", 0), ("Demote", 1)]
+
+
+def test_blocks_go_down_with_the_checksums_that_they_were_published_with():
+    below = HierarchyDriver(tiers=("ssd",))
+    below.hold(a_chain(3))
+    (keep,) = below.waiting
+    assert keep.checksums == (7, 7, 7)
+
+
+def test_blocks_that_go_down_stay_until_they_are_there():
+    below = HierarchyDriver(blocks=2, tiers=("ssd",))
+    below.hold(a_chain(2))
+    assert below.store.reserve(a_chain(2, "b")).refused == 2
+    below.perform_all()
+    assert below.store.reserve(a_chain(2, "b")).refused == 0
+
+
+def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
+    below = HierarchyDriver(blocks=8, tiers=("ssd",))
+    below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="ssd", admission=AdmitEverything())], BLOCK_BYTES)
+    below.hold(a_chain(6))
+    assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_DEMOTIONS
+    assert below.store.reserve(a_chain(6, "b")).refused == 0
+    below.perform_all()
+    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the rest made room before its turn came"
+
+
+def test_going_down_does_not_count_as_use():
+    below = HierarchyDriver(blocks=3, tiers=("ssd",))
+    below.hold(a_chain(1, "old"))
+    keep = below.waiting.popleft()
+    below.store.hold(a_chain(1, "new"))
+    below.perform(keep)
+    below.store.hold(a_chain(2, "b"))
+    assert below.store.look(a_chain(1, "old")) == 0
+    assert below.store.look(a_chain(1, "new")) == 1
+
+
+def test_the_queue_down_is_bounded_and_what_does_not_fit_is_counted():
+    below = HierarchyDriver(blocks=16, tiers=("ssd",), queue_blocks=3)
+    for index in range(MAX_DEMOTIONS):
+        below.hold(a_chain(1, f"first{index}"))
+    below.hold(a_chain(5))
+    assert below.hierarchy.counters(0).dropped == 2
+    below.perform_all()
+    assert below.hierarchy.counters(0).kept == MAX_DEMOTIONS + 3
+
+
+def test_blocks_that_wait_to_go_down_and_whose_namespace_is_forgotten_are_let_go():
+    below = HierarchyDriver(max_namespaces=1)
+    below.hold(a_chain(1))
+    below.fail()
+    below.fail()
+    below.hold(a_chain(6, "b"))
+    below.lose([*a_chain(1), *a_chain(6, "b")])
+    below.store.machine.open(a_namespace(model="another"), below.now)
+    below.hierarchy.offer(below.store.digest, a_chain(1), below.now)
+
+    below.tick(2)
+
+    assert below.hierarchy.is_idle
+
+
+def test_blocks_that_went_before_their_turn_to_go_down_leave_no_pin_behind():
+    below = HierarchyDriver()
+    below.hold(a_chain(1))
+    below.fail()
+    below.fail()
+    below.hold(a_chain(6, "b"))
+    below.lose(a_chain(6, "b"))
+
+    below.tick(2)
+
+    assert below.hierarchy.is_idle
+    assert below.store.machine.stats().leases == 0
+
+
+def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
+    below = HierarchyDriver(tiers=("ssd",))
+    below.hold(a_chain(2))
+    keep = below.waiting.popleft()
+    below.tick(31)
+    below.hierarchy.kept(keep.demotion_id, [False] * 2, below.now)
+    before = kinds(below)
+
+    below.hold(a_chain(2, "b"))
+
+    assert below.hierarchy.counters(0).failures == 1
+    assert kinds(below) == before
+
+
+def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():
+    below = HierarchyDriver(tiers=("ssd",))
+    below.hold(a_chain(1))
+    below.fail()
+    below.hold(a_chain(1, "b"))
+    assert not below.waiting
+    below.tick(5)
+    below.perform_all()
+    assert below.held[0] == set(a_chain(1, "b"))
+
+
+def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watchers_hear_what_it_lost():
+    below = HierarchyDriver(tiers=("redis",))
+    chain = a_chain(4)
+    below.hold(chain)
+    below.perform_all()
+    below.hierarchy.changes()
+    below.held[0].difference_update(chain[1:3])
+
+    assert below.hierarchy.confirm(0, keys_of(below, chain), below.now)
+    below.collect()
+    assert all(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
+    assert below.hierarchy.confirm(0, keys_of(below, chain[:2]), below.now)
+    assert below.hierarchy.commands() == [], "once at a time"
+    below.perform_all()
+
+    assert not any(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
+    assert [below.hierarchy.has(0, key) for key in keys_of(below, chain)] == [True, False, False, True]
+    assert [change.removed for change in below.hierarchy.changes()] == [tuple(chain[1:3])]
+    below.hierarchy.check()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(late):
+    below = HierarchyDriver(tiers=("redis",))
+    chain = a_chain(2)
+    below.hold(chain)
+    below.perform_all()
+    below.hierarchy.confirm(0, keys_of(below, chain), below.now)
+    (question,) = below.hierarchy.commands()
+
+    if late:
+        below.hierarchy.late(question, below.now, below.now)
+    below.hierarchy.failed(question, below.now, below.now)
+
+    assert not any(
+        below.hierarchy.has(0, key) or below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain)
+    )
+    assert not below.hierarchy.confirm(0, keys_of(below, chain), below.now)
+    assert below.hierarchy.counters(0).failures == 1
+    assert below.hierarchy.failed_writes(0) == 0, "it may still be written to"
+    below.hierarchy.check()

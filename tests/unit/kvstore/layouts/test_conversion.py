@@ -1,0 +1,79 @@
+"""An engine's blocks as the store keeps them, against the definition of a layout."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import LayoutMismatch
+from kvstore.layouts.conversion import Conversion
+from kvstore.layouts.fingerprint import Fingerprint, describe
+from tests.support.kvstore.shapes import a_typed_namespace
+
+
+def an_engine(**fields) -> Fingerprint:
+    return msgspec.structs.replace(describe(a_typed_namespace()), **fields)
+
+
+def a_block(engine: Fingerprint, seed: int = 0) -> np.ndarray:
+    """At rest: layers, heads, tokens, bytes of a head and token."""
+    width = engine.head_dim * engine.element_bytes
+    axes = (engine.layers, engine.kv_heads, engine.block_tokens, width)
+    return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
+
+
+def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
+    """What the ranks hold, one after the other, where no rank holds another's heads."""
+    tokens_first = layout == "LNHD"
+    shares = np.split(block, tp, axis=1)
+    return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shares])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["LHND", "LNHD"])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_every_layout_and_number_of_ranks_gives_and_takes_the_same_block(layout, tp, seed):
+    engine = an_engine(layout=layout, tp=tp)
+    conversion, block = Conversion(engine), a_block(engine, seed)
+    held = as_held(block, layout, tp)
+
+    assert np.array_equal(conversion.write(held), block.reshape(-1))
+    assert np.array_equal(conversion.read(block.reshape(-1)), held)
+
+
+def test_ranks_that_hold_the_same_heads_all_get_them():
+    engine = an_engine(tp=8)  # of 4 heads
+    conversion, block = Conversion(engine), a_block(engine)
+
+    held = conversion.read(block.reshape(-1))
+
+    assert held.nbytes == conversion.engine_bytes == 2 * conversion.stored_bytes
+    first, second = held.reshape(8, -1)[:2]
+    assert np.array_equal(first, second)
+    assert np.array_equal(conversion.write(held), block.reshape(-1))
+
+
+@pytest.mark.parametrize(("field", "value"), [("layout", "NHD"), ("tp", 3), ("head_dim", 0)])
+def test_what_cannot_be_converted_is_refused_by_field_before_a_byte_moves(field, value):
+    with pytest.raises(LayoutMismatch) as refused:
+        Conversion(an_engine(**{field: value}))
+
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_block_of_another_size_is_refused(direction):
+    conversion = Conversion(an_engine(layout="LNHD"))
+
+    with pytest.raises(LayoutMismatch, match="block_bytes"):
+        getattr(conversion, direction)(bytes(conversion.stored_bytes - 1))
+
+
+def test_the_namespace_at_rest_is_the_same_for_every_layout_and_number_of_ranks():
+    namespace = a_typed_namespace()
+
+    assert {describe(namespace, layout=axes, tp=tp).at_rest for axes in ("LHND", "LNHD") for tp in (1, 2, 4)} == {
+        namespace
+    }

@@ -1,0 +1,230 @@
+import msgspec
+import pytest
+
+from kvstore.clock import SECOND, Nanos
+from kvstore.errors import InvalidArgument, LayoutMismatch
+from kvstore.messages import (
+    BlockChanges,
+    LeasedSlots,
+    LeaseId,
+    Match,
+    ReservationId,
+    ReservedSlot,
+    SessionPinResult,
+    Slot,
+    Slots,
+    Stats,
+    TenantStats,
+    TierStatus,
+    WriteReservation,
+)
+from kvstore.namespace import KvNamespace
+from kvstore.protocol import wire
+from kvstore.service.settings import StoreSettings
+from kvstore.v1 import blocks_pb2 as pb
+from tests.support.kvstore.builders import a_chain, a_namespace
+
+
+def a_hello(**fields) -> pb.HelloRequest:
+    """Of a namespace that may be impossible."""
+    namespace = a_namespace()
+    message = wire.namespace_message(namespace)
+    for field, value in fields.items():
+        setattr(message, field, value)
+    return pb.HelloRequest(namespace=message, digest=namespace.digest)
+
+
+def test_a_namespace_survives_the_wire():
+    namespace = a_namespace(lora="adapter@3", layout="NHD")
+
+    assert (
+        wire.parse_hello(pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest))
+        == namespace
+    )
+
+
+def test_every_field_of_a_namespace_is_on_the_wire():
+    assert set(KvNamespace.__struct_fields__) == {field.name for field in pb.Namespace.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", ""),
+        ("model", "m" * 513),
+        ("dtype", ""),
+        ("layout", ""),
+        ("block_tokens", 0),
+        ("layers", 0),
+        ("kv_heads", 0),
+        ("head_dim", 0),
+        ("block_bytes", 0),
+        ("block_bytes", 1 << 32),
+        ("hash_algorithm", "md5"),
+        ("hash_algorithm", ""),
+    ],
+)
+def test_an_impossible_namespace_is_refused_by_field(field, value):
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_hello(a_hello(**{field: value}))
+
+    assert refused.value.field == f"namespace.{field}"
+
+
+def test_another_format_version_is_a_layout_mismatch():
+    with pytest.raises(LayoutMismatch) as refused:
+        wire.parse_hello(a_hello(format_version=2))
+
+    assert refused.value.field == "format_version"
+
+
+def test_a_digest_that_does_not_follow_from_the_fields_is_a_layout_mismatch():
+    with pytest.raises(LayoutMismatch) as refused:
+        wire.parse_hello(a_hello(layers=5))
+
+    assert refused.value.field == "digest"
+
+
+@pytest.mark.parametrize("hashes", [b"", b"x" * 17, b"x" * 16 * (wire.MAX_HASHES + 1)])
+def test_bad_hashes_are_refused_by_field(hashes):
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_hashes(hashes)
+
+    assert refused.value.field == "hashes"
+
+
+@pytest.mark.parametrize(("lease_ms", "least"), [(0, 1), (30_001, 0)])
+def test_a_lease_out_of_range_is_refused_by_field(lease_ms, least):
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_lease(lease_ms, least, Nanos(30 * SECOND))
+
+    assert refused.value.field == "lease_ms"
+
+
+def test_a_digest_of_another_length_is_refused_by_field():
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_digest(b"short")
+
+    assert refused.value.field == "digest"
+
+
+def test_an_index_published_twice_is_refused_by_field():
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_checksums(pb.PublishRequest(indices=[1, 1], crc32c=[1, 2]))
+
+    assert refused.value.field == "indices"
+
+
+def test_written_blocks_need_a_checksum_each():
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_checksums(pb.PublishRequest(indices=[1, 2], crc32c=[1]))
+
+    assert refused.value.field == "crc32c"
+
+
+def test_condemned_blocks_need_a_generation_each():
+    with pytest.raises(InvalidArgument) as refused:
+        wire.parse_condemned(pb.CondemnRequest(hashes=b"x" * 32, generations=[1]))
+
+    assert refused.value.field == "generations"
+
+
+def test_a_match_and_a_reservation_survive_the_wire():
+    slots = (Slot(4096, (7 << 32) + 1, 0xFFFFFFFF), Slot(0, (7 << 32) + 2, 0))
+    leased = LeasedSlots(lease_id=LeaseId((1 << 62) + 1), slots=Slots.of(slots))
+    reservation = WriteReservation(reservation_id=ReservationId(9), reserved=(ReservedSlot(3, slots[0]),), refused=2)
+
+    match = wire.parse_match(wire.match_message(leased), "i", a_chain(3))
+
+    assert (match.lease_id, tuple(match.slots), match.names, match.incarnation) == (
+        leased.lease_id,
+        slots,
+        tuple(a_chain(2)),
+        "i",
+    )
+    places = wire.parse_reservation(wire.reservation_message(reservation))
+
+    assert (places.reservation_id, places.refused) == (reservation.reservation_id, reservation.refused)
+    assert tuple(map(ReservedSlot, places.indices, places.slots)) == reservation.reserved
+
+
+def test_a_match_travels_between_processes_as_msgpack():
+    match = Match(incarnation="i", lease_id=LeaseId(5), names=tuple(a_chain(1)), slots=Slots.of([Slot(1, 2, 3)]))
+
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(match), type=Match) == match
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("listen", []),
+        ("listen", ["somewhere"]),
+        ("listen", ["host:99999"]),
+        ("data_listen", "nowhere"),
+        ("capacity_bytes", 0),
+        ("max_lease_seconds", 0),
+        ("reservation_seconds", -1),
+        ("store_id", ""),
+        ("max_held_share", 1.5),
+        ("max_hold_seconds", 0),
+        ("tenant_quotas", {"not a salt": 1}),
+        ("tenant_quota_bytes", -1),
+        ("huge_pages", "sometimes"),
+        ("surprise", 1),
+    ],
+)
+def test_settings_that_cannot_be_obeyed_are_refused_by_field(field, value):
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert({"store_id": "s", "listen": ["unix:/x"], field: value}, StoreSettings)
+
+
+def test_a_hold_survives_the_wire():
+    held = SessionPinResult(blocks=7, refused=2)
+
+    assert wire.parse_hold(wire.hold_message(held)) == held
+
+
+def test_statistics_survive_the_wire_with_a_row_for_each_tier_and_tenant():
+    tiers = tuple(counted(TierStatus, name=name) for name in ("ssd", "redis"))
+    tenants = (counted(TenantStats, tenant="0123456789abcdef"),)
+    stats = counted(Stats, tiers=tiers, tenants=tenants)
+
+    assert wire.parse_stats(wire.stats_message(stats, "store")) == stats
+
+
+def test_every_field_of_the_statistics_is_on_the_wire():
+    for message, value, more in (
+        (pb.StatsResponse, Stats, {"store_id"}),
+        (pb.TierStats, TierStatus, set()),
+        (pb.TenantStats, TenantStats, set()),
+    ):
+        assert {field.name for field in message.DESCRIPTOR.fields} == {*value.__struct_fields__, *more}
+
+
+def test_changes_say_in_which_tier():
+    message = wire.changes_message(3, BlockChanges(digest=b"d" * 16, stored=tuple(a_chain(2)), tier="ssd"))
+
+    assert (message.sequence, message.tier, message.stored) == (3, "ssd", b"".join(a_chain(2)))
+    assert wire.changes_message(1, BlockChanges(digest=b"d" * 16)).tier == "cpu"
+
+
+def test_slots_are_twenty_bytes_little_endian():
+    """As `blocks.proto` says, so that another language can read them."""
+    slots = Slots.of([Slot(4096, 7, 0x01020304), Slot(1 << 40, (1 << 63) + 1)])
+
+    assert slots.packed.hex() == ("00100000000000000700000000000000040302010000000000010000010000000000008000000000")
+    assert (len(slots), slots[1], list(slots)) == (2, Slot(1 << 40, (1 << 63) + 1), [slots[0], slots[1]])
+    for outside in (-1, 2):
+        with pytest.raises(IndexError):
+            slots[outside]
+    assert not Slots()
+
+
+def test_a_torn_slot_is_none():
+    assert len(wire.parse_match(pb.MatchResponse(lease_id=1, slots=b"x" * 41), "i", a_chain(3))) == 2
+
+
+def counted(kind, **fields):
+    """All fields of the record differ, so that none can stand for another."""
+    numbers = {name: 100 + index for index, name in enumerate(kind.__struct_fields__)}
+    return kind(**{**numbers, **fields})

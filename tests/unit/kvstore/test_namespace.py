@@ -1,0 +1,37 @@
+import pytest
+
+from kvstore.errors import LayoutMismatch
+from kvstore.layouts.shards import BlockShape
+from kvstore.namespace import ELEMENT_BYTES
+from tests.support.kvstore.shapes import a_typed_namespace
+
+
+@pytest.mark.parametrize(
+    ("fields", "digest"),
+    [
+        ({}, "bf26518b225a6c782ace24cb0335187f"),
+        ({"lora": "adapter@1", "layout": "HLND"}, "4deb26f15ddf483214a1484ae661a522"),
+    ],
+)
+def test_digests_stay_what_they_are(fields, digest):
+    """What was stored under a digest must be found again by the next version."""
+    assert a_typed_namespace("float32", **fields).digest.hex() == digest
+
+
+@pytest.mark.parametrize(("dtype", "size"), ELEMENT_BYTES.items())
+def test_the_size_of_an_element_follows_from_the_block(dtype, size):
+    assert a_typed_namespace(dtype).element_bytes == size
+
+
+def test_a_dtype_that_nobody_knows_has_the_size_that_its_blocks_have():
+    assert a_typed_namespace("mx6", block_bytes=3 * a_typed_namespace().elements).element_bytes == 3
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * 2 * 4 * 16 * 32 + 4, 2 * 2 * 4 * 16 * 32])
+def test_a_block_size_that_does_not_follow_from_the_shape_is_refused_by_field(block_bytes):
+    namespace = a_typed_namespace("float32", block_bytes=block_bytes)
+
+    assert namespace.element_bytes is None
+    with pytest.raises(LayoutMismatch) as refused:
+        BlockShape.of(namespace)
+    assert refused.value.field == "block_bytes"

@@ -1,0 +1,121 @@
+"""Threads that work on disks: how many at a time, what does not begin any more, what is waited for."""
+
+import threading
+
+import pytest
+
+from kvstore.system_clock import MonotonicClock
+from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, LEAST_BATCH_BYTES, DiskThreads, batches
+from tests.support.kvstore.builders import soon
+from tests.support.kvstore.ssd_disks import HoldPoint, ShiftedClock
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def crew():
+    crew = DiskThreads("test", 3, MonotonicClock())
+    yield crew
+    crew.close()
+
+
+def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(crew):
+    running, most, done, lock = set(), [0], [], threading.Lock()
+
+    def job(number):
+        def act(scratch):
+            with lock:
+                assert id(scratch) not in running, "two jobs have the same buffers"
+                running.add(id(scratch))
+                most[0] = max(most[0], len(running))
+            threading.Event().wait(0.002)
+            with lock:
+                running.discard(id(scratch))
+                done.append(number)
+
+        return act
+
+    calls = [threading.Thread(target=crew.run, args=([job((call, n)) for n in range(10)], soon())) for call in range(4)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+
+    assert len(set(done)) == len(done) == 40
+    assert 2 <= most[0] <= 3
+
+
+def test_a_single_job_is_done_by_the_caller(crew):
+    threads = []
+
+    crew.run([lambda scratch: threads.append(threading.current_thread())], soon())
+
+    assert threads == [threading.current_thread()]
+
+
+def test_after_the_deadline_nothing_begins(crew):
+    done = []
+
+    crew.run([lambda scratch: done.append(1)] * 5, soon(-1))
+
+    assert done == []
+
+
+def test_what_has_begun_is_waited_for_beyond_the_deadline():
+    clock, gate, done = ShiftedClock(), HoldPoint(), []
+    crew = DiskThreads("test", 2, clock)
+
+    def hang(scratch):
+        gate()
+        done.append(1)
+
+    caller = threading.Thread(target=crew.run, args=([hang, hang, hang], soon()))
+    caller.start()
+    gate.wait()
+    clock.advance(3600)
+    caller.join(0.05)
+    assert caller.is_alive()
+    gate.open()
+    caller.join(60)
+
+    assert 1 <= len(done) <= 2, "the third had not begun"
+    crew.close()
+
+
+def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(crew):
+    gate, ended = HoldPoint(), []
+
+    def slow(scratch):
+        gate()
+        ended.append(1)
+
+    def bad(scratch):
+        gate.open()
+        raise LookupError("injected")
+
+    with pytest.raises(LookupError):
+        crew.run([slow, bad], soon())
+
+    assert ended == [1]
+    crew.run([lambda scratch: ended.append(2)], soon())
+    assert ended == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threads", "cuts"),
+    [
+        ([], 4, []),
+        ([100], 4, [1]),
+        ([128 * KIB] * 4, 4, [2, 2]),  # less than the least is not worth a thread
+        ([1024 * KIB] * 8, 4, [1] * 8),
+        ([128 * KIB] * 64, 4, [8] * 8),
+        ([8192 * KIB] * 2, 4, [1, 1]),  # larger than a batch, and still whole
+        ([10] * 600, 4, [BATCH_RECORDS, BATCH_RECORDS, 600 - 2 * BATCH_RECORDS]),
+    ],
+)
+def test_calls_are_cut_so_that_each_thread_has_something_to_do(sizes, threads, cuts):
+    slices = batches(sizes, 4096 * KIB, threads)
+
+    assert [each.stop - each.start for each in slices] == cuts
+    assert [index for each in slices for index in range(len(sizes))[each]] == list(range(len(sizes)))
+    assert LEAST_BATCH_BYTES == 256 * KIB

@@ -1,0 +1,121 @@
+"""The value that a remote tier keeps: its format, and that nothing but the block itself comes out of it."""
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codecs.plain import PlainCodec
+from kvstore.messages import BlockKey, BlockOutcome
+from kvstore.tiers import remote_records as records
+from kvstore.tiers.remote_records import RecordFramer, RemoteKeyState
+from kvstore.tiers.statistics import TierStatistics
+
+KEY = BlockKey(bytes(range(16)), bytes(range(16, 32)))
+BLOCK = np.arange(100, dtype=np.uint8)
+
+
+class Buffered:
+    """A value that is at hand."""
+
+    def __init__(self, content: bytes):
+        self._content = content
+        self.left = len(content)
+
+    def fill(self, into: memoryview) -> None:
+        assert len(into) <= self.left
+        start = len(self._content) - self.left
+        into[:] = self._content[start : start + len(into)]
+        self.left -= len(into)
+
+
+def a_value(key: BlockKey = KEY, block: np.ndarray = BLOCK, codec_id: int = 0) -> bytes:
+    return records.pack(key, codec_id, block.nbytes, block) + block.tobytes()
+
+
+def take(value: bytes, key: BlockKey = KEY) -> tuple[BlockOutcome, np.ndarray, TierStatistics]:
+    tally = TierStatistics("test")
+    into = np.zeros(BLOCK.nbytes, np.uint8)
+    fetched = RecordFramer(lambda digest: PlainCodec(), tally).take(key, Buffered(value), into)
+    assert fetched.crc32c == (google_crc32c.value(bytes(into)) if fetched.outcome is BlockOutcome.MOVED else 0)
+    return fetched.outcome, into, tally
+
+
+def test_the_format_is_what_other_versions_expect():
+    head = records.pack(KEY, 3, 1000, BLOCK)
+
+    assert head.hex(" ", 4) == (
+        "464b5652 01030000 00010203 04050607 08090a0b 0c0d0e0f 10111213 14151617 "
+        "18191a1b 1c1d1e1f 00000000 000003e8 00000000 00000064 c1caebe5 487a995b"
+    )
+
+
+def test_a_block_comes_out_as_it_went_in():
+    outcome, into, tally = take(a_value())
+
+    assert outcome is BlockOutcome.MOVED
+    assert np.array_equal(into, BLOCK)
+    assert tally.status().corrupt == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(position=st.integers(0, 163), bit=st.integers(0, 7))
+def test_no_flipped_bit_goes_unnoticed(position, bit):
+    value = bytearray(a_value())
+    value[position] ^= 1 << bit
+
+    outcome, _, tally = take(bytes(value))
+
+    newer = position == 4 and value[4] > 1
+    assert outcome is (BlockOutcome.GONE if newer else BlockOutcome.CORRUPT)
+    assert tally.status().corrupt == (not newer)
+
+
+@given(length=st.integers(0, 163))
+def test_no_cut_goes_unnoticed(length):
+    assert take(a_value()[:length])[0] is BlockOutcome.CORRUPT
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_corrupt(content):
+    assert take(content)[0] is BlockOutcome.CORRUPT
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_the_value_of_another_block_is_corrupt(name):
+    other = BlockKey(name[:16], name[16:])
+    outcome, into, _ = take(a_value(other))
+
+    assert (outcome is BlockOutcome.MOVED) == (other == KEY)
+    assert outcome is BlockOutcome.MOVED or not into.any(), "nothing was received in place before the head was judged"
+
+
+@pytest.mark.parametrize(
+    ("head", "standing"),
+    [
+        (b"", RemoteKeyState.FREE),
+        (a_value()[:63], RemoteKeyState.FREE),
+        (a_value()[:64], RemoteKeyState.HELD),
+        (a_value(codec_id=1)[:64], RemoteKeyState.FREE),
+        (a_value(block=BLOCK[:50])[:64], RemoteKeyState.FREE),
+        (b"FKVR\2" + bytes(59), RemoteKeyState.NEWER),
+    ],
+)
+def test_what_lies_under_a_key_is_told_from_its_head(head, standing):
+    held = RecordFramer(lambda digest: PlainCodec(), TierStatistics("test"))
+
+    assert held.standing(KEY, head, BLOCK.nbytes) is standing
+
+
+def test_names_that_nobody_asks_for_are_forgotten_in_time():
+    from kvstore.tiers import statistics as tally
+
+    names = TierStatistics("test")
+    keys = [BlockKey(KEY.digest, index.to_bytes(16, "big")) for index in range(tally.GONE_KEYS + 10)]
+
+    names.missed(keys)
+    names.present(keys[-1:])
+
+    assert names.gone() == keys[10:-1]
+    assert names.gone() == []

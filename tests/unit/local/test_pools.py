@@ -1,0 +1,193 @@
+"""How the pools of a local cluster follow plans; its processes are a list here."""
+
+import asyncio
+
+import pytest
+from msgspec import structs
+
+from fleet.config import ClusterSection, PoolSection, Topology
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.roles import KvPath, Role
+from fleet.local.pools import DRAIN, LocalPools
+from fleet.local.supervision import ChildState
+from fleet.local.topology import LocalPlan, LocalPool, pool_names
+from fleet.planner.connectors.folder import FolderRecords
+from fleet.planner.connectors.virtual import Intent, PoolIntent
+from fleet.planner.messages import PlanId, PoolGapReason, PoolName
+from fleet.planner.ports import ConnectorUnreachable
+from kvstore.security.credentials import Credentials
+from workers.settings import WorkerSettings
+
+
+class Processes:
+    """In the place of `LocalProcesses`."""
+
+    def __init__(self, *names: str) -> None:
+        self.has = dict.fromkeys(names, ChildState.READY)
+        self.dying: set[str] = set()
+        self.removed: list[str] = []
+
+    @property
+    def names(self):
+        return frozenset(self.has)
+
+    def child_states(self):
+        return {name: condition for name, condition in self.has.items() if condition is not None}
+
+    def failing(self):
+        return frozenset(self.dying)
+
+    def add(self, process):
+        self.has[process.child.name] = None  # nobody has heard of it yet
+
+    def remove(self, name, within):
+        assert within == DRAIN
+        self.removed.append(name)
+        self.has[name] = ChildState.DRAINING
+
+    def start(self):
+        self.has = {
+            name: condition if condition is ChildState.DRAINING else ChildState.READY
+            for name, condition in self.has.items()
+        }
+
+    def finish(self):
+        self.has = {name: each for name, each in self.has.items() if each is not ChildState.DRAINING}
+
+
+def a_pool(role: Role, replicas: int) -> LocalPool:
+    workers = tuple(f"{role}-{number}" for number in range(replicas))
+
+    def settings(name):
+        return WorkerSettings(worker_id=name, role=role, model="tiny", engine="simulated", kv_paths=(KvPath.DIRECT,))
+
+    return LocalPool(name=str(role), role=role, workers=workers, settings=settings, ready_within=Nanos(SECOND))
+
+
+class World:
+    def __init__(self, folder, most_workers=4) -> None:
+        topology = Topology(cluster=ClusterSection(engine="simulated", most_workers=most_workers))
+        pools = (a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 1))
+        self.processes = Processes("router", "prefill-0", "decode-0")
+        planned = LocalPlan(
+            processes=(),
+            model="tiny",
+            model_dir=folder,
+            http="",
+            grpc="",
+            health="",
+            control="",
+            control_credentials=Credentials(),
+            kserve="",
+            pools=pools,
+            disaggregates=True,
+        )
+        self.pools = LocalPools(topology, planned, self.processes, folder, print)
+        self.records = FolderRecords(self.pools.folder)
+
+    async def plan(self, **replicas: int) -> None:
+        kept = await self.records.read()
+        revision = kept.intent.revision + 1
+        pools = {
+            PoolName(name): PoolIntent(replicas=count, plan=PlanId("plan"), writer="test", revision=revision)
+            for name, count in replicas.items()
+        }
+        assert await self.records.write(Intent(revision=revision, pools=kept.intent.pools | pools), kept)
+
+    async def step(self):
+        """What is reported then, by pool: asked, ready, draining, why."""
+        self.pools.step()
+        report = (await self.records.read()).report
+        return {name: (each.asked, each.ready, each.draining, each.why) for name, each in report.pools.items()}
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+async def test_a_pool_grows_by_names_that_are_free(world):
+    await world.plan(decode=3)
+    assert await world.step() == {"prefill": (1, 1, 0, None), "decode": (3, 1, 0, None)}
+    assert {"decode-1", "decode-2"} <= world.processes.names
+    world.processes.start()
+    assert (await world.step())["decode"] == (3, 3, 0, None)
+
+
+async def test_who_serves_nobody_goes_first_then_the_last_one(world):
+    await world.plan(decode=3)
+    await world.step()
+    world.processes.has |= {"decode-1": ChildState.STARTING, "decode-2": ChildState.READY}
+
+    await world.plan(decode=2)
+    await world.step()
+    await world.plan(decode=1)
+    assert (await world.step())["decode"] == (1, 1, 2, None)
+
+    assert world.processes.removed == ["decode-1", "decode-2"]
+    world.processes.finish()
+    assert (await world.step())["decode"] == (1, 1, 0, None)
+
+
+async def test_who_drains_holds_its_place(tmp_path):
+    world = World(tmp_path, most_workers=3)
+    await world.plan(decode=2)
+    await world.step()
+    world.processes.start()
+
+    await world.plan(decode=1, prefill=2)
+    assert await world.step() == {"prefill": (2, 1, 0, PoolGapReason.NO_ROOM), "decode": (1, 1, 1, None)}
+    world.processes.finish()
+    await world.step()
+    world.processes.start()
+    assert await world.step() == {"prefill": (2, 2, 0, None), "decode": (1, 1, 0, None)}
+
+
+async def test_a_worker_that_does_not_start_is_why(world):
+    await world.plan(decode=2)
+    await world.step()
+    world.processes.has["decode-1"] = ChildState.PAUSED
+    world.processes.dying = {"decode-1"}
+
+    assert (await world.step())["decode"] == (2, 1, 0, PoolGapReason.FAILING)
+
+
+async def test_a_plan_that_makes_no_topology_is_not_obeyed_until_the_next_one(world):
+    await world.plan(decode=0, prefill=2)
+    assert await world.step() == {
+        "prefill": (1, 1, 0, PoolGapReason.LIMITED),
+        "decode": (1, 1, 0, PoolGapReason.LIMITED),
+    }
+    assert world.processes.removed == []
+
+    await world.plan(decode=1)
+    assert await world.step() == {"prefill": (2, 1, 0, None), "decode": (1, 1, 0, None)}
+
+
+async def test_a_plan_that_cannot_be_read_is_not_obeyed(world):
+    await world.step()
+    (world.pools.folder / "plan.json").write_text("{")
+
+    with pytest.raises(ConnectorUnreachable, match=r"plan\.json"):
+        world.pools.step()
+
+
+async def test_plans_are_obeyed_where_it_cannot_be_said_who_obeys(world, capsys):
+    (world.pools.folder / ".orchestrator").mkdir()  # in the place of a full disk
+    following = asyncio.create_task(world.pools.follow())
+    try:
+        async with asyncio.timeout(60):
+            while not (world.pools.folder / "report.json").exists():
+                assert not following.done() or following.result()
+                await asyncio.sleep(0.01)
+    finally:
+        following.cancel()
+    assert capsys.readouterr().out == f"{world.pools.folder}: Is a directory\n"
+    assert not (world.pools.folder / ".orchestrator.new").exists()
+
+
+def test_pools_of_one_role_are_told_apart_by_a_number():
+    of = [PoolSection(role=Role.DECODE), PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE)]
+
+    assert pool_names(Topology(pools=tuple(of[:2]))) == ["decode", "prefill"]
+    assert pool_names(structs.replace(Topology(), pools=tuple(of))) == ["decode/1", "prefill", "decode/2"]

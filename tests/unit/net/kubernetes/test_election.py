@@ -1,0 +1,101 @@
+"""Two never act at the same time, whatever their clocks say, and one of them soon does."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.net.kubernetes.election import Election, ElectionStep, ObservedLease
+
+DURATION, RENEW_WITHIN, RETRY = Nanos(15 * SECOND), Nanos(10 * SECOND), Nanos(2 * SECOND)
+
+
+def found(holder, version="1"):
+    return ObservedLease(holder=holder, version=version, duration=DURATION)
+
+
+def test_a_lease_is_taken_when_it_was_not_renewed_for_its_duration_since_we_first_saw_it():
+    election = Election("me", RENEW_WITHIN)
+
+    assert election.step(found("other"), Nanos(100 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other"), Nanos(114 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other", "2"), Nanos(115 * SECOND)) is ElectionStep.WAIT
+    assert election.step(found("other", "2"), Nanos(130 * SECOND)) is ElectionStep.TAKE
+
+
+def test_a_free_lease_is_taken_at_once_and_a_missing_one_made():
+    assert Election("me", RENEW_WITHIN).step(found(""), Nanos(0)) is ElectionStep.TAKE
+    assert Election("me", RENEW_WITHIN).step(None, Nanos(0)) is ElectionStep.CREATE
+
+
+def test_who_does_not_renew_stops_acting_before_anybody_may_take_over():
+    election = Election("me", RENEW_WITHIN)
+    election.wrote(Nanos(0))
+
+    assert election.leads(Nanos(RENEW_WITHIN - 1))
+    assert not election.leads(RENEW_WITHIN)
+    election.wrote(Nanos(1))
+    election.step(found("other", "2"), Nanos(2))
+    assert not election.leads(Nanos(2))
+
+
+def test_who_shares_its_identity_leads_by_the_others_renewals_from_when_it_looked_before():
+    election = Election("me", RENEW_WITHIN)
+    election.step(found("me"), Nanos(0))
+    assert not election.leads(Nanos(0)), "it may be as old as can be"
+    election.step(found("me", "2"), Nanos(2 * SECOND))
+    assert election.leads(Nanos(9 * SECOND))
+    assert not election.leads(Nanos(10 * SECOND))
+    election.step(found("me", "2"), Nanos(8 * SECOND))
+    assert not election.leads(Nanos(10 * SECOND)), "nobody has renewed it"
+    election.step(found("other", "3"), Nanos(9 * SECOND))
+    election.step(found("me", "4"), Nanos(11 * SECOND))
+    assert not election.leads(Nanos(11 * SECOND))
+
+
+class Server:
+    """A Lease with versions, as the API server keeps it; writes are refused on what is not the newest."""
+
+    def __init__(self):
+        self.holder, self.version = None, 0
+
+    def read(self):
+        return None if self.holder is None else found(self.holder, str(self.version))
+
+    def write(self, holder, based_on):
+        if based_on != (None if self.holder is None else str(self.version)):
+            return False
+        self.holder, self.version = holder, self.version + 1
+        return True
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 6), st.booleans()), min_size=50, max_size=100
+    )
+)
+def test_at_most_one_leads_at_any_time_however_slow_and_lossy_the_way_to_the_server_is(rounds):
+    server, time = Server(), 0
+    identities = ("a", "b", "c", "a")  # two processes of one
+    candidates = [Election(each, RENEW_WITHIN) for each in identities]
+    skews = (0, 1000, 77, 5)
+    for who, pause, slow, lost in rounds:
+        time += pause
+        election, skew = candidates[who], skews[who]
+        began = Nanos((time + skew) * SECOND)
+        lease = server.read()
+        step = election.step(lease, began)
+        time += slow  # between reading and writing
+        if (
+            step is not ElectionStep.WAIT
+            and server.write(identities[who], None if lease is None else lease.version)
+            and not lost
+        ):
+            election.wrote(began)
+
+        leaders = {
+            identities[index]
+            for index, each in enumerate(candidates)
+            if each.leads(Nanos((time + skews[index]) * SECOND))
+        }
+        assert len(leaders) <= 1

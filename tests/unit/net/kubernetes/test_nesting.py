@@ -1,0 +1,81 @@
+"""What is nested too deeply to be read is read without its depths."""
+
+import json
+
+import msgspec
+import pytest
+
+from fleet.net.kubernetes.nesting import DEEPEST, prune, shallow
+from fleet.net.kubernetes.views import CustomObject
+from operators.api.serving_request import ServingRequestSpec
+from operators.controller.serving_request import proposed
+from operators.proposals import propose
+
+FEASIBLE = {
+    "model": {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct"},
+    "hardware": {"gpu": "h100", "count": 32},
+    "workload": {"promptTokens": 2048, "answerTokens": 256, "requestsPerMinute": 600},
+}
+
+
+def nested(depth, opens=b'{"a":', closes=b"}", inside=b"1"):
+    return opens * depth + inside + closes * depth
+
+
+def depth_of(content):
+    depth, value = 0, msgspec.json.decode(content)
+    while isinstance(value, dict | list):
+        depth, value = depth + 1, next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return depth, value
+
+
+@pytest.mark.parametrize(("opens", "closes"), [(b'{"a":', b"}"), (b"[", b"]")])
+def test_what_lies_deeper_is_null_and_the_rest_is_as_it_was(opens, closes):
+    for depth in (0, 1, DEEPEST):
+        content = nested(depth, opens, closes)
+        assert shallow(content) == content
+    for depth in (DEEPEST + 1, 10_000):
+        assert depth_of(shallow(nested(depth, opens, closes))) == (DEEPEST, None)
+
+
+def test_what_stands_beside_it_stays():
+    content = b'{"before": "[{", "deep": %b, "after": "\\"]}", "more": [1, {"b": 2}]}' % nested(5000)
+
+    found = msgspec.json.decode(shallow(content))
+
+    assert (found["before"], found["after"], found["more"]) == ("[{", '"]}', [1, {"b": 2}])
+
+
+@pytest.mark.parametrize("content", [b"", b'"', b"]]]", b'{"a', nested(5000)[:-10], nested(5000)[:6000], b"[" * 5000])
+def test_what_is_no_json_stays_none(content):
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(shallow(content))
+
+
+def in_turns(levels):
+    """Objects and lists in turn."""
+    found = "leaf"
+    for level in reversed(range(levels)):
+        found = [found] if level % 2 else {"a": found, "b": 1}
+    return found
+
+
+@pytest.mark.parametrize("levels", [1, DEEPEST, DEEPEST + 1, 900])
+def test_what_is_read_already_is_cut_at_the_same_depth(levels):
+    found = in_turns(levels)
+    prune(found)
+
+    assert msgspec.json.decode(shallow(msgspec.json.encode(in_turns(levels)))) == found
+
+
+@pytest.mark.parametrize("levels", [120, 500, 900, 2000])
+def test_a_request_however_deep_has_an_answer(levels):
+    request = msgspec.json.encode({"metadata": {"name": "a"}, "spec": FEASIBLE | {"podTemplate": None}})
+    request = request.replace(b"null", nested(levels))
+    try:
+        found = msgspec.json.decode(request, type=CustomObject)
+    except RecursionError:  # as `fleet.net.kubernetes.client` does
+        found = msgspec.json.decode(shallow(request), type=CustomObject)
+    made = proposed("a", propose(msgspec.convert(found.spec, ServingRequestSpec)))
+
+    assert json.dumps(made).count('"a": {') > DEEPEST / 2

@@ -1,0 +1,81 @@
+"""What is written is what was decided on, or nothing."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.ports import NameTaken, ObjectConflict
+from fleet.net.kubernetes.views import NamedObject, ObjectMetadata, OwnerReference
+from operators.controller.applier import Applier
+from operators.controller.reconcile import Apply
+from operators.observed.observe import InformerCaches
+from operators.telemetry import OperatorMetrics
+
+
+def a_service(owner):
+    reference = OwnerReference(kind="DisaggDeployment", name="dd", uid=owner, controller=True)
+    metadata = ObjectMetadata(
+        name="dd-router", namespace="ns", uid="its-uid", resource_version="7", owner_references=(reference,)
+    )
+    return NamedObject(metadata=metadata)
+
+
+def a_manifest(owner):
+    reference = {"kind": "DisaggDeployment", "name": "dd", "uid": owner, "controller": True}
+    metadata = {"name": "dd-router", "namespace": "ns", "ownerReferences": [reference]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {}}
+
+
+class Cluster:
+    """A server with one Service, or none."""
+
+    def __init__(self, there=None):
+        self.there = there
+        self.written = []
+
+    async def find(self, kind, of, namespace, name):
+        return self.there
+
+    async def make(self, kind, of, namespace, manifest):
+        if self.there is not None:
+            raise NameTaken("it is there")
+        self.written.append(manifest)
+        return a_service("ours")
+
+    async def apply(self, kind, of, manifest, part=""):
+        self.written.append(manifest)
+        return a_service("ours")
+
+
+def a_hand(cluster, store):
+    return Applier(cluster, store, lambda: True, OperatorMetrics(CollectorRegistry()), "one")
+
+
+async def test_what_became_somebody_elses_after_it_was_decided_on_is_left_alone():
+    cluster, store = Cluster(a_service("theirs")), InformerCaches()
+    store.of(kinds.SERVICE, NamedObject).put(a_service("theirs"))
+
+    with pytest.raises(ObjectConflict, match="Service dd-router is somebody else's"):
+        await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
+
+    assert cluster.written == []
+
+
+async def test_a_name_that_turns_out_to_be_taken_is_known_afterwards():
+    cluster, store = Cluster(a_service("theirs")), InformerCaches()
+
+    with pytest.raises(ObjectConflict, match="Service dd-router is there already"):
+        await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
+
+    assert cluster.written == []
+    assert store.of(kinds.SERVICE, NamedObject).get("ns", "dd-router") == a_service("theirs")
+
+
+async def test_what_is_ours_is_changed_by_its_uid_and_what_is_not_there_is_made_without_one():
+    cluster, store = Cluster(), InformerCaches()
+    hand = a_hand(cluster, store)
+
+    await hand.perform([Apply(a_manifest("ours"))], "ns")
+    await hand.perform([Apply(a_manifest("ours"))], "ns")
+
+    assert [each["metadata"].get("uid") for each in cluster.written] == [None, "its-uid"]

@@ -1,0 +1,363 @@
+"""A cluster that does what it is told ends as the deployment says, whatever was interrupted on the way."""
+
+import random
+
+import msgspec
+import pytest
+
+from operators.api.disagg_deployment import DisaggDeploymentSpec
+from operators.controller.reconcile import DIGEST, Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
+from operators.manifests.names import REVISION, ROLE, DesiredDeployment
+from operators.manifests.pods import Images
+from operators.observed.state import ApiRefusal, ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
+from operators.scaling import RevisionReplicas
+
+IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
+NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"
+
+
+def a_wish(*roles, **spec):
+    roles = roles or ({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode", "replicas": 2})
+    content = {"model": {"name": "m"}, "roles": list(roles)} | spec
+    return DesiredDeployment(name="dd", namespace="ns", uid="1", spec=msgspec.convert(content, DisaggDeploymentSpec))
+
+
+class Cluster:
+    """Holds what is applied, and starts and ends pods when it is told that time has passed."""
+
+    def __init__(self):
+        self.objects = {}
+        self.pods = {}  # by kind and name: pods, ready, leaving
+        self.conditions = ()
+        self.writes = []
+        self.registers = True
+
+    def seen(self, foreign=frozenset()):
+        children = []
+        for (kind, name), each in self.objects.items():
+            labels = each["metadata"].get("labels", {})
+            if kind in ("Deployment", "LeaderWorkerSet") and REVISION in labels:
+                pods, ready, leaving = self.pods.get((kind, name), (0, 0, 0))
+                replicas = RevisionReplicas(
+                    revision=labels[REVISION], asked=each["spec"]["replicas"], pods=pods, ready=ready, leaving=leaving
+                )
+                known = {"ready_pods": ready, "registered": ready if self.registers else 0}
+                children.append(ObservedChild(kind=kind, name=name, role=labels[ROLE], replicas=replicas, **known))
+        return ObservedState(
+            children=tuple(children),
+            digests={key: each["metadata"]["annotations"][DIGEST] for key, each in self.objects.items()},
+            foreign=foreign,
+            scalers={
+                each["spec"]["target"]["role"]: each["spec"]["replicas"]
+                for (kind, _), each in self.objects.items()
+                if kind == "RoleScaler"
+            },
+            own_scalers=frozenset(name for kind, name in self.objects if kind == "RoleScaler"),
+            conditions=self.conditions,
+            generation=1,
+            router=self.router(),
+            registrations_known=self.registers,
+        )
+
+    def router(self):
+        found = self.objects.get(("Deployment", "dd-router"))
+        if found is None:
+            return None
+        asked = found["spec"]["replicas"]
+        return ObservedRouter(name="dd-router", asked=asked, replicas=asked, ready=asked, updated=asked)
+
+    def do(self, action):
+        self.writes.append(action)
+        match action:
+            case Apply(manifest):
+                key = manifest["kind"], manifest["metadata"]["name"]
+                kept = self.objects.get(key, {}).get("spec", {}).get("replicas")
+                self.objects[key] = msgspec.json.decode(msgspec.json.encode(manifest))
+                if kept is not None and "replicas" not in manifest["spec"]:
+                    self.objects[key]["spec"]["replicas"] = kept
+            case Scale(kind, name, replicas):
+                self.objects[kind, name]["spec"]["replicas"] = replicas
+            case Remove(kind, name):
+                self.objects.pop((kind, name), None)
+        self.check()
+
+    def check(self):
+        """Pods find their settings at every moment."""
+        for (kind, _), each in self.objects.items():
+            if kind == "Deployment":
+                for volume in each["spec"]["template"]["spec"]["volumes"]:
+                    assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in self.objects
+
+    def pass_time(self):
+        for each in self.seen().children:
+            asked, pods, leaving = each.replicas.asked, each.replicas.pods, each.replicas.leaving
+            self.pods[each.kind, each.name] = (asked, min(asked, pods), max(0, pods - asked) if not leaving else 0)
+
+    def settle(self, wish, most=100):
+        """The last status, when nothing is left to do."""
+        for _ in range(most):
+            outcome = reconcile(wish, self.seen(), IMAGES, NOW)
+            for action in outcome.actions:
+                self.do(action)
+            self.conditions = outcome.status.conditions
+            before = dict(self.pods)
+            self.pass_time()
+            if not outcome.actions and self.pods == before:
+                return outcome.status
+        raise AssertionError("it never came to rest")
+
+
+def condition(status, kind):
+    return next(each for each in status.conditions if each.type == kind)
+
+
+def replicas(cluster):
+    return {each.role: each.replicas.asked for each in cluster.seen().children}
+
+
+def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_written():
+    cluster = Cluster()
+
+    status = cluster.settle(a_wish())
+
+    assert condition(status, "Ready").status == "True"
+    assert (status.ratio, status.ready_roles) == ("1:2", "3/3")
+    assert replicas(cluster) == {"prefill": 1, "decode": 2}
+    assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
+
+
+def test_a_new_specification_rolls_out_and_leaves_nothing_of_the_old_one():
+    cluster = Cluster()
+    old = cluster.settle(a_wish()).update_revision
+
+    status = cluster.settle(a_wish(image="another"))
+
+    assert status.update_revision != old
+    assert {each.replicas.revision for each in cluster.seen().children} == {status.update_revision}
+    assert not any(old in name for _, name in cluster.objects)
+    assert replicas(cluster) == {"prefill": 1, "decode": 2}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
+    chance = random.Random(seed)
+    wishes = [a_wish(), a_wish(image="another"), a_wish(suspend=True), a_wish(balance={"gpuBudget": 3})]
+    last = chance.choice(wishes)
+    expected = Cluster()
+    expected.settle(last)
+
+    cluster = Cluster()
+    for _ in range(chance.randint(1, 15)):
+        actions = reconcile(chance.choice(wishes), cluster.seen(), IMAGES, NOW).actions
+        for action in actions[: chance.randint(0, len(actions))]:  # and there it dies
+            cluster.do(action)
+        cluster.pass_time()
+    cluster.settle(last)
+
+    def kept(of):
+        return {key: each["metadata"]["annotations"][DIGEST] for key, each in of.objects.items()}
+
+    assert kept(cluster) == kept(expected)
+    assert replicas(cluster) == replicas(expected)
+
+
+def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_at_the_start():
+    def wish(count):
+        return a_wish(
+            {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
+        )
+
+    cluster = Cluster()
+    cluster.settle(wish(2))
+    assert replicas(cluster) == {"all": 2}
+
+    cluster.settle(wish(4))
+    assert replicas(cluster) == {"all": 2}
+
+    cluster.do(Scale("RoleScaler", "dd-all", 9))
+    status = cluster.settle(wish(4))
+    assert replicas(cluster) == {"all": 5}
+    assert status.roles[0].desired == 5
+    assert not [
+        each for each in cluster.writes[1:] if isinstance(each, Apply) and each.manifest["kind"] == "RoleScaler"
+    ][1:]
+
+
+def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
+    outcome = reconcile(a_wish(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
+
+    assert not [
+        each
+        for each in outcome.actions
+        if each.manifest["metadata"]["name"] == "dd-router" and each.manifest["kind"] == "Service"
+    ]
+    assert condition(outcome.status, "Ready").reason == "NameTaken"
+    assert "Service dd-router" in condition(outcome.status, "Degraded").message
+
+
+def test_a_budget_that_is_too_small_is_told_in_a_condition():
+    roles = [
+        {"name": name, "type": name, "replicas": 2, "gpus": {"perReplica": 4}, "parallelism": {"tensor": 4}}
+        for name in ("prefill", "decode")
+    ]
+    cluster = Cluster()
+
+    status = cluster.settle(a_wish(*roles, balance={"gpuBudget": 12}))
+
+    assert status.gpus == 12
+    assert condition(status, "ScalingLimited").status == "True"
+    assert "1 of 2" in condition(status, "ScalingLimited").message
+
+
+def test_a_condition_keeps_its_instant_while_its_status_is_the_same():
+    cluster = Cluster()
+    cluster.settle(a_wish())
+
+    same = reconcile(a_wish(), cluster.seen(), IMAGES, LATER).status
+    changed = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, LATER).status
+
+    assert condition(same, "Ready").last_transition_time == NOW
+    assert condition(changed, "Ready").last_transition_time == LATER
+
+
+def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
+    aside = {"name": "aside", "type": "aggregated"}
+    both = [{"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"}]
+    cluster = Cluster()
+    cluster.settle(a_wish(*both, aside))
+
+    cluster.settle(a_wish(*both))
+
+    assert replicas(cluster) == {"prefill": 1, "decode": 1}
+    assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]
+
+
+def actions(seen, wish=None):
+    return reconcile(wish or a_wish(), seen, IMAGES, NOW).actions
+
+
+def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_is_known_and_new():
+    cluster = Cluster()
+    cluster.settle(a_wish())
+    wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
+    seen = cluster.seen()
+    [child] = [each for each in seen.children if each.role == "decode"]
+    worths = (
+        PodDeletionCost(pod="a", blocks=5),
+        PodDeletionCost(pod="b", blocks=7, said="7"),
+        PodDeletionCost(pod="c", blocks=None),
+    )
+
+    said = actions(msgspec.structs.replace(seen, worths={("decode", child.replicas.revision): worths}), wish)
+
+    assert said == (SetDeletionCost("a", 5), Scale("Deployment", child.name, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("ready", "warm", "gone"),
+    [
+        ((0, 1, 2), {0: 90, 1: 7, 2: 500}, [1]),
+        ((0, 1, 2), {0: 90, 2: 500}, [1]),  # nothing is told of it: it has just come
+        ((0, 1), {0: 1, 1: 7, 2: 500}, [2]),  # serves nobody, whatever it holds
+        ((0, 1, 2), {}, [2]),
+        ((0, 1, 2), {0: 3, 1: 3, 2: 3}, [2]),
+    ],
+)
+def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, gone):
+    wish = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    seen = settled_seen(wish)
+    [child] = seen.children
+    groups = msgspec.structs.replace(
+        child,
+        kind="StatefulSet",
+        replicas=msgspec.structs.replace(child.replicas, asked=3, pods=3, ready=len(ready)),
+        members=("x-0", "x-1", "x-2"),
+        ready_members=tuple(f"x-{index}" for index in ready),
+        warm={f"x-{index}": blocks for index, blocks in warm.items()},
+    )
+
+    said = actions(msgspec.structs.replace(seen, children=(groups,)), wish)
+
+    assert [each for each in said if isinstance(each, Remove)] == [
+        Remove("StatefulSet", f"x-{index}") for index in gone
+    ]
+
+
+@pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
+def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_behind_begins_anew(container, ends):
+    template = {"spec": {"containers": [{"name": "main"} | container]}}
+    wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
+    seen = settled_seen(wish)
+    [child] = seen.children
+    torn = msgspec.structs.replace(
+        child, kind="StatefulSet", members=("x-0", "x-1"), halves=("x-0", "x-1"), left_behind=("p",)
+    )
+
+    said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
+
+    assert [each for each in said if isinstance(each, Remove | DeletePod)] == [Remove("StatefulSet", "x-1"), *ends]
+
+
+def settled_seen(wish):
+    cluster = Cluster()
+    cluster.settle(wish)
+    return cluster.seen()
+
+
+def test_afresh_everything_is_applied_again_with_the_replicas_that_are_there():
+    seen = settled_seen(a_wish())
+
+    again = actions(msgspec.structs.replace(seen, afresh=True))
+
+    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(seen.digests)
+    assert {each.manifest["spec"]["replicas"] for each in again if each.manifest["kind"] == "Deployment"} == {1, 2}
+    assert actions(seen) == ()
+
+
+def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_as_none():
+    cluster = Cluster()
+    cluster.registers = False
+    status = cluster.settle(a_wish())
+    nobody = reconcile(a_wish(), msgspec.structs.replace(cluster.seen(), registrations_known=True), IMAGES, NOW).status
+
+    assert (condition(status, "Ready").reason, condition(status, "RolesRegistered").status) == (
+        "RegistrationUnknown",
+        "Unknown",
+    )
+    assert (condition(nobody, "Ready").reason, condition(nobody, "RolesRegistered").status) == (
+        "NotRegistered",
+        "False",
+    )
+
+
+def test_what_the_api_server_refuses_is_why_it_is_not_ready():
+    refusal = ApiRefusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
+
+    status = reconcile(a_wish(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
+
+    assert (condition(status, "Ready").reason, condition(status, "Degraded").reason) == ("Invalid", "Invalid")
+    assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"
+
+
+def test_a_router_that_is_scaled_otherwise_is_applied_again():
+    seen = settled_seen(a_wish())
+    scaled = msgspec.structs.replace(seen, router=msgspec.structs.replace(seen.router, asked=5))
+
+    [again] = actions(scaled)
+
+    assert (again.manifest["metadata"]["name"], again.manifest["spec"]["replicas"]) == ("dd-router", 1)
+
+
+def test_where_a_rollout_has_no_room_it_says_so():
+    gpus = {"gpus": {"perReplica": 1}, "balance": {"gpuBudget": 3}}
+    roles = [
+        {"name": name, "type": name, "replicas": count, "gpus": gpus["gpus"]}
+        for name, count in (("prefill", 1), ("decode", 2))
+    ]
+    cluster = Cluster()
+    cluster.settle(a_wish(*roles, balance=gpus["balance"]))
+
+    status = cluster.settle(a_wish(*roles, balance=gpus["balance"], image="another"))
+
+    assert condition(status, "ScalingLimited").reason == "NoRoom"
+    assert condition(status, "Ready").reason == "RollingOut"

@@ -1,0 +1,527 @@
+"""Deployments of other projects as ours: what becomes of them, and what is said of the rest."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import yaml
+
+from fleet.core.errors import ConfigurationRefused
+from operators.api.consistency import contradictions
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType
+from operators.api.fields import ModelSource
+from operators.imports.assembly import Names, document
+from operators.imports.detection import imported
+from operators.imports.engine_flags import flags_of, settings_of
+from operators.imports.pod_templates import variables_of
+from operators.imports.secret_names import is_secret
+from operators.manifests.names import DesiredDeployment
+from operators.manifests.pods import Images
+from operators.manifests.shared import shared
+from operators.manifests.workloads import revision, workers
+
+FOLDER = Path(__file__).parent
+FILES = sorted(FOLDER.glob("*.yaml"))
+SECRET = "do-not-repeat-me"
+IMAGES = Images(router="r", worker_cpu="c", worker_cuda="n", worker_rocm="a")
+SOMETHING_ELSE = (None, True, -1, 7, 1.5, "", "x", [], ["x"], [7], [{}], {}, {"x": 1}, {"name": [1]}, 10**30)
+
+
+def documents(name):
+    return list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
+
+
+def made_of(name):
+    made = imported(documents(name))
+    return made, [msgspec.convert(each["spec"], DisaggDeploymentSpec) for each in made.objects]
+
+
+def noted(made):
+    return {note.path for note in made.notes}
+
+
+def check(made):
+    """What was made is something that the operator can go on with."""
+    for each in made.objects:
+        deployment = DesiredDeployment(
+            name=each["metadata"]["name"], namespace="n", spec=msgspec.convert(each["spec"], DisaggDeploymentSpec)
+        )
+        assert not list(contradictions(deployment.spec))
+        of_revision = revision(deployment, IMAGES)
+        msgspec.json.encode(shared(deployment, IMAGES))
+        for role in deployment.workers:
+            msgspec.json.encode(workers(deployment, role, of_revision, IMAGES))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_was_made_is_something_that_the_operator_can_go_on_with(path):
+    check(imported(documents(path.stem)))
+
+
+def test_pools_that_split_prompts_become_roles_and_their_numbers_stay():
+    _, (spec,) = made_of("stack-split")
+
+    roles = {role.name: role for role in spec.roles}
+    assert [(role.name, role.type, role.replicas, role.gpus.per_replica) for role in spec.roles] == [
+        ("qwen-prompts", "prefill", 2, 4),
+        ("qwen-answers", "decode", 6, 2),
+        ("router", "router", 2, 0),
+    ]
+    assert [(role.scaling.mode, role.scaling.least, role.scaling.most) for role in spec.roles] == [
+        ("External", 2, 6),
+        ("Static", 0, 64),
+        ("External", 2, 5),
+    ]
+    assert roles["qwen-prompts"].parallelism.tensor == 4
+    assert (spec.model.name, spec.model.token_secret) == ("Qwen/Qwen3-32B", "hub")
+    assert (spec.kv_transfer.paths, spec.kv_transfer.store_memory) == (("direct", "store"), "20G")
+
+
+def test_what_a_pod_is_given_is_taken_over_and_flags_become_settings():
+    _, (spec,) = made_of("stack-split")
+
+    pod = spec.roles[0].pod_template
+    (main,) = pod["spec"]["containers"]
+    assert [each["key"] for each in pod["spec"]["tolerations"]] == ["gpu", "team"]
+    assert pod["metadata"]["labels"] == {"environment": "staging", "team": "a"}
+    assert main["resources"] == {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "96Gi"}}
+    assert main["env"] == [{"name": "VLLM_LOGGING_LEVEL", "value": "DEBUG"}]
+    assert main["args"][1::2] == [
+        "max_model_len=32768",
+        "vllm.dtype=bfloat16",
+        "max_running=64",
+        "vllm.enforce_eager=true",
+        "vllm.extra_args.gpu_memory_utilization=0.85",
+        "vllm.extra_args.async_scheduling=false",
+    ]
+
+
+def test_everything_without_an_equal_is_named_by_its_path():
+    made, _ = made_of("stack-split")
+
+    entry = "servingEngineSpec.modelSpec[0]"
+    assert noted(made) == {
+        "cacheserverSpec",
+        "loraController",
+        "routerSpec.autoscaling.targetCPUUtilizationPercentage",
+        "routerSpec.extraArgs",
+        "routerSpec.ingress",
+        "routerSpec.sessionKey",
+        f"{entry}.env[1]",
+        f"{entry}.hf_token.secretKey",
+        f"{entry}.keda.triggers",
+        f"{entry}.pvcStorage",
+        f"{entry}.repository",
+        f"{entry}.vllmConfig.enablePrefixCaching",
+        f"{entry}.vllmConfig.extraArgs",
+        "servingEngineSpec.modelSpec[1].hf_token",
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_secrets_are_repeated_nowhere(path):
+    made = imported(documents(path.stem))
+    assert SECRET not in msgspec.json.encode([made.objects, made.notes]).decode()
+
+
+SECRET_ARGUMENTS = [
+    ["--hf-token", SECRET],
+    [f"--hf_token={SECRET}"],
+    ["--hf-token", "$HF_TOKEN"],
+    ["--hf-token=$(HF_TOKEN)"],
+    ["--some-header", "Bearer ${HF_TOKEN}"],
+    ["--ssl-keyfile-password", SECRET],
+]
+
+PASSED_ON = ("--hf-token: goes", "--ssl-keyfile-password: goes")
+
+
+@pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
+def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_graph(arguments):
+    variables = [{"name": "HF_TOKEN", "value": SECRET}]
+    for name, service in (("graph-v1alpha1", "VllmDecodeWorker"), ("graph-v1beta1", "decode")):
+        *_, graph = documents(name)
+        if name == "graph-v1alpha1":
+            worker = graph["spec"]["services"][service]
+            worker["envs"] = variables
+            main = worker["extraPodSpec"]["mainContainer"]
+        else:
+            main = graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
+            main["env"] += variables
+        main["command"], main["args"] = ["python3", "-m", "dynamo.vllm"], ["--model", "m", *arguments]
+        made = imported([graph])
+        told = msgspec.json.encode([made.objects, made.notes]).decode()
+        assert SECRET not in told
+        assert "hf_token=" not in told
+        assert any(note.message.startswith("HF_TOKEN: has a secret's name") for note in made.notes)
+        assert not any(note.message.startswith(PASSED_ON) for note in made.notes)
+
+
+@pytest.mark.parametrize("arguments", SECRET_ARGUMENTS)
+def test_a_secret_among_an_engines_flags_goes_nowhere_in_a_stack(arguments):
+    (values,) = documents("stack-alike")
+    entry = values["servingEngineSpec"]["modelSpec"][3]
+    entry["env"] = [{"name": "HF_TOKEN", "value": SECRET}]
+    entry["vllmConfig"]["extraArgs"] += arguments
+    made = imported([values])
+    told = msgspec.json.encode([made.objects, made.notes]).decode()
+    assert SECRET not in told
+    assert "hf_token=" not in told
+    assert not any(note.message.startswith(PASSED_ON) for note in made.notes)
+
+
+def test_who_left_a_secret_flag_out_says_where_it_belongs():
+    notes = []
+    assert settings_of({"hf-token": SECRET, "otlp-password": SECRET, "max-num-seqs": "2"}, "p", notes) == [
+        "--set",
+        "max_running=2",
+    ]
+    assert [note.message for note in notes] == [
+        "--hf-token: has a secret's name and is left out; name a Secret in model.tokenSecret",
+        "--otlp-password: has a secret's name and is left out; let a variable take it from a Secret",
+    ]
+
+
+def test_containers_beside_the_engines_keep_what_is_no_secret():
+    variables = [{"name": "LOG_API_KEY", "value": SECRET}, {"name": "LEVEL", "value": "info"}]
+    beside = {"name": "logs", "image": "i", "env": variables}
+    _, older = documents("graph-v1alpha1")
+    (newer,) = documents("graph-v1beta1")
+    pods = [
+        older["spec"]["services"]["VllmDecodeWorker"]["extraPodSpec"],
+        newer["spec"]["components"][1]["podTemplate"]["spec"],
+    ]
+    for graph, pod in zip((older, newer), pods, strict=True):
+        pod.setdefault("containers", []).append(beside)
+        pod["initContainers"] = [beside]
+        made = imported([graph])
+        role = made.objects[0]["spec"]["roles"][0]["podTemplate"]["spec"]
+        for kept in (role["containers"][-1], role["initContainers"][0]):
+            assert kept == {"name": "logs", "image": "i", "env": [{"name": "LEVEL", "value": "info"}]}
+        assert SECRET not in msgspec.json.encode(made.notes).decode()
+        assert sum(note.message.startswith("LOG_API_KEY: has a secret's name") for note in made.notes) == 2
+    assert len(beside["env"]) == 2, "what was read stays as it was"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("HF_TOKEN", "hf_x", True),
+        ("hf-token", "1", True),
+        ("HF_TOKEN", "", False),
+        ("AUTH_TOKENS", "a,b", True),
+        ("ssl-keyfile-password", "x", True),
+        ("s3.secret_access_key", "x", True),
+        ("api-key", "x", True),
+        ("max-num-batched-tokens", "8192", False),
+        ("long-prefill-token-threshold", "2048", False),
+        ("return-tokens-as-token-ids", "true", False),
+        ("TOKENIZERS_PARALLELISM", "false", False),
+        ("tokenizer-mode", "slow", False),
+    ],
+)
+def test_secrets_are_known_by_their_names_and_amounts_of_tokens_are_none(name, value, secret):
+    assert is_secret(name, value) == secret
+
+
+def test_what_only_a_pod_knows_is_not_taken_for_empty():
+    from_secret = {"name": "PLACE", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    assert variables_of([{"name": "A", "value": 1}, from_secret, {"name": "B"}]) == {"A": "1", "B": ""}
+
+
+def test_one_model_is_one_deployment_whatever_its_entries_are_called_and_another_is_another():
+    made, specs = made_of("stack-alike")
+
+    alike, wide, small = specs
+    assert [each["metadata"]["name"] for each in made.objects] == ["llama-8b", "wide", "small"]
+    assert [(role.name, role.gpus.vendor) for role in alike.roles] == [
+        ("one", "amd.com/gpu"),
+        ("one-2", "amd.com/gpu"),
+    ]
+    assert (alike.kv_transfer.paths, alike.kv_transfer.store_memory) == (("store",), "60G")
+    assert (wide.roles[0].nodes_per_replica, wide.roles[0].gpus.per_replica) == (2, 16)
+    assert (small.model.name, small.model.uri) == ("little", "tiny/gpt")
+    assert noted(made) == {"servingEngineSpec.modelSpec[3].requestGPU"}
+
+
+@pytest.mark.parametrize(
+    ("logic", "policy"), [("roundrobin", "round_robin"), ("session", "sticky"), ("kvaware", "fleet"), ("new", "fleet")]
+)
+def test_ways_of_routing_become_policies_and_unknown_ones_are_noted(logic, policy):
+    (values,) = documents("stack-alike")
+    made = imported([values | {"routerSpec": {"routingLogic": logic}}])
+    assert msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).routing.policy == policy
+    assert ("routerSpec.routingLogic" in noted(made)) == (logic == "new")
+
+
+def test_services_of_the_older_version_become_roles():
+    made, (spec,) = made_of("graph-v1alpha1")
+
+    assert made.objects[0]["metadata"] == {"name": "qwen-split", "namespace": "inference"}
+    decode, prefill, router = spec.roles
+    assert (decode.name, decode.type, decode.replicas) == ("vllm-decode-worker", "decode", 4)
+    assert (decode.nodes_per_replica, decode.gpus.per_replica, decode.parallelism.expert) == (2, 8, 8)
+    assert decode.drain.timeout_seconds == 600
+    assert (prefill.type, prefill.parallelism.tensor) == ("prefill", 8), "from a shell's line, with its variables"
+    assert (spec.model.name, spec.model.uri) == ("qwen", "Qwen/Qwen3-235B")
+    assert router.replicas == 2
+    assert spec.kv_transfer.paths == ("direct",), "its connector keeps blocks, but not those of several nodes"
+    (main,) = decode.pod_template["spec"]["containers"]
+    assert main["resources"]["limits"] == {"rdma/ib": "4"}
+    assert {"name": "weights", "mountPath": "/model"} in main["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "80Gi"}} in decode.pod_template["spec"][
+        "volumes"
+    ]
+    assert noted(made) == {
+        "document 1",
+        "document 2: spec",
+        "document 2: spec.services.Frontend.extraPodSpec.mainContainer.args",
+        "document 2: spec.services.Planner",
+        "document 2: spec.pvcs",
+    }
+
+
+def test_where_an_engines_nodes_meet_is_the_operators_to_say():
+    (graph, *_) = [each for each in documents("graph-v1alpha1") if "services" in each.get("spec", {})]
+    worker = graph["spec"]["services"]["VllmDecodeWorker"]["extraPodSpec"]["mainContainer"]
+    before = imported(deepcopy([graph]))
+    worker["args"] += ["--master-addr=leader", "--master-port", "29501", "--headless", "--data-parallel-size-local=1"]
+
+    assert imported([graph]) == before, "such flags are no settings of a worker, and are neither passed on nor a loss"
+
+
+def test_a_connector_that_keeps_blocks_becomes_a_store_where_our_workers_can_have_one():
+    *_, graph = documents("graph-v1alpha1")
+    services = graph["spec"]["services"]
+    decode = services["VllmDecodeWorker"]
+    decode |= {"multinode": {"nodeCount": 1}, "resources": {"limits": {"gpu": "4"}}}
+    flags = decode["extraPodSpec"]["mainContainer"]["args"]
+    flags.remove("--data-parallel-size=2")
+    made = imported([graph])
+    assert made.objects[0]["spec"]["kvTransfer"]["paths"] == ["direct", "store"]
+    assert "spec" not in noted(made)
+
+    flags.append("--data-parallel-size=2")
+    assert "kvTransfer" not in imported([graph]).objects[0]["spec"]
+    flags.pop()
+    (line,) = services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"]
+    services["VllmPrefillWorker"]["extraPodSpec"]["mainContainer"]["args"] = [line.replace("-tp 8", "-tp 4 -pp 2")]
+    made = imported([graph])
+    assert "kvTransfer" not in made.objects[0]["spec"]
+    assert "spec" in noted(made)
+
+
+@pytest.mark.parametrize(("stages", "stored"), [(1, True), (2, False)])
+def test_a_stack_that_keeps_blocks_gets_a_store_where_our_workers_can_have_one(stages, stored):
+    (values,) = documents("stack-alike")
+    wide = values["servingEngineSpec"]["modelSpec"][2]
+    wide["vllmConfig"]["pipelineParallelSize"] = stages
+    wide["lmcacheConfig"] = {"enabled": True, "cpuOffloadingBufferSize": "60"}
+    made = imported([values])
+    assert ("kvTransfer" in made.objects[1]["spec"]) == stored
+    assert ("servingEngineSpec.modelSpec" in noted(made)) != stored
+
+
+def test_how_ranks_are_started_is_our_workers_own_business():
+    notes = []
+    assert settings_of({"distributed-executor-backend": "ray"}, "p", notes) == []
+    assert not notes
+
+
+def test_what_contradicts_itself_is_refused_and_not_written():
+    roles = (RoleSpec(name="alone", type=RoleType.PREFILL),)
+    with pytest.raises(ConfigurationRefused, match=r"it: spec\.roles: prefill and decode need each other"):
+        document("it", DisaggDeploymentSpec(model=ModelSource(name="m"), roles=roles))
+    alone = DisaggDeploymentSpec(model=ModelSource(name="m"), roles=(RoleSpec(name="alone", type=RoleType.AGGREGATED),))
+    with pytest.raises(ConfigurationRefused, match=r"metadata\.name: too long beside the name of a role"):
+        document("d" * 50, alone)
+
+
+def test_components_of_the_newer_version_become_roles_and_a_picker_the_routers_own():
+    made, (spec,) = made_of("graph-v1beta1")
+
+    decode, prefill = spec.roles
+    assert (decode.type, decode.scaling.mode, prefill.type) == ("decode", "External", "prefill")
+    assert spec.routing.inference_pool.create
+    names = [each["name"] for each in decode.pod_template["spec"]["containers"]]
+    assert names == ["main", "log-shipper"], "the other stack's sidecar is gone"
+    assert decode.pod_template["spec"]["containers"][0]["env"][-1]["valueFrom"]
+    assert noted(made) == {"spec.components[0].eppConfig", "spec.components[1].minAvailable"}
+
+
+def test_simulated_engines_stay_simulated():
+    _, (spec,) = made_of("graph-simulated")
+    assert (spec.engine, spec.model.name, spec.roles[0].type) == ("simulated", "meta/llama-8b", "aggregated")
+
+
+def test_another_engine_is_noted_and_its_flags_stay_away():
+    (graph,) = documents("graph-simulated")
+    main = graph["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
+    main["command"] = ["python3", "-m", "dynamo.sglang"]
+    main["args"] = ["--model-path", "m", "--tp", "4", "--mem-fraction-static", "0.8"]
+    main["resources"] = {"limits": {"nvidia.com/gpu": "4"}}
+    made = imported([graph])
+    (role,) = msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).roles
+    assert (role.parallelism.tensor, role.pod_template) == (4, {})
+    assert any("sglang" in note.message for note in made.notes)
+
+
+def test_prefill_without_decode_and_gpus_without_ranks_are_put_right_and_noted():
+    (graph,) = documents("graph-simulated")
+    worker = graph["spec"]["components"][1]
+    worker |= {"type": "prefill", "multinode": {"nodeCount": 3}}
+    main = worker["podTemplate"]["spec"]["containers"][0]
+    main |= {"resources": {"limits": {"nvidia.com/gpu": 8}}}
+    main["args"] += ["--tensor-parallel-size", "4", "--pipeline-parallel-size", "many"]
+    made = imported([graph])
+    (role,) = msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).roles
+    assert (role.type, role.gpus.per_replica, role.nodes_per_replica) == ("aggregated", 4, 1)
+    assert len(made.notes) == 4
+
+
+def test_encoders_are_left_out_and_lists_that_are_aliases_of_each_other_stay_apart():
+    (graph,) = documents("graph-v1beta1")
+    prefill, decode = graph["spec"]["components"][2], graph["spec"]["components"][1]
+    prefill["sharedMemorySize"] = "1Gi"
+    prefill["podTemplate"]["spec"]["volumes"] = decode["podTemplate"]["spec"]["volumes"] = [{"name": "v"}]
+    graph["spec"]["components"].append({**decode, "name": "pictures", "type": "encode"})
+    made = imported([graph])
+    roles = msgspec.convert(made.objects[0]["spec"], DisaggDeploymentSpec).roles
+    volumes = [[each["name"] for each in role.pod_template["spec"]["volumes"]] for role in roles]
+    assert volumes == [["v", "shm"], ["v", "shm"]]
+    assert "spec.components[3]" in noted(made)
+
+
+def test_a_worker_beside_prefill_workers_decodes_although_older_versions_do_not_say_so():
+    _, graph = documents("graph-v1alpha1")
+    decode = graph["spec"]["services"]["VllmDecodeWorker"]
+    del decode["subComponentType"]
+    decode["extraPodSpec"]["mainContainer"]["args"].remove("--is-decode-worker")
+    made = imported([graph])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["decode", "prefill", "router"]
+
+
+def test_an_entrys_own_kv_role_says_what_it_does_where_the_router_names_no_labels():
+    (values,) = documents("stack-split")
+    del values["routerSpec"]["extraArgs"]
+    made = imported([values])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["prefill", "decode", "router"]
+    for entry in values["servingEngineSpec"]["modelSpec"]:
+        entry["lmcacheConfig"] = {}
+    made = imported([values])
+    assert [role["type"] for role in made.objects[0]["spec"]["roles"]] == ["aggregated", "aggregated", "router"]
+
+
+def test_engines_that_are_off_stay_off():
+    (values,) = documents("stack-alike")
+    values["servingEngineSpec"]["enableEngine"] = False
+    made = imported([values])
+    assert all(each["spec"]["suspend"] for each in made.objects)
+    assert "servingEngineSpec.enableEngine" in noted(made)
+
+
+def test_one_name_is_for_one_deployment():
+    assert imported(documents("graph-v1alpha1"), name="it").objects[0]["metadata"]["name"] == "it"
+    with pytest.raises(ConfigurationRefused, match="becomes 3 deployments"):
+        imported(documents("stack-alike"), name="it")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([], "is neither"),
+        ([7], "document 1: is no object"),
+        ([{"kind": "Deployment"}], "is neither"),
+        ([{"kind": ["x"]}], "is neither"),
+        ([{"servingEngineSpec": 7}], "servingEngineSpec: must be an object, not another number"),
+        ([{"servingEngineSpec": {"modelSpec": {}}}], "servingEngineSpec.modelSpec: must be a list, not an object"),
+        ([{"servingEngineSpec": {"modelSpec": [{}]}}], "servingEngineSpec.modelSpec[0].modelURL: is missing"),
+        (
+            [{"servingEngineSpec": {"modelSpec": [{"modelURL": "m", "replicaCount": "two"}]}}],
+            "modelSpec[0].replicaCount: must be a whole number from 0 to 10000, not a text",
+        ),
+        ([{"kind": "DynamoGraphDeployment"}], "apiVersion: must be nvidia.com/v1alpha1 or v1beta1"),
+        ([{"kind": "DynamoGraphDeployment", "apiVersion": "nvidia.com/v1beta1"}], "spec: has no worker in it"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_path(content, said):
+    with pytest.raises(ConfigurationRefused) as refused:
+        imported(content)
+    assert said in str(refused.value)
+
+
+def leaves(value, path=()) -> Iterator[tuple]:
+    """Paths to everything inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in inner:
+        yield (*path, name)
+        yield from leaves(each, (*path, name))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_whatever_stands_at_a_field_is_taken_or_refused(path):
+    whole = documents(path.stem)
+    chance = Random(path.stem)
+    for where in leaves(whole):
+        for value in chance.sample(SOMETHING_ELSE, 2):
+            changed = deepcopy(whole)
+            *parents, last = where
+            inner = changed
+            for name in parents:
+                inner = inner[name]
+            inner[last] = value
+            try:
+                made = imported(changed)
+                check(made)
+            except ConfigurationRefused as refused:
+                lines = str(refused).splitlines()
+            except Exception as bug:
+                raise AssertionError(f"{where} = {value!r}") from bug
+            else:
+                lines = [""]
+            assert len(lines) == 1, where
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen3 8B!", "qwen3-8b"),
+        ("70b", "b"),
+        ("", "model"),
+        ("ÄÖ", "model"),
+        ("VllmDecodeWorker", "vllm-decode-worker"),
+    ],
+)
+def test_names_have_the_shape_of_ours(text, name):
+    assert Names("model").give(text) == name
+
+
+def test_names_are_given_once():
+    names = Names("model")
+    given = [names.give("a" * 40) for _ in range(12)]
+    assert len(set(given)) == 12
+    assert all(len(name) <= 30 for name in given)
+
+
+@pytest.mark.parametrize(
+    ("command", "args", "named"),
+    [
+        (["vllm", "serve"], ["m", "--a", "1", "--b"], {"a": "1", "b": "true"}),
+        (["python3", "-m", "x"], ["--a_b=1", "--c", "-1", "--c"], {"m": "x", "a-b": "1", "c": "true"}),
+        (["sh", "-c"], ["exec python3 -m x --a '{\"b\": 1}' | tee y"], {"m": "x", "a": '{"b": 1}'}),
+        (["sh", "-c"], ["python3 --a 'unended"], {"a": "'unended"}),
+        ([], ["--a", "$X", "--b", "${X}", "--c", "$(X)", "--d", "$Y"], {"a": "1", "b": "1", "c": "1", "d": "$Y"}),
+        ([], ["--"], {}),
+    ],
+)
+def test_command_lines_are_read_as_their_programs_do(command, args, named):
+    assert flags_of(command, args, {"X": "1"}).named == named
+
+
+def test_flags_that_carry_objects_are_noted_and_not_passed_on():
+    notes = []
+    assert settings_of({"a": '{"b": 1}', "c-d": "1"}, "p", notes) == ["--set", "vllm.extra_args.c_d=1"]
+    assert [note.path for note in notes] == ["p"]

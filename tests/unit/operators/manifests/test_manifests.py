@@ -1,0 +1,380 @@
+"""What a deployment becomes: settings that our own processes take, and pods that change only when they have to."""
+
+import itertools
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fleet.config import load, parse_changes
+from fleet.net.kubernetes.kinds import OptionalKinds
+from fleet.router.settings.router import RouterSettings
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, WatchdogSpec
+from operators.manifests.names import INSTANCE, ROLE, TYPE, DesiredDeployment
+from operators.manifests.pods import Images, merged
+from operators.manifests.settings import PATIENCE_SECONDS, in_bytes
+from operators.manifests.shared import shared
+from operators.manifests.workloads import group, revision, workers
+from workers.engines.vllm import parallelism as vllm_spread
+from workers.rank_rendezvous import common_settings_digest
+from workers.settings import WorkerSettings
+from workers.watchdog import WatchdogSettings
+
+SAMPLES = sorted((Path(__file__).parents[4] / "deploy" / "samples").glob("*.yaml"))
+CPU = next(path for path in SAMPLES if path.stem == "cpu")
+IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
+
+
+def a_deployment(path=CPU, **changes):
+    content = msgspec.yaml.decode(path.read_bytes())
+    spec = msgspec.convert(content["spec"] | changes, DisaggDeploymentSpec)
+    return DesiredDeployment(name=content["metadata"]["name"], namespace="ns", spec=spec, uid="1-2-3")
+
+
+def manifests(deployment):
+    present = revision(deployment, IMAGES)
+    return shared(deployment, IMAGES) + [
+        each for role in deployment.workers for each in workers(deployment, role, present, IMAGES)
+    ]
+
+
+def of_kind(found, kind):
+    return [each for each in found if each["kind"] == kind]
+
+
+def settings_of(config, kind, **put_in):
+    """As the pod has them, which puts its name in."""
+    settings = msgspec.json.decode(config["data"]["settings.json"]) | put_in
+    if "embedded_store" in settings:
+        settings["embedded_store"]["store_id"] = "pod"
+    if "group" in settings:
+        settings["group"] |= {"rank": 1, "leader": "pod-0:50063"}
+    return msgspec.convert(settings, kind)
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("paths", [["direct"], ["store", "direct"]], ids=["direct", "store"])
+def test_settings_of_all_pods_are_taken_by_our_own_processes(path, paths):
+    deployment = a_deployment(path, kvTransfer={"paths": paths, "storeMemory": "64Mi"})
+
+    configs = of_kind(manifests(deployment), "ConfigMap")
+
+    routers = [each for each in configs if each["metadata"]["labels"][ROLE] == "router"]
+    (router,) = routers
+    control = settings_of(router, RouterSettings).control_listen.rpartition(":")[2]
+    for each in configs:
+        if each is not router:
+            settings = settings_of(each, WorkerSettings, worker_id="pod")
+            assert settings.registry == f"{deployment.name}-router-control.ns.svc:{control}"
+            assert (settings.embedded_store is not None) == ("store" in paths)
+
+
+@pytest.mark.parametrize("told", [{"enabled": False}, {"floorSeconds": 20, "ceilingSeconds": 600}])
+def test_workers_are_told_what_a_deployment_says_of_their_watchdog(told):
+    deployment = a_deployment(watchdog=told)
+    settings = [
+        settings_of(each, WorkerSettings, worker_id="pod").watchdog
+        for each in of_kind(manifests(deployment), "ConfigMap")
+        if each["metadata"]["labels"][ROLE] != "router"
+    ]
+
+    expected = WatchdogSettings(
+        enabled=told.get("enabled", True),
+        floor_seconds=told.get("floorSeconds", 10),
+        ceiling_seconds=told.get("ceilingSeconds", 300),
+    )
+    assert settings
+    assert all(each == expected for each in settings)
+
+
+def test_the_watchdog_of_a_deployment_has_the_defaults_of_a_workers():
+    asked, own = WatchdogSpec(), WatchdogSettings()
+
+    assert (asked.enabled, asked.floor_seconds, asked.ceiling_seconds) == (
+        own.enabled,
+        own.floor_seconds,
+        own.ceiling_seconds,
+    )
+
+
+@pytest.mark.parametrize("secret", ["", "redis-password"])
+def test_stores_of_all_workers_share_the_redis_that_is_named_and_its_password_is_a_file(secret):
+    transfer = {"paths": ["store"], "redis": "rediss://cache.ns:6379/2", "redisSecret": secret}
+    found = manifests(a_deployment(SAMPLES[0], kvTransfer=transfer))
+
+    configs = [each for each in of_kind(found, "ConfigMap") if each["metadata"]["labels"][ROLE] != "router"]
+    assert configs
+    for each in configs:
+        (tier,) = settings_of(each, WorkerSettings, worker_id="pod").embedded_store.tiers
+        assert (tier.url, bool(tier.password_file)) == ("rediss://cache.ns:6379/2", bool(secret))
+    for each in (each for each in found if "template" in each.get("spec", ())):
+        pod = each["spec"]["template"]["spec"]
+        routes = each["metadata"]["labels"][ROLE] == "router"
+        mounted = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+        assert mounted == ([secret] if secret and not routes else [])
+
+
+HUB_MODEL = {"name": "llama", "uri": "meta-llama/Llama-3.3-70B-Instruct@v1"}
+
+
+def hub_parts(model):
+    """Of routers, workers, and workers of several nodes: their settings of the hub, volumes of it by name, and whole containers."""
+    path = next(path for path in SAMPLES if path.stem == "b200-deepseek-moe")
+    found = manifests(a_deployment(path, model=model))
+    settings = [msgspec.json.decode(each["data"]["settings.json"]).get("hub") for each in of_kind(found, "ConfigMap")]
+    templates = [
+        spec.get("leaderWorkerTemplate", {}).get("workerTemplate") or spec.get("template")
+        for spec in (each.get("spec", {}) for each in found)
+    ]
+    pods = [template["spec"] for template in templates if template]
+    volumes = [{each["name"]: each for each in pod["volumes"] if each["name"].startswith("hub")} for pod in pods]
+    return settings, volumes, [pod["containers"][0] for pod in pods]
+
+
+def of_all(hub):
+    """Routers, which end when nothing comes for two minutes, so that it is heard of; and two kinds of workers."""
+    return [hub | {"patience_seconds": PATIENCE_SECONDS}, hub, hub]
+
+
+def test_every_pod_that_is_told_a_repository_has_room_for_it_and_its_token_in_a_file():
+    settings, volumes, mains = hub_parts(HUB_MODEL | {"tokenSecret": "hugging-face"})
+    assert settings == of_all({"cache": "/hub", "token_file": "/etc/fleet-hub/token"})
+    secret = {"secretName": "hugging-face", "items": [{"key": "token", "path": "token"}], "optional": True}
+    assert volumes == 3 * [
+        {"hub": {"name": "hub", "emptyDir": {}}, "hub-token": {"name": "hub-token", "secret": secret}}
+    ]
+    for main in mains:
+        mounted = {each["mountPath"]: each.get("readOnly", False) for each in main["volumeMounts"]}
+        assert (mounted["/hub"], mounted["/etc/fleet-hub"]) == (False, True)
+        assert "hugging-face" not in str(main["env"])
+
+
+def test_a_claim_may_keep_what_pods_fetch_and_a_mirror_may_have_it():
+    settings, volumes, _ = hub_parts(HUB_MODEL | {"cacheClaim": "models", "endpoint": "https://mirror.example/hub"})
+    assert settings == of_all({"cache": "/hub", "endpoint": "https://mirror.example/hub"})
+    assert volumes == 3 * [{"hub": {"name": "hub", "persistentVolumeClaim": {"claimName": "models"}}}]
+
+
+@pytest.mark.parametrize(
+    "model", [HUB_MODEL | {"claim": "weights"}, {"name": "llama", "uri": "/opt/llama"}, {"name": "llama"}]
+)
+def test_what_is_in_a_volume_or_an_image_is_not_fetched(model):
+    settings, volumes, _ = hub_parts(model | {"tokenSecret": "hugging-face"})
+    assert (settings, volumes) == (3 * [None], 3 * [{}])
+
+
+@pytest.mark.parametrize("leader_worker_sets", [True, False])
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_every_worker_is_let_in_to_by_workers_and_routers_of_its_deployment_alone(path, leader_worker_sets):
+    """Ranks of a group, and engines that hand blocks over, ask for no key: this is all that guards them."""
+    deployment = a_deployment(path)
+    served = OptionalKinds(leader_worker_sets=leader_worker_sets)
+    theirs = {"podTemplate": {"metadata": {"labels": {TYPE: "mine", ROLE: "mine", INSTANCE: "mine"}}}}
+    roles = tuple(msgspec.convert(msgspec.to_builtins(each) | theirs, RoleSpec) for each in deployment.spec.roles)
+    spec = msgspec.structs.replace(deployment.spec, roles=roles)
+    deployment = msgspec.structs.replace(deployment, spec=spec)
+    pods = {}
+    for role in deployment.workers:
+        made = [*workers(deployment, role, "rev", IMAGES, served), group(deployment, role, "rev", 0, IMAGES)]
+        for child in made[1:]:
+            template = child["spec"].get("leaderWorkerTemplate", {}).get("workerTemplate") or child["spec"]["template"]
+            pods[child["kind"], role.name] = template["metadata"]["labels"]
+    found = shared(deployment, IMAGES)
+    [router] = [each["spec"]["template"]["metadata"]["labels"] for each in of_kind(found, "Deployment")]
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(found, "NetworkPolicy")}
+    to_workers, to_router = policies[f"{deployment.name}-workers"], policies[f"{deployment.name}-router"]
+
+    among, by_routers = to_workers["ingress"]
+    assert len(pods) >= 2
+    for labels in pods.values():
+        assert selects(to_workers["podSelector"], labels)
+        assert selects(among["from"][0]["podSelector"], labels)
+        assert not selects(to_router["podSelector"], labels)
+    assert selects(to_router["podSelector"], router)
+    assert selects(by_routers["from"][0]["podSelector"], router)
+    assert by_routers["ports"] == [{"port": "worker", "protocol": "TCP"}], "not where ranks meet"
+    sources = [each for rule in to_workers["ingress"] for each in rule["from"]]
+    assert all(each.keys() == {"podSelector"} for each in sources), "of this namespace"
+    strangers = [{}, {INSTANCE: "other", TYPE: "decode"}, {INSTANCE: deployment.name}, {TYPE: "decode"}]
+    assert not any(selects(each["podSelector"], labels) for each in sources for labels in strangers)
+
+
+def selects(selector, labels):
+    """As Kubernetes has it, of the operators that we use."""
+    named = all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
+    each = selector.get("matchExpressions", ())
+    assert all(one["operator"] == "In" for one in each)
+    return named and all(labels.get(one["key"]) in one["values"] for one in each)
+
+
+def test_workers_of_a_role_that_is_wished_no_more_stay_guarded_while_they_drain():
+    before = a_deployment()
+    after = a_deployment(roles=[{"name": "all", "type": "aggregated"}])
+    [_, child] = workers(before, before.workers[0], "rev", IMAGES)
+    [policy] = [each for each in shared(after, IMAGES) if each["metadata"]["name"] == "tiny-workers"]
+
+    assert selects(policy["spec"]["podSelector"], child["spec"]["template"]["metadata"]["labels"])
+
+
+def test_names_are_those_of_this_cluster_whatever_its_domain_and_the_namespace_are_called():
+    deployment = msgspec.structs.replace(a_deployment(SAMPLES[0]), namespace="dev")
+    role = next(each for each in deployment.workers if each.nodes_per_replica > 1)
+    config = workers(deployment, role, "rev", IMAGES)[0]
+    made = group(deployment, role, "rev", 3, IMAGES)
+    [main] = made["spec"]["template"]["spec"]["containers"]
+    [leader] = [each["value"] for each in main["env"] if each["name"] == "LWS_LEADER_ADDRESS"]
+
+    assert leader == f"{made['metadata']['name']}-0.{made['spec']['serviceName']}.dev.svc"
+    assert (
+        settings_of(config, WorkerSettings, worker_id="pod").registry
+        == f"{deployment.name}-router-control.dev.svc:50052"
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "policy"),
+    [
+        ({}, None),
+        ({"hostNetwork": True}, "ClusterFirstWithHostNet"),
+        ({"hostNetwork": True, "dnsPolicy": "Default"}, "Default"),
+        ({"hostNetwork": False}, None),
+    ],
+)
+def test_pods_in_the_nodes_network_know_names_of_the_cluster_too(theirs, policy):
+    deployment = a_deployment(roles=[{"name": "all", "type": "aggregated", "podTemplate": {"spec": theirs}}])
+    [_, child] = workers(deployment, deployment.workers[0], "rev", IMAGES)
+
+    assert child["spec"]["template"]["spec"].get("dnsPolicy") == policy
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_everything_goes_when_the_deployment_goes_and_names_are_unique(path):
+    found = manifests(a_deployment(path))
+
+    assert all(each["metadata"]["ownerReferences"][0]["uid"] == "1-2-3" for each in found)
+    assert len({(each["kind"], each["metadata"]["name"]) for each in found}) == len(found)
+
+
+@pytest.mark.parametrize("leader_worker_sets", [True, False])
+def test_the_pods_of_a_replica_of_several_nodes_run_one_engine(tmp_path, leader_worker_sets):
+    deployment = a_deployment(next(path for path in SAMPLES if path.stem == "b200-deepseek-moe"))
+    (role,) = (each for each in deployment.workers if each.nodes_per_replica > 1)
+    served = OptionalKinds(leader_worker_sets=leader_worker_sets)
+    config, *others = workers(deployment, role, "rev", IMAGES, served)
+    (child,) = others or [group(deployment, role, "rev", 0, IMAGES)]
+    spec = child["spec"].get("leaderWorkerTemplate") or child["spec"]
+    pod = (spec.get("workerTemplate") or spec["template"])["spec"]
+    (main,) = pod["containers"]
+    sources = {each["name"]: each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "") for each in main["env"]}
+    ranks = []
+    for rank in range(role.nodes_per_replica):
+        put_in = {"POD_NAME": f"pod-{rank}", "POD_IP": f"10.0.0.{rank}", "REVISION": "rev"}
+        put_in |= {"LWS_LEADER_ADDRESS": "pod-0.ns", "LWS_WORKER_INDEX": str(rank)}
+        words = [re.sub(r"\$\((\w+)\)", lambda found, have=put_in: have[found[1]], each) for each in main["command"]]
+        changes = parse_changes(each for before, each in itertools.pairwise(words) if before == "--set")
+        file = tmp_path / "settings.json"
+        file.write_text(config["data"]["settings.json"])
+        ranks.append(load(file, WorkerSettings, changes))
+
+    assert sources["LWS_WORKER_INDEX"].endswith("worker-index']" if leader_worker_sets else "pod-index']")
+    assert [each.group.rank for each in ranks] == [0, 1]
+    assert {each.group.leader for each in ranks} == {"pod-0.ns:50063"}
+    assert {each.group.nodes for each in ranks} == {2}
+    assert len({common_settings_digest(each) for each in ranks}) == 1
+    for each in ranks:
+        vllm_spread.check(each)
+        assert pod["terminationGracePeriodSeconds"] * 1000 > each.drain_timeout_ms, (
+            "a rank waits for its leader to drain"
+        )
+
+
+def test_services_and_budgets_select_the_pods_they_are_about_and_no_others():
+    found = manifests(a_deployment())
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"]
+        for each in of_kind(found, "Deployment")
+    }
+
+    def selected(by):
+        return sorted(name for name, labels in pods.items() if by.items() <= labels.items())
+
+    services = {each["metadata"]["name"]: selected(each["spec"]["selector"]) for each in of_kind(found, "Service")}
+    assert {
+        name: [each.rpartition("-")[0] if name in ("tiny-prefill", "tiny-decode") else each for each in pods]
+        for name, pods in services.items()
+    } == {
+        "tiny-router": ["tiny-router"],
+        "tiny-router-control": ["tiny-router"],
+        "tiny-prefill": ["tiny-prefill"],
+        "tiny-decode": ["tiny-decode"],
+    }
+    budgets = {
+        each["metadata"]["name"]: selected(each["spec"]["selector"]["matchLabels"])
+        for each in of_kind(found, "PodDisruptionBudget")
+    }
+    assert {name: len(each) for name, each in budgets.items()} == {
+        "tiny-router": 1,
+        "tiny-prefill": 1,
+        "tiny-decode": 1,
+    }
+
+
+def test_a_revision_is_the_same_for_as_long_as_no_pod_would_differ():
+    deployment = a_deployment()
+    roles = msgspec.yaml.decode(CPU.read_bytes())["spec"]["roles"]
+    first = revision(deployment, IMAGES)
+
+    def with_role(**fields):
+        return revision(a_deployment(roles=[roles[0] | fields if each is roles[0] else each for each in roles]), IMAGES)
+
+    worker = next(index for index, role in enumerate(roles) if role["type"] == "decode")
+    scaled = [dict(role) for role in roles]
+    scaled[worker]["replicas"] = 7
+    assert revision(a_deployment(roles=scaled), IMAGES) == first
+    assert revision(a_deployment(roles=list(reversed(roles))), IMAGES) == first
+    assert revision(a_deployment(routing={"policy": "round_robin"}), IMAGES) == first
+    assert with_role(replicas=3) == first
+    scaled[worker]["drain"] = {"timeoutSeconds": 7}
+    assert revision(a_deployment(roles=scaled), IMAGES) != first
+    assert revision(a_deployment(image="another"), IMAGES) != first
+
+
+def test_what_a_pod_template_says_counts_and_lists_with_names_are_merged():
+    ours = {"containers": [{"name": "main", "image": "a", "env": [{"name": "A", "value": "1"}]}]}
+    theirs = {
+        "containers": [{"name": "side"}, {"name": "main", "env": [{"name": "B", "value": "2"}]}],
+        "hostNetwork": True,
+    }
+
+    assert merged(ours, theirs) == {
+        "containers": [
+            {"name": "main", "image": "a", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]},
+            {"name": "side"},
+        ],
+        "hostNetwork": True,
+    }
+
+
+def test_labels_that_select_pods_are_not_the_users_to_change():
+    roles = [
+        {"name": "all", "type": "aggregated", "podTemplate": {"metadata": {"labels": {ROLE: "mine", "team": "a"}}}}
+    ]
+    (child,) = [
+        each
+        for each in manifests(a_deployment(roles=roles))
+        if each["metadata"]["name"].startswith("tiny-all-") and each["kind"] == "Deployment"
+    ]
+
+    labels = child["spec"]["template"]["metadata"]["labels"]
+    assert labels[ROLE] == "all"
+    assert labels["team"] == "a"
+    assert child["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("8Gi", 8 << 30), ("500M", 500_000_000), ("1.5G", 1_500_000_000), ("1024", 1024), ("64Ki", 65536)],
+)
+def test_quantities_are_those_of_kubernetes(written, meant):
+    assert in_bytes(written) == meant

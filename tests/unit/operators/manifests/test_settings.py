@@ -1,0 +1,98 @@
+"""How workers and routers of a deployment find each other, and when pods are ready."""
+
+import msgspec
+
+from fleet.config import parse_changes
+from fleet.net.grpc.port import LIVENESS
+from operators.manifests.pods import GOODBYE_SECONDS
+from operators.manifests.settings import CONNECTION_SECONDS
+from operators.manifests.shared import shared
+from operators.manifests.workloads import workers
+from tests.unit.operators.manifests.test_manifests import IMAGES, a_deployment
+
+
+def named(objects, kind, name):
+    [found] = [each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def worker_of(deployment):
+    role = deployment.workers[0]
+    config, child = workers(deployment, role, "abc", IMAGES)
+    [container] = child["spec"]["template"]["spec"]["containers"]
+    return msgspec.json.decode(config["data"]["settings.json"]), container
+
+
+def test_a_worker_registers_with_every_pod_of_the_router_ready_or_not():
+    deployment = a_deployment()
+    settings, _ = worker_of(deployment)
+    host, _, port = settings["registry"].rpartition(":")
+    name, namespace, svc = host.split(".")
+
+    service = named(shared(deployment, IMAGES), "Service", name)
+
+    assert (namespace, svc) == (deployment.namespace, "svc")
+    assert service["spec"]["clusterIP"] == "None", "its name stands for all pods"
+    assert service["spec"]["publishNotReadyAddresses"]
+    assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]
+
+
+def test_a_worker_is_ready_when_it_says_so():
+    settings, container = worker_of(a_deployment())
+
+    assert settings["control_listen"] == f"0.0.0.0:{container['readinessProbe']['grpc']['port']}"
+
+
+def test_a_worker_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+    settings, container = worker_of(a_deployment())
+
+    readiness, liveness, startup = (container[f"{kind}Probe"]["grpc"] for kind in ("readiness", "liveness", "startup"))
+    assert settings["control_listen"] == f"0.0.0.0:{liveness['port']}"
+    assert liveness == startup == {"port": readiness["port"], "service": LIVENESS}
+    assert "service" not in readiness
+    allowed = container["startupProbe"]
+    assert allowed["periodSeconds"] * allowed["failureThreshold"] > 10 * 60, "a start of ten minutes is no hang"
+
+
+def test_a_router_is_asked_whether_it_lives_apart_from_whether_it_is_ready():
+    deployment = a_deployment()
+
+    router = named(shared(deployment, IMAGES), "Deployment", f"{deployment.name}-router")
+
+    [container] = router["spec"]["template"]["spec"]["containers"]
+    asked = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("readiness", "liveness", "startup")}
+    live = {"path": "/live", "port": "health"}
+    assert asked == {"readiness": {"path": "/health", "port": "health"}, "liveness": live, "startup": live}
+
+
+def test_a_users_own_command_is_asked_nothing_that_would_end_it():
+    own = {"spec": {"containers": [{"name": "main", "command": ["their-server"]}]}}
+    deployment = a_deployment()
+    roles = tuple(msgspec.structs.replace(role, pod_template=own) for role in deployment.spec.roles)
+    spec = msgspec.structs.replace(deployment.spec, roles=roles)
+
+    _, container = worker_of(msgspec.structs.replace(deployment, spec=spec))
+
+    assert not {"startupProbe", "livenessProbe"} & set(container)
+
+
+def test_a_workers_generation_is_its_revision():
+    _, container = worker_of(a_deployment())
+
+    [revision] = [each for each in container["env"] if each["name"] == "REVISION"]
+    assert revision["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['fleet-serving.io/revision']"
+    (generation,) = [word for word in container["command"] if word.startswith("generation=")]
+    for revision in ("4407e947", "12345678", "aee2b89c"):
+        assert parse_changes([generation.replace("$(REVISION)", revision)]) == {"generation": revision}
+
+
+def test_no_connection_of_a_client_outlasts_a_routers_goodbye():
+    deployment = a_deployment()
+    made = shared(deployment, IMAGES)
+    router = named(made, "Deployment", f"{deployment.name}-router")
+    settings = msgspec.json.decode(named(made, "ConfigMap", f"{deployment.name}-router")["data"]["settings.json"])
+
+    [container] = router["spec"]["template"]["spec"]["containers"]
+    assert settings["connection_seconds"] == CONNECTION_SECONDS
+    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
+    assert CONNECTION_SECONDS * 1.1 < GOODBYE_SECONDS, "the library adds up to a tenth"

@@ -1,0 +1,156 @@
+"""What is told of pods that do not run is why, and never what they wrote."""
+
+import pytest
+
+from fleet.net.kubernetes.status_errors import ApiStatus, StatusCause, StatusDetails, public_message
+from fleet.net.kubernetes.views import (
+    ContainerState,
+    ContainerStatus,
+    ContainerTerminated,
+    ContainerWaiting,
+    ObjectCondition,
+    ObjectMetadata,
+    Pod,
+    PodStatus,
+    WorkloadResource,
+    WorkloadStatus,
+)
+from operators.observed.pod_troubles import TroubleReason, troubles
+
+
+def a_pod(*containers, conditions=(), deleted=None, name="pod"):
+    metadata = ObjectMetadata(name=name, deletion_timestamp=deleted)
+    return Pod(metadata=metadata, status=PodStatus(conditions=conditions, container_statuses=containers))
+
+
+def waiting(reason, message="", last=None):
+    return ContainerStatus(
+        name="main",
+        state=ContainerState(waiting=ContainerWaiting(reason, message)),
+        last_state=ContainerState(terminated=last),
+    )
+
+
+def unschedulable(message):
+    return (ObjectCondition(type="PodScheduled", status="False", reason="Unschedulable", message=message),)
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (
+            a_pod(conditions=unschedulable("0/3 nodes are available: 3 Insufficient amd.com/gpu.")),
+            TroubleReason.InsufficientCapacity,
+        ),
+        (
+            a_pod(conditions=unschedulable("1 node(s) didn't match Pod's node affinity/selector.")),
+            TroubleReason.NoSuchGpu,
+        ),
+        (
+            a_pod(conditions=unschedulable("0/3 nodes are available: 3 node(s) had untolerated taint.")),
+            TroubleReason.Unschedulable,
+        ),
+        (a_pod(waiting("ErrImagePull")), TroubleReason.ImagePull),
+        (a_pod(waiting("CreateContainerConfigError", 'secret "hf" not found')), TroubleReason.ConfigurationMissing),
+        (
+            a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=137, reason="OOMKilled"))),
+            TroubleReason.OutOfMemory,
+        ),
+        (a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1))), TroubleReason.CrashLooping),
+        (
+            a_pod(
+                waiting(
+                    "CrashLoopBackOff",
+                    last=ContainerTerminated(exit_code=3, message="fleet: model_dir: '/m' is not a folder"),
+                )
+            ),
+            TroubleReason.ModelNotFound,
+        ),
+    ],
+    ids=lambda each: each.name if isinstance(each, TroubleReason) else "",
+)
+def test_each_trouble_has_its_reason(pod, reason):
+    [found] = troubles([pod], [], ["NVIDIA-H100"])
+
+    assert found.reason is reason
+
+
+def test_of_what_a_container_wrote_only_a_line_of_our_own_is_repeated():
+    written = "token=hunter2\nfleet: vllm: out of memory\nTraceback hunter2"
+    [found] = troubles(
+        [a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1, message=written)))], [], []
+    )
+
+    assert "vllm: out of memory" in found.message
+    assert "hunter2" not in found.message
+
+
+def test_pods_on_their_way_out_and_containers_that_got_over_it_are_no_trouble():
+    ended = ContainerState(terminated=ContainerTerminated(exit_code=1))
+    again = ContainerStatus(name="main", last_state=ended)
+
+    assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
+
+
+def test_a_hub_that_is_out_of_reach_is_told_also_while_it_is_asked_again():
+    text = "fleet: hub.endpoint: nothing of owner/name came from https://hub for 120 s (ConnectError); see that it can be reached"
+    ended = ContainerState(terminated=ContainerTerminated(exit_code=3, message=f"hunter2\n{text}"))
+    again = ContainerStatus(name="main", last_state=ended, restart_count=1)
+    ready = (ObjectCondition(type="Ready", status="True"),)
+
+    for pod in (a_pod(waiting("CrashLoopBackOff", last=ended.terminated)), a_pod(again)):
+        [found] = troubles([pod], [], [])
+        assert (found.reason, found.message) == (TroubleReason.HubUnreachable, text.removeprefix("fleet: "))
+    assert troubles([a_pod(again, conditions=ready)], [], []) == ()
+
+
+def test_a_quota_is_told_before_what_follows_from_it():
+    text = 'pods "x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8'
+    failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)
+    child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
+
+    first, *_ = troubles([a_pod(waiting("ErrImagePull"))], [child], [])
+
+    assert (first.reason, first.message) == (
+        TroubleReason.QuotaExceeded,
+        "exceeded quota: gpus, requested: requests.nvidia.com/gpu=8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ('Invalid value: "hunter2": must be a number', "f: must be a number"),
+        ("Invalid value: {'p': 'hunter2'}: must be one of 'hunter2'", "f: FieldValueInvalid"),
+        ('Invalid value: "a: must hunter2"', "f: FieldValueInvalid"),
+        ("Required value: field is immutable", "f: field is immutable"),
+    ],
+)
+def test_of_a_refusal_the_field_and_what_it_requires_are_told_and_not_the_value(message, said):
+    causes = [StatusCause(field="f", reason="FieldValueInvalid", message=message)]
+
+    assert public_message(ApiStatus(reason="Invalid", message="hunter2", details=StatusDetails(causes=causes))) == said
+
+
+def test_of_what_is_forbidden_quota_and_missing_right_are_told_and_nothing_else():
+    quota = 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2'
+    right = 'leases is forbidden: User "system:serviceaccount:a:b" cannot create resource "leases"'
+
+    assert public_message(ApiStatus(reason="Forbidden", message=quota)).startswith("exceeded quota: small")
+    assert public_message(ApiStatus(reason="Forbidden", message=right)).startswith(
+        'User "system:serviceaccount:a:b" cannot create'
+    )
+    assert public_message(ApiStatus(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
+
+
+def test_of_what_cannot_be_read_the_field_and_its_type_are_told():
+    strange = 'failed to create typed patch object (ns/dd; apps/v1, Kind=Deployment): .spec.template.spec.containers[name="main"].env: expected list, got string'
+    quoted = 'spec.template.spec.nodeName: Invalid value: "hunter2": hunter2'
+
+    assert public_message(_bad(strange)) == 'spec.template.spec.containers[name="main"].env: expected list, got string'
+    assert public_message(_bad(quoted)) == "spec.template.spec.nodeName: BadRequest"
+    assert public_message(_bad("hunter2")) == "BadRequest"
+
+
+def _bad(message):
+    return ApiStatus(reason="BadRequest", message=message)

@@ -1,0 +1,187 @@
+"""Probes are sent one after the other, a bounded number at once, by who leads, and for as long as they are wanted."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from operators.keys import deployment_key
+from operators.probes.evidence import PendingProbes, ProbeCompletion, ProbeEvidence, ProbeFailure, unanswered
+from operators.probes.prober import Prober
+from tests.unit.operators.probes.test_evidence import REFUSED, a_subject, an_aim
+
+
+class Clients:
+    """Answers when it is told to."""
+
+    def __init__(self):
+        self.asked = []
+        self.doors = []
+        self.on_the_way = 0
+        self.changed = asyncio.Event()
+        self.answers = asyncio.Queue()
+
+    async def ask(self, probe):
+        self.asked.append((probe.deployment, probe.worker))
+        self.doors.append(probe.door)
+        self.on_the_way += 1
+        self.changed.set()
+        try:
+            return await self.answers.get()
+        finally:
+            self.on_the_way -= 1
+
+    async def until(self, count):
+        """So many have been sent."""
+        async with asyncio.timeout(60):
+            while len(self.asked) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def a_prober(clients, at_once=2, leads=lambda: True, longest_seconds=0.01):
+    heard = []
+    prober = Prober(clients, at_once, longest_seconds, leads, heard.append)
+    running = asyncio.create_task(prober.run())
+    await asyncio.sleep(0)
+    yield prober, heard
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def a_want(*workers):
+    return PendingProbes(a_subject(*map(an_aim, workers)), ProbeEvidence())
+
+
+async def turns(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_no_more_are_on_their_way_than_allowed_and_one_of_a_deployment():
+    clients = Clients()
+    async with a_prober(clients) as (prober, _):
+        for at in range(5):
+            prober.want(deployment_key("ns", f"dd-{at}"), a_want("a", "b"))
+        await turns()
+        assert clients.asked == [("dd-0", "a"), ("dd-1", "a")]
+        for sent in range(3, 11):
+            clients.answers.put_nowait(ProbeCompletion(True))
+            await clients.until(sent)
+            assert clients.on_the_way <= 2
+
+    assert sorted(clients.asked) == [(f"dd-{at}", worker) for at in range(5) for worker in "ab"]
+
+
+async def test_what_is_wanted_no_more_is_given_up_and_what_was_shown_is_kept():
+    clients, key = Clients(), deployment_key("ns", "dd")
+    async with a_prober(clients) as (prober, heard):
+        wanted = a_want("a", "b")
+        prober.want(key, wanted)
+        clients.answers.put_nowait(ProbeCompletion(True))
+        await clients.until(2)
+        prober.want(key, None)
+        await turns()
+
+        assert clients.on_the_way == 0
+        assert [aim.worker.pod for aim in unanswered(wanted.subject, prober.of(key))] == ["b"]
+        assert heard == [], "nothing that anybody waits for"
+        prober.forget(key)
+        assert prober.of(key) == ProbeEvidence()
+
+
+async def test_other_pods_are_asked_at_once_and_the_same_ones_not_twice():
+    clients, key = Clients(), deployment_key("ns", "dd")
+    async with a_prober(clients) as (prober, heard):
+        prober.want(key, a_want("a"))
+        await turns()
+        prober.want(key, a_want("a"))
+        await turns()
+        prober.want(key, a_want("b"))
+        await turns()
+        assert clients.asked == [("dd", "a"), ("dd", "b")]
+        clients.answers.put_nowait(ProbeCompletion(True))
+        await turns()
+
+        prober.want(key, PendingProbes(a_want("b").subject, prober.of(key)))
+        await turns()
+
+        assert (len(clients.asked), heard) == (2, [key])
+
+
+async def test_a_failure_comes_again_after_a_pause_and_is_heard_of_once():
+    clients, key = Clients(), deployment_key("ns", "dd")
+    async with a_prober(clients) as (prober, heard):
+        prober.want(key, a_want("a"))
+        for sent in range(2, 5):
+            clients.answers.put_nowait(REFUSED)
+            await clients.until(sent)
+        assert heard == [key]
+        clients.answers.put_nowait(ProbeFailure(500, "something else"))
+        await clients.until(5)
+        clients.answers.put_nowait(ProbeCompletion(True))
+        await turns()
+
+    assert heard == [key] * 3
+
+
+async def test_the_routers_take_turns():
+    clients, key = Clients(), deployment_key("ns", "dd")
+    async with a_prober(clients) as (prober, _):
+        subject = msgspec.structs.replace(a_want("a").subject, doors=("10.0.0.1", "10.0.0.2"))
+        prober.want(key, PendingProbes(subject, ProbeEvidence()))
+        for sent in range(2, 4):
+            clients.answers.put_nowait(REFUSED)
+            await clients.until(sent)
+
+    assert clients.doors == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+
+
+async def test_those_that_fail_leave_room_for_those_that_have_not_been_asked():
+    clients = Clients()
+    async with a_prober(clients) as (prober, _):
+        for name in ("dd-0", "dd-1"):
+            prober.want(deployment_key("ns", name), a_want("a"))
+            clients.answers.put_nowait(REFUSED)
+        await clients.until(3)
+        await asyncio.sleep(0.05)  # both pauses are over
+        prober.want(deployment_key("ns", "other"), a_want("a"))
+        await clients.until(4)
+
+        assert clients.asked[3] == ("other", "a")
+        assert clients.on_the_way == 2
+
+
+async def test_after_a_failure_there_is_a_pause():
+    clients = Clients()
+    async with a_prober(clients, longest_seconds=30) as (prober, _):
+        prober.want(deployment_key("ns", "dd"), a_want("a"))
+        clients.answers.put_nowait(REFUSED)
+        await clients.until(1)
+        await turns()
+        assert (len(clients.asked), clients.on_the_way) == (1, 0)
+
+
+async def test_who_does_not_lead_sends_nothing_and_begins_again_when_it_leads_again():
+    clients, key, leading = Clients(), deployment_key("ns", "dd"), []
+    async with a_prober(clients, leads=lambda: bool(leading)) as (prober, _):
+        prober.want(key, a_want("a"))
+        await turns()
+        assert clients.asked == []
+        leading.append(True)
+        prober.want(key, a_want("a"))
+        await turns()
+        assert clients.asked == [("dd", "a")]
+
+
+async def test_what_was_wanted_before_it_began_is_done_when_it_begins():
+    clients = Clients()
+    prober = Prober(clients, 1, 1.0, lambda: True, lambda key: None)
+    prober.want(deployment_key("ns", "dd"), a_want("a"))
+    running = asyncio.create_task(prober.run())
+
+    await clients.until(1)
+
+    running.cancel()
+    await asyncio.wait([running])

@@ -1,0 +1,129 @@
+"""Beliefs about workers that tell nothing: bounded in number and time, the latest ones kept."""
+
+import random
+
+import pytest
+from msgspec import structs
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import WorkerId
+from fleet.core.requests import Finish
+from fleet.core.roles import Role
+from fleet.router.kv_index.assumed_cache import MAX_LISTED_FACTOR, AssumedCache
+from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.radix_tree import RadixTree
+from fleet.router.messages import CacheAged
+from tests.support.builders import a_joined_worker, a_prompt, an_arrival
+from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
+
+START = Nanos(1000 * SECOND)
+LATER = Nanos(START + 60 * SECOND)
+
+
+def a_cache(capacity: int) -> tuple[RadixTree, AssumedCache]:
+    chains = RadixTree()
+    return chains, AssumedCache(chains, 1, capacity)
+
+
+def test_what_was_sent_is_believed_to_be_there():
+    chains, cache = a_cache(100)
+
+    cache.sent((1, 2, 3), LATER)
+
+    assert chains.runs((1, 2, 3, 4)) == [(3, 1)]
+    assert len(cache) == 3
+
+
+def test_the_least_recently_sent_goes_first_when_there_is_no_room():
+    chains, cache = a_cache(6)
+    for prompt in ((1, 2), (3, 4), (1, 2), (5, 6), (7, 8)):  # the first was sent again
+        cache.sent(prompt, LATER)
+
+    assert [bool(chains.runs((key,))) for key in (1, 3, 5, 7)] == [True, False, True, True]
+    cache.check()
+
+
+def test_what_two_prompts_share_stays_with_the_other():
+    chains, cache = a_cache(5)
+    for prompt in ((1, 2, 3), (1, 2, 4), (9, 8)):
+        cache.sent(prompt, LATER)
+
+    assert (chains.runs((1, 2, 3)), chains.runs((1, 2, 4))) == ([(2, 1)], [(3, 1)])
+
+
+def test_a_conversation_is_kept_once_however_often_it_goes_on():
+    chains, cache = a_cache(1000)
+    for turn in range(1, 100):
+        cache.sent(tuple(range(4 * turn)), LATER)
+        cache.check()
+
+    assert (len(cache), len(cache.chains()), len(chains._pieces)) == (4 * 99, 1, 1)
+
+
+def test_what_prompts_share_is_not_listed_without_bound():
+    _, cache = a_cache(100)
+    for number in range(50):
+        cache.sent((*range(90), 1000 + number), LATER)
+
+    assert len(cache.chains()) == MAX_LISTED_FACTOR * 100 // 91
+    cache.check()
+
+
+def test_a_prompt_longer_than_the_cache_counts_with_its_beginning():
+    chains, cache = a_cache(16)
+
+    cache.sent(range(100), LATER)
+
+    assert chains.runs(range(100)) == [(16, 1)]
+
+
+def test_what_nobody_sent_for_the_time_is_gone():
+    chains, cache = a_cache(100)
+    cache.sent((1, 2), LATER)
+    cache.sent((3,), Nanos(LATER + SECOND))
+
+    cache.expire(Nanos(LATER - 1))
+    assert len(cache) == 3
+    cache.expire(LATER)
+    assert (len(cache), len(chains)) == (1, 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_hold_whatever_is_sent(seed):
+    rng = random.Random(seed)
+    chains = RadixTree()
+    caches = [AssumedCache(chains, 1 << number, rng.randrange(1, 30)) for number in range(3)]
+    for step in range(600):
+        path = [rng.randrange(2) for _ in range(rng.randrange(12))]
+        keys = tuple(hash((3, *path[: end + 1])) for end in range(len(path)))
+        cache = rng.choice(caches)
+        cache.sent(keys, Nanos(step + rng.randrange(5)))
+        if step % 7 == 0:
+            cache.expire(Nanos(step - 20))
+        for each in caches:
+            each.check()
+            assert each._listed <= MAX_LISTED_FACTOR * each._capacity
+        chains.check([chain for each in caches for chain in each.chains()])
+    for cache in caches:
+        cache.clear()
+    assert len(chains) == 0
+
+
+def test_a_prompt_goes_where_it_went_until_its_time_has_passed():
+    router = RouterMachineDriver()
+    for name in ("a", "b"):
+        joined = a_joined_worker(name, Role.BOTH)
+        router.send(structs.replace(joined, knowledge=Knowledge.APPROXIMATE, believed_for=Nanos(60 * SECOND)))
+
+    def went(number: int) -> str:
+        work = the(Dispatch, router.send(an_arrival(request_id=f"r{number}", tokens=a_prompt(640))))
+        router.step(work, 1, finish=Finish.STOP)
+        return work.worker_id
+
+    assert len({went(number) for number in range(20)}) == 1
+    assert router.machine.snapshot().index_blocks > 0
+
+    router.now = Nanos(router.now + 60 * SECOND)
+    router.send(CacheAged(worker_id=WorkerId("a")))
+    router.send(CacheAged(worker_id=WorkerId("b")))
+    assert router.machine.snapshot().index_blocks == 0

@@ -1,0 +1,178 @@
+"""Chains against a list of all that was added."""
+
+import gc
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.router.kv_index import radix_tree as subject
+from fleet.router.kv_index.radix_tree import JOIN_ABOVE, Chain, ChainHolder, RadixTree
+
+HOLDERS = 4
+
+# A prompt is a path through a small tree, so that many begin alike; a key is the path so far.
+prompts = st.lists(st.integers(0, 1), max_size=9)
+
+
+def keys_of(prompt: list[int]) -> tuple[int, ...]:
+    return tuple(hash((7, *prompt[: end + 1])) & 0xFFFF_FFFF_FFFF for end in range(len(prompt)))
+
+
+def leading(chains: list[Chain], holder: ChainHolder, keys: tuple[int, ...]) -> int:
+    held = {key for chain in chains if chain.holder is holder for key in chain.keys}
+    return next((depth for depth, key in enumerate(keys) if key not in held), len(keys))
+
+
+@pytest.mark.parametrize("many", [JOIN_ABOVE, 0])
+@given(
+    history=st.lists(st.tuples(st.integers(0, HOLDERS - 1), prompts, st.booleans(), st.integers(0, 100)), max_size=40),
+    asked=prompts,
+)
+def test_who_has_how_much_is_what_a_look_at_every_chain_says(many, history, asked):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subject, "JOIN_ABOVE", many)
+        chains = RadixTree()
+        holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
+        there: list[Chain] = []
+        for number, prompt, adds, which in history:
+            if adds or not there:
+                keys = keys_of(prompt)
+                if (begun := chains.continued(holders[number], keys)) is not None:
+                    assert begun.holder is holders[number]
+                    chains.extend(begun, keys)
+                else:
+                    there.append(chains.add(holders[number], keys))
+            else:
+                chains.remove(there.pop(which % len(there)))
+            chains.check(there)
+
+            for probe in (asked, prompt):
+                keys = keys_of(probe)
+                named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
+                assert len(named) == len(set(named))
+                found = {bit: depth for depth, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit}
+                expected = {holder.bit: leading(there, holder, keys) for holder in holders}
+                assert found == {bit: depth for bit, depth in expected.items() if depth}
+            assert len(chains) == len({key for chain in there for key in chain.keys})
+            for holder in holders:
+                assert holder.blocks == len({key for chain in there if chain.holder is holder for key in chain.keys})
+        for chain in there:
+            chains.remove(chain)
+        assert len(chains) == 0
+
+
+def test_a_prompt_that_nobody_shares_is_one_entry_however_long_it_is():
+    chains, holder = RadixTree(), ChainHolder(1)
+
+    chains.add(holder, range(1000))
+
+    assert (len(chains._pieces), holder.blocks) == (1, 1000)
+
+
+def divided(chains: RadixTree, holders: list[ChainHolder], keys: tuple[int, ...]) -> list[Chain]:
+    """A chain, and one for each of its beginnings."""
+    return [chains.add(holders[end % len(holders)], keys[:end]) for end in range(len(keys), 0, -1)]
+
+
+def test_what_was_divided_by_chains_that_are_gone_is_whole_again():
+    chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
+    keys = tuple(range(1, 1001))
+    whole, *beginnings = divided(chains, holders, keys)
+    assert len(chains._pieces) == 1000
+    random.Random(5).shuffle(beginnings)
+
+    for beginning in beginnings:
+        chains.remove(beginning)
+    passing = chains.add(holders[0], keys)
+    chains.remove(passing)
+
+    chains.check([whole])
+    assert len(chains._pieces) < 20
+    assert chains.runs(keys) == [(1000, whole.holder.bit)]
+    chains.remove(whole)
+    assert (len(chains), chains._pieces, [holder.blocks for holder in holders]) == (0, {}, [0, 0])
+
+
+def test_what_some_end_in_stays_divided():
+    chains, holder = RadixTree(), ChainHolder(1)
+    keys = tuple(range(1, 101))
+    there = divided(chains, [holder], keys)
+    while len(there) > 50:  # those that end in the first half
+        chains.remove(there.pop())
+
+    chains.remove(chains.add(holder, keys))
+
+    chains.check(there)
+    assert sorted(piece.start for piece in chains._pieces.values()) == [0, *range(51, 100)]
+
+
+def test_who_comes_and_goes_where_its_holder_has_been_changes_nothing_further_up():
+    chains, holders = RadixTree(), [ChainHolder(1), ChainHolder(2)]
+    keys = tuple(range(1, 101))
+    whole = divided(chains, holders, keys)[0]
+    last, counted = whole.last, [(piece, piece.count) for piece in chains._pieces.values()]
+
+    again = chains.add(whole.holder, keys)
+
+    assert {piece.start for piece, count in counted if piece.count != count} == {99}
+    assert again.last is last
+    chains.remove(again)
+    assert all(piece.count == count for piece, count in counted)
+
+
+def test_a_chain_that_is_gone_leaves_nothing_to_collect():
+    chains, holder = RadixTree(), ChainHolder(1)
+    stays = chains.add(holder, (1, 2, 3))
+    gc.collect()
+    gc.disable()
+    try:
+        for keys in ((1, 2, 3), (1, 2, 4), (5, 6), (1,)):
+            chains.remove(chains.add(holder, keys))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+    chains.remove(stays)
+
+
+def test_keys_that_collide_break_nothing():
+    chains, one, other = RadixTree(), ChainHolder(1), ChainHolder(2)
+    first = chains.add(one, (1, 2, 3))
+    second = chains.add(other, (9, 1, 2))  # as if 1 and 2 stood for other blocks as well
+    third = chains.add(one, (2, 1))
+    chains.runs((1, 2, 3)), chains.runs((9, 2, 1)), chains.runs((2, 9))
+
+    for chain in (first, second, third):
+        chains.remove(chain)
+
+    assert len(chains) == 0
+    assert (one.blocks, other.blocks) == (0, 0)
+
+
+collisions = st.lists(st.integers(0, 4), max_size=6)  # keys that stand for several blocks, and for several places
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, HOLDERS - 1), collisions, st.booleans(), st.integers(0, 100)), max_size=40),
+)
+def test_however_keys_collide_nothing_is_left_of_chains_that_are_gone(history):
+    chains = RadixTree()
+    holders = [ChainHolder(1 << number) for number in range(HOLDERS)]
+    there: list[Chain] = []
+    for number, keys, adds, which in history:
+        if adds or not there:
+            if (begun := chains.continued(holders[number], keys)) is not None:
+                chains.extend(begun, keys)
+            else:
+                there.append(chains.add(holders[number], keys))
+        else:
+            chains.remove(there.pop(which % len(there)))
+        named = [bit for _, mask in chains.runs(keys) for bit in (1, 2, 4, 8) if mask & bit]
+        assert len(named) == len(set(named))
+
+    for chain in there:
+        chains.remove(chain)
+
+    assert (len(chains), chains._pieces) == (0, {})
+    assert [holder.blocks for holder in holders] == [0] * HOLDERS

@@ -1,0 +1,173 @@
+"""Who may serve a request, and what a client is told when nobody may."""
+
+import random
+
+import pytest
+
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import KvPath, Placement, Role
+from fleet.core.work import LoraAdapter
+from fleet.router.candidates import PlacementRequest
+from fleet.router.placement.decision import DecisionExplanation
+from fleet.router.placement.eligibility import IneligibleReason
+from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
+from fleet.router.settings.router import RouterSettings
+from tests.support.router.candidate_tables import a_candidate, decide
+
+SETTINGS = RouterSettings(oversubscribe=1.0)
+PAIRED = {"placement": Placement.DISAGGREGATED}
+P = a_candidate("p", Role.PREFILL)
+D = a_candidate("d")
+
+
+def outcome(asked: dict, *standings):
+    return decide(PlacementRequest(**{"prompt_tokens": 100, **asked}), standings, SETTINGS, random.Random(0))
+
+
+IMPOSSIBLE = [
+    (RejectionCause.NO_WORKER, {}, [], Reason.NO_WORKER, ""),
+    (RejectionCause.ALL_DRAINING, {}, [a_candidate("d", draining=True)], Reason.NO_WORKER, ""),
+    (RejectionCause.ALL_FAILED, {}, [a_candidate("d", failed=True)], Reason.WORKER_LOST, ""),
+    (RejectionCause.TOO_LARGE, {}, [a_candidate("d", max_model_len=50)], Reason.TOO_LARGE, "prompt"),
+    (RejectionCause.NO_PREFILL_WORKER, PAIRED, [D], Reason.NO_WORKER, "placement"),
+    (
+        RejectionCause.NO_PAIR,
+        PAIRED,
+        [D, a_candidate("p", Role.PREFILL, fingerprint="x")],
+        Reason.KV_MISMATCH,
+        "placement",
+    ),
+    (RejectionCause.NO_PATH, {**PAIRED, "kv_path": KvPath.DIRECT}, [D, P], Reason.KV_MISMATCH, "kv_path"),
+    (RejectionCause.PIN_UNKNOWN, {"pin": WorkerId("x")}, [D], Reason.INVALID_ARGUMENT, "pin"),
+    (RejectionCause.PIN_UNKNOWN, {"pin": WorkerId("p")}, [D, P], Reason.INVALID_ARGUMENT, "pin"),
+    (
+        RejectionCause.PIN_UNFIT,
+        {"pin": WorkerId("d")},
+        [a_candidate("d", draining=True), a_candidate("e")],
+        Reason.NO_WORKER,
+        "pin",
+    ),
+    (
+        RejectionCause.NO_LABEL,
+        {"labels": ("gold",)},
+        [D, a_candidate("s", labels=("silver",))],
+        Reason.NO_WORKER,
+        "labels",
+    ),
+    (RejectionCause.NONE_AMONG, {"among": (WorkerId("x"), WorkerId("p"))}, [D, P], Reason.NO_WORKER, ""),
+    (RejectionCause.NO_ADAPTER, {"adapter": LoraAdapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
+    (RejectionCause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
+    (
+        RejectionCause.NO_FORM,
+        {"form": True, "pin": WorkerId("d")},
+        [D, a_candidate("k", keeps_forms=True)],
+        Reason.INVALID_ARGUMENT,
+        "sampling.form",
+    ),
+    (RejectionCause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
+]
+E = a_candidate("e")
+OF_THOSE_THAT_MAY_BE_CHOSEN = [
+    (RejectionCause.PIN_UNKNOWN, {"pin": WorkerId("x")}),
+    (RejectionCause.PIN_UNKNOWN, {"pin": WorkerId("x"), "form": True}),
+    (RejectionCause.PIN_UNFIT, {"pin": WorkerId("e")}),
+    (RejectionCause.NO_FORM, {"form": True}),
+    (RejectionCause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}),
+    (RejectionCause.NO_LABEL, {"labels": ("gold",)}),
+    (RejectionCause.NO_PREFILL_WORKER, PAIRED),
+]
+
+
+@pytest.mark.parametrize(("cause", "asked", "standings", "reason", "field"), IMPOSSIBLE)
+def test_each_cause_has_a_code_of_its_own(cause, asked, standings, reason, field):
+    refused = outcome(asked, *standings)
+
+    assert isinstance(refused, Rejection)
+    assert (refused.cause, refused.reason, refused.field) == (cause, reason, field)
+    assert refused.message
+
+
+@pytest.mark.parametrize(("cause", "asked"), OF_THOSE_THAT_MAY_BE_CHOSEN)
+def test_the_cause_is_that_of_those_that_may_be_chosen_whatever_is_asked_besides(cause, asked):
+    refused = outcome({**asked, "among": (WorkerId("d"),)}, D, E)
+
+    assert isinstance(refused, Rejection)
+    assert refused.cause is cause
+
+
+def test_a_pin_on_the_only_worker_which_may_not_be_chosen_is_unfit():
+    refused = outcome({"pin": WorkerId("d"), "among": (WorkerId("x"),)}, D)
+
+    assert isinstance(refused, Rejection)
+    assert refused.cause is RejectionCause.PIN_UNFIT
+
+
+def test_every_code_is_tried():
+    assert {cause for cause, *_ in IMPOSSIBLE} == set(RejectionCause)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"pin": WorkerId("full")},
+        {"among": (WorkerId("full"),)},
+        {"labels": ("gold",)},
+        {"bound": WorkerId("full"), "must_keep": True},
+    ],
+)
+def test_who_is_only_busy_is_waited_for(asked):
+    full = a_candidate("full", requests=16, labels=("gold",))
+
+    assert outcome(asked, full) == WaitForRoom(frozenset({WorkerId("full")}))
+
+
+def test_a_pin_goes_before_any_cost_and_the_others_are_told_why_not():
+    placed = outcome({"pin": WorkerId("slow")}, a_candidate("slow", requests=9), D)
+
+    assert isinstance(placed, DecisionExplanation)
+    assert (placed.decode, dict(placed.unfit)) == ("slow", {"d": IneligibleReason.NOT_PINNED})
+
+
+def test_only_those_that_may_be_chosen_are_and_so_are_their_partners():
+    slow, asked = a_candidate("slow", requests=9), {"prompt_tokens": 2000}
+
+    alone = outcome({**asked, "among": (WorkerId("slow"),)}, slow, D, P)
+    paired = outcome({**asked, "among": (WorkerId("p"), WorkerId("slow"))}, slow, D, P, a_candidate("q", Role.PREFILL))
+
+    assert (alone.decode, alone.prefill, dict(alone.unfit)) == ("slow", None, {"d": IneligibleReason.NOT_AMONG})
+    assert (paired.decode, paired.prefill) == ("slow", "p")
+
+
+def test_a_form_goes_to_workers_that_keep_it_however_busy_they_are():
+    keeps = a_candidate("k", requests=9, keeps_forms=True)
+
+    placed = outcome({"form": True}, D, keeps)
+
+    assert isinstance(placed, DecisionExplanation)
+    assert (placed.decode, dict(placed.unfit)) == ("k", {"d": IneligibleReason.KEEPS_NO_FORM})
+    assert outcome({"form": True}, D, a_candidate("k", requests=16, keeps_forms=True)) == WaitForRoom(
+        frozenset({WorkerId("k")})
+    )
+
+
+def test_a_pair_keeps_a_form_on_both_sides():
+    asked = {"form": True, "prompt_tokens": 2000}
+    keeps = a_candidate("k", keeps_forms=True)
+
+    alone, paired = (outcome(asked, keeps, a_candidate("p", Role.PREFILL, keeps_forms=both)) for both in (False, True))
+
+    assert (alone.decode, alone.prefill) == ("k", None)
+    assert (paired.decode, paired.prefill) == ("k", "p")
+
+
+def test_labels_are_all_needed():
+    both = a_candidate("both", requests=9, labels=("gold", "eu"))
+    placed = outcome({"labels": ("gold", "eu")}, both, a_candidate("one", labels=("gold",)), D)
+
+    assert isinstance(placed, DecisionExplanation)
+    assert (placed.decode, dict(placed.unfit)) == (
+        "both",
+        {"one": IneligibleReason.LABEL_MISSING, "d": IneligibleReason.LABEL_MISSING},
+    )

@@ -1,0 +1,243 @@
+"""Policies from other packages: found by name, and replaced by the default one when they fail."""
+
+import random
+import threading
+import time
+from importlib.metadata import EntryPoint, EntryPoints
+
+import numpy as np
+import pytest
+from msgspec import Struct
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import RequestId
+from fleet.core.roles import Phase, Role
+from fleet.router.candidates import PlacementRequest
+from fleet.router.machine import RouterMachine
+from fleet.router.placement import plugins as router_policies
+from fleet.router.placement.plugins import GuardedPolicy, open_policy, policy_catalogue
+from fleet.router.placement.policies.built_in import BUILT_IN, policy
+from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.settings.router import RouterSettings
+from tests.support.builders import a_joined_worker, an_arrival
+from tests.support.router.candidate_tables import a_candidate, candidates_of
+from tests.support.router.machine_driver import START, Dispatch, the
+
+ASKED = PlacementRequest(prompt_tokens=100)
+
+
+class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The worker that joined last, with a bonus."""
+
+    bonus: float = 1.0
+
+    def costs(self, asked, candidates, phase, /):
+        return -self.bonus * np.arange(len(candidates), dtype=np.float64)
+
+
+class LastPolicy(Last, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    def policy(self):
+        return Pipeline("last", scorers=[("last", 1.0, self)])
+
+
+NO_STRUCT = object()
+
+
+def found(monkeypatch, **values: str) -> None:
+    """As if a package with these entry points were installed."""
+    points = EntryPoints(
+        EntryPoint(name=name, value=value, group=f"fleet.{group}")
+        for group in ("policies", "scorers")
+        for name, value in values.items()
+        if value.endswith("Policy") == (group == "policies") or value.endswith(("NO_STRUCT", "missing"))
+    )
+    monkeypatch.setattr(router_policies, "entry_points", lambda group: points.select(group=group))
+
+
+class Misbehaving:
+    """A policy that does what a test wants."""
+
+    name = "misbehaving"
+
+    def __init__(self, act, itemise=None):
+        self.act = act
+        self.itemise = itemise or raising
+
+    def choose(self, asked, candidates, phase, chance, /):
+        return self.act(candidates), self
+
+    def costs(self, asked, candidates, phase, /):
+        return self.itemise(candidates)
+
+
+def raising(candidates):
+    raise RuntimeError("a bug")
+
+
+def greedy(candidates):
+    candidates.columns[:] = 1e9
+    return 1
+
+
+STANDINGS = [a_candidate("d1"), a_candidate("d2", requests=3)]
+
+
+def guarded(act, budget_seconds: float = 1.0, itemise=None) -> GuardedPolicy:
+    return GuardedPolicy(Misbehaving(act, itemise), policy("fleet", {}), budget_seconds)
+
+
+def choose(chosen: GuardedPolicy) -> str:
+    candidates = candidates_of(STANDINGS, RouterSettings())
+    place, _ = chosen.choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))
+    return candidates.worker_ids[place]
+
+
+def test_our_policies_are_there_without_any_entry_point(monkeypatch):
+    found(monkeypatch)
+
+    assert policy_catalogue().policies == BUILT_IN.policies
+
+
+def test_an_installed_policy_is_used_with_its_parameters_and_explained(monkeypatch):
+    found(monkeypatch, last=f"{__name__}:LastPolicy")
+    settings = RouterSettings(policy="last", policies={"last": {"bonus": 2.0}}, policy_budget_ms=5000)
+    machine = RouterMachine(settings, random.Random(0), open_policy(settings))
+    for name in ("d1", "d2", "d3"):
+        machine.handle(a_joined_worker(name, Role.BOTH), START)
+
+    assert the(Dispatch, machine.handle(an_arrival(), START)).worker_id == "d3"
+    (placed,) = machine.explain(RequestId("r1")).placements
+    assert (placed.policy, [terms.cost for terms in placed.candidates]) == ("last", [0, -2, -4])
+    assert machine.snapshot().counters.policy_fallbacks == 0
+
+
+def test_an_installed_scorer_can_be_composed(monkeypatch):
+    found(monkeypatch, last=f"{__name__}:Last")
+    parts = {"scorers": [{"name": "last", "weight": 3.0, "parameters": {"bonus": 2.0}}, {"name": "requests"}]}
+    settings = RouterSettings(policy="composed", policies={"composed": parts}, policy_budget_ms=5000)
+
+    chosen = open_policy(settings)
+
+    assert isinstance(chosen, GuardedPolicy)
+    assert choose(chosen) == "d2"
+
+
+def test_what_is_ours_is_not_guarded(monkeypatch):
+    found(monkeypatch)
+    composed = {"composed": {"scorers": [{"name": "prefix"}]}}
+
+    assert not isinstance(open_policy(RouterSettings()), GuardedPolicy)
+    assert not isinstance(open_policy(RouterSettings(policy="composed", policies=composed)), GuardedPolicy)
+
+
+def test_a_name_of_ours_keeps_its_meaning(monkeypatch):
+    found(monkeypatch, dynamo=f"{__name__}:LastPolicy")
+
+    assert policy_catalogue().policies["dynamo"] is BUILT_IN.policies["dynamo"]
+
+
+@pytest.mark.parametrize("value", [f"{__name__}:NO_STRUCT", f"{__name__}:missing"])
+def test_an_entry_point_that_is_no_plug_in_is_refused_by_name(monkeypatch, value):
+    found(monkeypatch, bad=value)
+
+    with pytest.raises(ConfigurationRefused, match=r"entry point bad of fleet\.policies"):
+        open_policy(RouterSettings())
+
+
+@pytest.mark.parametrize(
+    ("act", "cause"),
+    [(raising, "raised"), (lambda _: 2, "nobody"), (lambda _: -1, "nobody"), (lambda _: "d1", "nobody")],
+)
+def test_a_policy_that_fails_is_replaced_for_this_decision_and_counted(act, cause):
+    chosen = guarded(act)
+
+    assert [choose(chosen) for _ in range(3)] == ["d1"] * 3
+    assert chosen.fallbacks == {cause: 3}
+
+
+def test_a_policy_that_hangs_costs_its_budget_once_and_is_asked_again_when_it_is_back():
+    release = threading.Event()
+    hangs = guarded(lambda _: release.wait() and 1, budget_seconds=0.02)
+
+    assert [choose(hangs) for _ in range(50)] == ["d1"] * 50
+    # It is waited for once, not fifty times.
+    assert hangs.fallbacks == {"late": 1, "busy": 49}
+
+    release.set()
+    deadline = time.monotonic() + 60
+    while choose(hangs) != "d2":
+        assert time.monotonic() < deadline
+
+
+def test_a_policy_gets_copies_and_cannot_change_what_is_decided_on():
+    candidates = candidates_of(STANDINGS, RouterSettings())
+    before = candidates.columns.copy()
+
+    guarded(greedy).choose(ASKED, candidates, Phase.AGGREGATED, random.Random(0))
+
+    assert (candidates.columns == before).all()
+
+
+def test_the_machine_counts_and_explains_who_decided():
+    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(raising))
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+
+    machine.handle(an_arrival(), START)
+
+    (placed,) = machine.explain(RequestId("r1")).placements
+    assert placed.policy == "fleet"
+    assert machine.snapshot().counters.policy_fallbacks == 1
+
+
+@pytest.mark.parametrize(
+    "itemise",
+    [
+        raising,
+        lambda _: {"short": np.zeros(0)},
+        lambda _: {"scalar": 1.0},
+        lambda _: {"nan": np.array([np.nan])},
+        lambda _: {"words": ["cheap"]},
+        lambda _: 7,
+    ],
+    ids=["raises", "too few", "no array", "no number", "words", "nothing to name"],
+)
+def test_terms_that_cannot_be_had_leave_the_rest_of_an_explanation(itemise):
+    machine = RouterMachine(RouterSettings(), random.Random(0), guarded(lambda _: 0, itemise=itemise))
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+    machine.handle(an_arrival(), START)
+
+    (placed,) = machine.explain(RequestId("r1")).placements
+
+    assert (placed.policy, placed.decode, placed.candidates[0].parts) == ("misbehaving", "d1", {})
+
+
+def test_terms_that_do_not_come_hold_the_router_up_for_no_longer_than_a_decision():
+    """A gateway's request asks for them too, for those who come next; and whoever explains keeps all streams waiting."""
+    release = threading.Event()
+    machine = RouterMachine(
+        RouterSettings(), random.Random(0), guarded(lambda _: 0, 0.02, itemise=lambda _: release.wait() and {})
+    )
+    machine.handle(a_joined_worker("d1", Role.BOTH), START)
+    machine.handle(an_arrival(), START)
+
+    for _ in range(20):
+        machine.explain(RequestId("r1"))  # which would never come back
+    release.set()
+
+
+def test_an_index_of_numpy_names_a_worker_too():
+    chosen = guarded(lambda candidates: np.argmax(candidates.columns[0] * 0 + np.arange(len(candidates))))
+
+    assert choose(chosen) == "d2"
+    assert not chosen.fallbacks
+
+
+def test_costs_that_are_no_numbers_are_replaced_for_this_decision_and_counted():
+    class Nowhere(Struct, frozen=True):
+        def costs(self, asked, candidates, phase, /):
+            return np.full(len(candidates), np.nan)
+
+    chosen = GuardedPolicy(Pipeline("nowhere", scorers=[("nowhere", 1.0, Nowhere())]), policy("fleet", {}), 1.0)
+
+    assert choose(chosen) == "d1"
+    assert chosen.fallbacks == {"raised": 1}

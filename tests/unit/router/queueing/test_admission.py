@@ -1,0 +1,496 @@
+"""What the router's machine does with requests that find no room: who waits, who is refused, who is next."""
+
+import random
+
+import pytest
+from msgspec import structs
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import Finish, Sampling
+from fleet.core.roles import Placement, Role
+from fleet.core.work import KvStored, LoraAdapter
+from fleet.router.messages import KvChanged, PeerLeft, RouterTicked, ThresholdsChanged, WorkerDraining, WorkerJoined
+from fleet.router.queueing import admission_queue as waiting_module
+from fleet.router.queueing.admission_queue import EVIDENCE
+from fleet.router.queueing.ledger import MAX_FAILED_TRIES
+from fleet.router.tenants import TenantSettings
+from kvstore.block import chain
+from tests.support.builders import BLOCK_TOKENS, a_description, a_prompt, an_arrival
+from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
+
+GREEDY = Sampling(temperature=0.0, max_tokens=8)
+
+
+class Busy(RouterMachineDriver):
+    """One worker with room for one request, which is taken by a request called "running"."""
+
+    def __init__(self, **settings):
+        super().__init__(oversubscribe=1.0, **settings)
+        self.join("d1", Role.DECODE, max_running=1)
+        self.work = the(Dispatch, self.arrive("running"))
+        self.served: list[str] = []
+
+    def arrive(self, name, tenant="", **fields):
+        return self.send(an_arrival(request_id=name, tenant=tenant, sampling=GREEDY, **fields))
+
+    def finish(self):
+        """End what runs; the next one starts."""
+        commands = self.step(self.work, 1, finish=Finish.STOP)
+        if started := [command for command in commands if isinstance(command, Dispatch)]:
+            (self.work,) = started
+            self.served.append(self.work.start.request_id.partition("#")[0])
+
+    def after(self, seconds):
+        self.now = Nanos(self.now + round(seconds * SECOND))
+
+
+def a_paced_router(**settings):
+    """A router whose one worker has been seen to take a request of ten tokens each second; nobody waits yet."""
+    router = Busy(**settings)
+    for number in range(EVIDENCE + 1):
+        router.arrive(f"warm{number}")
+    for _ in range(EVIDENCE + 1):
+        router.after(1)
+        router.finish()
+    return router
+
+
+def test_tenants_that_flood_the_queue_lose_their_own_places():
+    router = Busy(max_queued=4)
+    for number in range(4):
+        router.arrive(f"flood{number}", "flood")
+
+    refusal = the(Reject, router.arrive("modest", "modest"))
+
+    assert (refusal.request_id, refusal.reason) == ("flood3", Reason.QUEUE_FULL)
+    assert refusal.retry_after_ms >= 1000
+    for _ in range(4):
+        router.finish()
+    assert sorted(router.served) == ["flood0", "flood1", "flood2", "modest"]
+    assert router.served.index("modest") <= 1
+
+
+def test_tenants_take_turns_by_weight_while_requests_wait():
+    router = Busy(tenants={"gold": TenantSettings(weight=2.0)})
+    for number in range(12):
+        router.arrive(f"gold{number}", "gold")
+        router.arrive(f"rest{number}", "rest")
+    for _ in range(12):
+        router.finish()
+    assert sum(name.startswith("gold") for name in router.served) == 8
+
+
+@pytest.mark.parametrize(("priority_seconds", "seconds"), [(0.0, 1), (5.0, 15), (10.0, 30)])
+def test_who_has_a_low_priority_waits_as_long_as_the_difference_is_worth_and_no_longer(priority_seconds, seconds):
+    """One that comes each second, three steps higher, and is served in a second: there is always one of them."""
+    router = Busy(priority_seconds=priority_seconds)
+    router.arrive("low")
+    for second in range(100):
+        router.after(1)
+        router.arrive(f"high{second}", priority=3)
+        router.finish()
+        if router.served[-1] == "low":
+            break
+
+    assert second + 1 == seconds
+
+
+def test_a_request_that_would_wait_longer_than_the_limit_is_refused_at_once_with_a_hint():
+    router = a_paced_router(max_queue_seconds=2.5)
+    router.arrive("next")
+    for number in range(2):
+        assert not router.arrive(f"waits{number}")
+
+    refusal = the(Reject, router.arrive("late"))
+
+    assert (refusal.reason, refusal.request_id) == (Reason.QUEUE_FULL, "late")
+    assert "about 3 s" in refusal.message
+    assert 2_500 <= refusal.retry_after_ms <= 3_500
+
+
+def test_who_has_to_go_for_another_model_is_told_when_there_is_room_for_its_own():
+    router = a_paced_router()
+    router.send(ThresholdsChanged(thresholds=structs.replace(router.machine.thresholds(), max_queued=4)))
+    for number in range(4):
+        router.arrive(f"waits{number}")
+    other = ModelName("other")
+    router.join("d2", max_running=1, model=other)
+    router.arrive("runs", model=other)
+
+    refusal = the(Reject, router.arrive("newcomer", model=other))
+
+    assert refusal.request_id == "waits3"
+    assert 2500 <= refusal.retry_after_ms <= 4500
+
+
+def test_what_goes_before_others_is_not_refused_for_their_sake():
+    router = a_paced_router(max_queue_seconds=2.5)
+    router.arrive("next")
+    for number in range(2):
+        router.arrive(f"waits{number}")
+    deadline = Nanos(router.now + SECOND)
+
+    assert the(Reject, router.arrive("plain")).reason is Reason.QUEUE_FULL
+    assert not router.arrive("urgent", priority=1)
+    assert not router.arrive("late", priority=2, deadline=deadline)
+    assert the(Reject, router.arrive("again", priority=1, deadline=deadline)).reason is Reason.QUEUE_FULL
+    for _ in range(3):
+        router.finish()
+    assert router.served[-3:] == ["late", "urgent", "next"]
+
+
+def test_a_wait_is_told_by_what_leaves_and_not_by_what_of_it_was_cached():
+    """All but 32 of 3,200 tokens are in the worker's cache; a request leaves each second."""
+    prompt = a_prompt(3200)
+    router = Busy(max_queue_seconds=4.5)
+    held = tuple(chain(prompt[: 4 * (3200 - BLOCK_TOKENS)], BLOCK_TOKENS))
+    router.send(KvChanged(worker_id=WorkerId("d1"), events=(KvStored(held),)))
+    for number in range(EVIDENCE + 1):
+        router.arrive(f"warm{number}", tokens=prompt)
+    for _ in range(EVIDENCE + 1):
+        router.after(1)
+        router.finish()
+
+    router.arrive("next", tokens=prompt)
+    assert [router.arrive(f"waits{number}", tokens=prompt) for number in range(4)] == [[]] * 4
+    assert 3500 <= the(Reject, router.arrive("late", tokens=prompt)).retry_after_ms <= 5500
+
+
+def test_a_request_that_would_wait_past_its_deadline_is_refused_at_once():
+    router = a_paced_router()
+    for number in range(4):
+        router.arrive(f"waits{number}")
+    tight = Nanos(router.now + 2 * SECOND)
+    loose = Nanos(router.now + 20 * SECOND)
+
+    refusal = the(Reject, router.arrive("tight", deadline=tight))
+
+    assert refusal.reason is Reason.QUEUE_FULL
+    assert "deadline" in refusal.message
+    assert not router.arrive("loose", deadline=loose)
+
+
+def test_without_evidence_of_the_pace_a_request_waits_and_its_deadline_ends_it():
+    router = Busy()
+    deadline = Nanos(router.now + 50 * MILLISECOND)
+    assert not router.arrive("hopeful", deadline=deadline)
+    router.after(0.05)
+    assert the(Reject, router.send(RouterTicked())).reason is Reason.DEADLINE_PASSED
+
+
+def test_a_request_whose_worker_was_lost_keeps_its_place_when_the_queue_is_full():
+    router = Busy(max_queued=1)
+    router.join("d2", Role.DECODE, max_running=1)
+    second = the(Dispatch, router.arrive("second"))
+    router.step(second, 7)
+    router.arrive("waits")
+    router.leave("d2")  # "second" waits again, as one too many
+
+    refusal = the(Reject, router.arrive("new"))
+
+    assert refusal.request_id == "new"
+    router.finish()
+    assert router.served == ["second"]
+
+
+def test_thresholds_that_are_set_count_for_the_next_request_and_read_back():
+    router = Busy(max_queued=1)
+    router.arrive("a")
+    tuned = structs.replace(router.machine.thresholds(), max_queued=2)
+
+    router.send(ThresholdsChanged(thresholds=tuned))
+
+    assert router.machine.thresholds() == tuned
+    assert not router.arrive("b")
+    assert the(Reject, router.arrive("c")).reason is Reason.QUEUE_FULL
+
+
+def test_a_higher_limit_moves_who_waits_at_once_and_survives_workers_that_leave_and_join():
+    router = Busy(max_queued=9)
+    for name in "abcd":
+        router.arrive(name)
+
+    started = router.send(ThresholdsChanged(thresholds=structs.replace(router.machine.thresholds(), oversubscribe=3.0)))
+
+    assert [command.start.request_id.partition("#")[0] for command in started] == ["a", "b"]
+    joined = router.join("d2", Role.DECODE, max_running=1)
+    assert [command.start.request_id.partition("#")[0] for command in joined] == ["c", "d"]
+
+
+# Who waits for workers of its own.
+
+ADA = LoraAdapter(ModelName("ada"))
+PARTICULAR = [
+    {"pin": WorkerId("busy")},
+    {"labels": ("gold",)},
+    {"among": (WorkerId("busy"),)},
+    {"adapter": ADA},
+    {"session": "kept"},
+    {"placement": Placement.DISAGGREGATED},
+    {"tokens": 3000},
+]
+
+
+def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
+    """Of two workers, one has an adapter, a label, more room for prompts, a partner, a session, and as much as it can do."""
+    router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard")
+    router.join("other", max_running=2, max_model_len=2000, fingerprint="of its own")
+    description = a_description(worker_id="busy", max_running=1)
+    description = structs.replace(description, labels=("gold",), adapters=(ADA,), adapter_slots=1)
+    router.send(WorkerJoined(description=description, address="unix:/busy"))
+    router.join("partner", Role.PREFILL)
+    arrival = an_arrival(request_id="first", sampling=GREEDY, pin=WorkerId("busy"), session="kept")
+    return router, the(Dispatch, router.send(arrival))
+
+
+@pytest.mark.parametrize("particular", PARTICULAR)
+def test_who_waits_for_a_worker_that_is_busy_holds_up_nobody_who_can_go_elsewhere(particular):
+    router, running = a_half_busy_router()
+    assert not router.send(an_arrival(request_id="waits", sampling=GREEDY, **particular))
+    assert not router.send(an_arrival(request_id="waits too", sampling=GREEDY, **particular))
+
+    works = [the(Dispatch, router.send(an_arrival(request_id=name, sampling=GREEDY))) for name in ("plain", "more")]
+    assert {work.worker_id for work in works} == {"other"}
+    assert not router.send(an_arrival(request_id="last", sampling=GREEDY))
+    moved = the(Dispatch, router.step(works[0], 7, finish=Finish.STOP))
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "other")
+
+    own = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
+    assert own.start.request_id.partition("#")[0] == "waits", "it came before all others"
+
+
+@pytest.mark.parametrize(
+    ("go", "refused"), [("leave", {"first", "pinned", "tried"}), ("drain", {"pinned", "tried", "bound"})]
+)
+def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_busy_the_others_are(go, refused):
+    """The request that ran there has to keep its session, too, and ends it: the next one waits with the others."""
+    router, _ = a_half_busy_router()
+    router.send(an_arrival(request_id="tried", sampling=GREEDY, pin=WorkerId("busy"), labels=("gold",)))
+    for name in ("plain", "more", "waits"):
+        router.send(an_arrival(request_id=name, sampling=GREEDY))
+    router.send(an_arrival(request_id="pinned", sampling=GREEDY, pin=WorkerId("busy")))
+    router.send(an_arrival(request_id="bound", sampling=GREEDY, session="kept"))
+
+    gone = router.leave("busy") if go == "leave" else router.send(WorkerDraining(worker_id=WorkerId("busy")))
+
+    assert {each.request_id for each in gone if isinstance(each, Reject)} == refused
+
+
+def asked_of(router: RouterMachineDriver, monkeypatch) -> list[str]:
+    """Requests that are tried, from now on."""
+    asked = []
+    choose = router.machine._chooser.choose
+    monkeypatch.setattr(
+        router.machine._chooser, "choose", lambda live, *rest: asked.append(live.id) or choose(live, *rest)
+    )
+    return asked
+
+
+def test_however_many_wait_for_one_worker_nobody_is_tried_when_another_has_room(monkeypatch):
+    router, running = a_half_busy_router()
+    for number in range(100):
+        router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
+    works = [the(Dispatch, router.send(an_arrival(request_id=name, sampling=GREEDY))) for name in ("plain", "more")]
+    router.send(an_arrival(request_id="last", sampling=GREEDY))
+    asked = asked_of(router, monkeypatch)
+
+    router.step(works[0], 7, finish=Finish.STOP)
+    assert asked == ["last"]
+    router.step(works[1], 7, finish=Finish.STOP)
+    assert asked == ["last"]
+    router.step(running, 7, finish=Finish.STOP)
+    assert asked == ["last", "waits0"]
+
+
+def test_after_anything_that_may_let_others_serve_them_those_with_one_wish_are_tried_once(monkeypatch):
+    router, _ = a_half_busy_router()
+    for number in range(100):
+        router.send(an_arrival(request_id=f"waits{number}", sampling=GREEDY, pin=WorkerId("busy")))
+    asked = asked_of(router, monkeypatch)
+
+    router.join("new")
+
+    assert asked == ["waits0"]
+
+
+def test_wishes_that_are_tried_in_vain_have_a_bound(monkeypatch):
+    monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 3)
+    router = RouterMachineDriver(("free", Role.DECODE), oversubscribe=1.0)
+    count = MAX_FAILED_TRIES + 8
+    for number in range(count):
+        router.join(f"w{number}", max_running=1)
+        for name in ("a", "b"):
+            router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=WorkerId(f"w{number}")))
+    asked = asked_of(router, monkeypatch)
+
+    router.join("new")
+    assert len(asked) == 3 + MAX_FAILED_TRIES
+
+    plain = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    router.step(plain, 7, finish=Finish.STOP)
+    asked.remove("plain")
+    assert sorted(asked) == sorted(f"b{number}" for number in range(count)), "then those who were not tried yet"
+
+
+def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineDriver, int]:
+    """Workers with one place each, that is taken; one waits for each of them, by name."""
+    router, count = RouterMachineDriver(oversubscribe=1.0, **settings), 3 * MAX_FAILED_TRIES
+    for number in range(count):
+        pin = WorkerId(f"w{number}")
+        router.join(pin, max_running=1)
+        for name in ("runs", "waits"):
+            router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
+    return router, count
+
+
+@pytest.mark.parametrize("happens", ["nothing", "anything"])
+def test_who_waits_behind_more_wishes_than_are_tried_has_a_turn(monkeypatch, happens):
+    """Whether those before it are known to wait in vain, or have to be tried again each time."""
+    monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 0)
+    router, count = a_router_with_more_wishes_than_are_tried()
+    router.join("free", max_running=1)
+    running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    router.send(an_arrival(request_id="last", sampling=GREEDY, pin=WorkerId("free")))
+
+    moved = router.step(running, 7, finish=Finish.STOP)[2:]
+    for _ in range(2 * count // MAX_FAILED_TRIES):
+        if moved:
+            break
+        nothing = PeerLeft(replica="any")
+        moved = router.send(
+            nothing if happens == "nothing" else ThresholdsChanged(thresholds=router.machine.thresholds())
+        )
+
+    assert the(Dispatch, moved).start.request_id.partition("#")[0] == "last"
+
+
+def test_who_waits_for_the_worker_that_has_room_gets_it_however_many_before_it_wait_for_others():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    count = 3 * MAX_FAILED_TRIES
+    for number in range(count):
+        router.join(f"w{number}", max_running=1)
+    sent = []
+    for name in ("runs", "waits"):  # who waits came when nobody had room, and was not tried
+        for number in range(count):
+            pin = WorkerId(f"w{number}")
+            sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
+
+    moved = the(Dispatch, router.step(sent[-1], 7, finish=Finish.STOP)[2:])
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == (f"waits{count - 1}", f"w{count - 1}")
+
+
+def test_who_waits_gets_a_worker_that_joins_however_many_before_it_wait_for_others():
+    router, _ = a_router_with_more_wishes_than_are_tried()
+    labelled = [
+        structs.replace(a_description(worker_id=f"new{number}", max_running=1), labels=("new",)) for number in (1, 2)
+    ]
+    router.send(WorkerJoined(description=labelled[0], address="unix:/new1"))
+    for name in ("labelled1", "labelled2"):
+        router.send(an_arrival(request_id=name, sampling=GREEDY, labels=("new",)))
+
+    moved = the(Dispatch, router.send(WorkerJoined(description=labelled[1], address="unix:/new2")))
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("labelled2", "new2")
+
+
+def test_who_waits_for_a_worker_that_goes_is_refused_at_once_however_many_wait_for_others():
+    router, count = a_router_with_more_wishes_than_are_tried()
+
+    gone = router.send(WorkerDraining(worker_id=WorkerId(f"w{count - 1}")))
+
+    assert the(Reject, gone).request_id == f"waits{count - 1}"
+
+
+def test_a_long_prompt_holds_up_no_short_one_with_a_long_answer_where_caches_are_small():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    router.join("small", max_running=1, kv_blocks=2000 // BLOCK_TOKENS)
+    router.join("busy", max_running=1)
+    router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
+    running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    for name, prompt, answer in (("long", 3000, 100), ("short", 100, 3000)):
+        sampling = structs.replace(GREEDY, max_tokens=answer)
+        assert not router.send(an_arrival(request_id=name, tokens=a_prompt(prompt), sampling=sampling))
+
+    moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("short", "small")
+
+
+def test_however_many_have_failed_on_the_worker_that_is_free_they_hold_up_nobody_who_can_go_there():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    router.join("fails", max_running=1)
+    router.join("busy", max_running=1)
+    router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
+    for number in range(MAX_FAILED_TRIES + 1):
+        failing = the(Dispatch, router.send(an_arrival(request_id=f"failed{number}", sampling=GREEDY)))
+        assert not router.reject(failing, Reason.INTERNAL)
+    running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    assert not router.send(an_arrival(request_id="last", sampling=GREEDY))
+
+    moved = the(Dispatch, router.step(running, 7, finish=Finish.STOP))
+
+    assert (moved.start.request_id.partition("#")[0], moved.worker_id) == ("last", "fails")
+
+
+def test_who_lost_its_worker_and_may_go_to_another_does_not_stand_for_those_who_may_not():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    for name, labels in (("lost", ("gold",)), ("busy", ("gold",)), ("plain", ())):
+        description = structs.replace(a_description(worker_id=name, max_running=1), labels=labels)
+        router.send(WorkerJoined(description=description, address=f"unix:/{name}"))
+    pinned = {"sampling": GREEDY, "pin": WorkerId("lost"), "labels": ("gold",)}
+    router.send(an_arrival(request_id="runs", sampling=GREEDY, pin=WorkerId("busy")))
+    router.send(an_arrival(request_id="first", **pinned))
+    running = the(Dispatch, router.send(an_arrival(request_id="plain", sampling=GREEDY)))
+    assert not router.leave("lost")
+    assert not router.send(an_arrival(request_id="second", **pinned))
+
+    ended = router.step(running, 7, finish=Finish.STOP)
+
+    assert the(Reject, ended).request_id == "second"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_worker_idles_while_somebody_waits_whom_it_could_serve(seed):
+    """Three workers with one place each; requests that want one of them or any, of three tenants; ends and cancellations."""
+    dice = random.Random(seed)
+    router = RouterMachineDriver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
+    names = ["w0", "w1", "w2"]
+    for name in names:
+        router.join(name, max_running=1)
+    running: dict[str, Dispatch] = {}  # by worker
+    waiting: dict[str, str] = {}  # the worker that is wanted, by request
+
+    def note(commands):
+        for command in commands:
+            if isinstance(command, Dispatch):
+                running[command.worker_id] = command
+                wanted = waiting.pop(command.start.request_id.partition("#")[0])
+                assert wanted in ("", command.worker_id)
+
+    for step in range(150):
+        if not running or dice.random() < 0.55:
+            name, wanted = f"r{step}", dice.choice(["", "", *names])
+            waiting[name] = wanted
+            note(
+                router.send(
+                    an_arrival(
+                        request_id=name,
+                        sampling=GREEDY,
+                        tenant=dice.choice("abc"),
+                        priority=dice.randrange(3),
+                        pin=WorkerId(wanted) if wanted else None,
+                    )
+                )
+            )
+        elif waiting and dice.random() < 0.3:
+            name = dice.choice(sorted(waiting))
+            del waiting[name]
+            note(router.cancel(name))
+        else:
+            worker = dice.choice(sorted(running))
+            note(router.step(running.pop(worker), 7, finish=Finish.STOP))
+        for idle in set(names) - set(running):
+            assert not [name for name, wanted in waiting.items() if wanted in ("", idle)], (step, idle)

@@ -1,0 +1,234 @@
+"""The waiting room: order, fairness, who has to go, and what it says about waiting."""
+
+import random
+from itertools import count
+
+import pytest
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import ModelName, RequestId
+from fleet.router.queueing.admission_queue import EVIDENCE, AdmissionQueue, QueuedRequest, rank
+
+MODEL = ModelName("tiny")
+NOBODY: dict[str, float] = {}
+
+
+class Room:
+    """A waiting room with a clock, that checks itself after each step."""
+
+    def __init__(self, weights=NOBODY, *, priority_seconds=10.0, size_seconds=0.0):
+        self.room = AdmissionQueue(weights)
+        self.now = Nanos(0)
+        self._seq = count(1)
+        self._worth = {"priority_seconds": priority_seconds, "size_seconds": size_seconds}
+        self.tokens: dict[str, int] = {}
+
+    def add(self, name, tenant="", *, priority=0, tokens=100, stays=False, model=MODEL):
+        self.tokens[name] = tokens
+        waiting = QueuedRequest(
+            request_id=RequestId(name),
+            model=model,
+            tenant=tenant,
+            rank=rank(self.now, priority, tokens, **self._worth),
+            seq=next(self._seq),
+            tokens=tokens,
+            stays=stays,
+        )
+        self.room.add(waiting, self.now)
+        self.room.check()
+
+    def serve(self, model=MODEL):
+        name = self.room.first(model)
+        assert name is not None
+        self.room.served(name, model, self.tokens[name], self.tokens[name], self.now)
+        self.room.check()
+        return name
+
+    def serve_all(self):
+        return [self.serve() for _ in range(len(self.room))]
+
+
+def test_without_priorities_and_sizes_who_came_first_is_served_first():
+    room = Room()
+    for name in "abc":
+        room.add(name, tokens=300 - 100 * "abc".index(name))
+        room.now += SECOND
+    assert room.serve_all() == ["a", "b", "c"]
+
+
+def test_a_higher_priority_goes_first():
+    room = Room()
+    room.add("low")
+    room.now += SECOND
+    room.add("high", priority=1)
+    assert room.serve_all() == ["high", "low"]
+
+
+def test_a_low_priority_is_served_in_bounded_time_however_many_high_ones_come():
+    room = Room(priority_seconds=10.0)
+    room.add("low", priority=0)
+    served = None
+    for second in range(100):
+        room.now = Nanos(second * SECOND)
+        room.add(f"high{second}", priority=3)
+        room.add(f"more{second}", priority=3)  # two come for each that is served
+        if room.serve() == "low":
+            served = second
+            break
+    assert served == pytest.approx(60, abs=2)  # it stands 30 s of arrivals behind, served at half their pace
+
+
+def test_where_priority_is_worth_very_much_it_is_strict():
+    room = Room(priority_seconds=1e6)
+    room.add("low")
+    room.now += 3600 * SECOND
+    room.add("high", priority=1)
+    assert room.serve_all() == ["high", "low"]
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_no_priority_is_worth_too_much_to_be_reckoned_with(seconds):
+    room = Room(priority_seconds=seconds, size_seconds=seconds)
+    room.add("plain", tokens=0)
+    room.add("high", priority=100, tokens=0)
+    room.add("higher", priority=101, tokens=0)
+    room.add("long", priority=0, tokens=1_000_000)
+    assert room.serve_all() == ["higher", "high", "plain", "long"]
+
+
+def test_where_size_counts_the_shorter_go_first_and_the_longest_still_goes_in_bounded_time():
+    room = Room(size_seconds=10.0)
+    room.add("long", tokens=6000)
+    for second in range(200):
+        room.now = Nanos(second * SECOND)
+        room.add(f"short{second}", tokens=10)
+        room.add(f"other{second}", tokens=10)
+        if room.serve() == "long":
+            break
+    assert 100 < second < 130  # 60 s of arrivals, served at half their pace
+
+
+def test_tenants_share_what_is_computed_by_their_weights():
+    """Within 5 % of the weights, whatever the sizes and however many requests each has."""
+    weights = {"gold": 3.0, "silver": 2.0}
+    room = Room(weights)
+    dice = random.Random(5)
+    tenant_of = {}
+    mean = {"gold": 200, "silver": 2000, "other": 500}
+    for number in range(4000):
+        tenant = ("gold", "gold", "gold", "gold", "gold", "gold", "silver", "other")[number % 8]
+        name = f"r{number}"
+        tenant_of[name] = tenant
+        room.add(name, tenant, tokens=dice.randrange(1, 2 * mean[tenant]))
+    computed = dict.fromkeys(mean, 0)
+    while sum(computed.values()) < 600_000:
+        name = room.serve()
+        computed[tenant_of[name]] += room.tokens[name]
+    shares = {tenant: tokens / sum(computed.values()) for tenant, tokens in computed.items()}
+    assert shares["gold"] == pytest.approx(3 / 6, rel=0.05)
+    assert shares["silver"] == pytest.approx(2 / 6, rel=0.05)
+    assert shares["other"] == pytest.approx(1 / 6, rel=0.05)
+
+
+def test_a_tenant_that_was_idle_gets_its_share_from_now_on_and_nothing_for_the_past():
+    room = Room()
+    for number in range(100):
+        room.add(f"a{number}", "a")
+    for _ in range(50):
+        room.serve()
+    for number in range(100):
+        room.add(f"b{number}", "b")
+    served = [room.serve()[0] for _ in range(20)]
+    assert abs(served.count("a") - served.count("b")) <= 1
+
+
+def test_a_tenant_cannot_overtake_another_by_its_priorities():
+    room = Room()
+    for number in range(10):
+        room.add(f"a{number}", "a", priority=100)
+        room.add(f"b{number}", "b", priority=0)
+    served = [room.serve()[0] for _ in range(10)]
+    assert served.count("b") == 5
+
+
+def test_a_busy_model_holds_nobody_up_who_wants_another():
+    room = Room()
+    room.add("here")
+    room.add("there", model=ModelName("other"))
+    assert room.serve(ModelName("other")) == "there"
+    assert room.serve() == "here"
+
+
+def test_when_the_room_is_full_the_newest_of_the_tenant_with_most_waiting_goes():
+    room = Room()
+    for number in range(5):
+        room.now += SECOND
+        room.add(f"flood{number}", "flood")
+    room.add("modest", "modest")
+    assert room.room.supernumerary() == "flood4"
+
+
+def test_a_weight_makes_room_for_more():
+    room = Room({"large": 10.0})
+    for number in range(5):
+        room.add(f"large{number}", "large")
+    room.add("small0", "small")
+    assert room.room.supernumerary() == "small0"
+
+
+def test_a_request_that_was_placed_before_does_not_have_to_go():
+    room = Room()
+    room.add("old")
+    room.now += SECOND
+    room.add("again", stays=True)
+    assert room.room.supernumerary() == "old"
+    room.room.discard(RequestId("old"))
+    assert room.room.supernumerary() is None
+
+
+def test_nothing_is_said_about_waiting_without_evidence():
+    room = Room()
+    for number in range(EVIDENCE + 1):
+        room.add(f"r{number}")
+    assert room.room.seconds_to_wait(MODEL, "", room.now) is None
+    for _ in range(EVIDENCE - 1):
+        room.now += SECOND
+        room.serve()
+    assert room.room.seconds_to_wait(MODEL, "", room.now) is None
+    room.now += SECOND
+    room.serve()
+    assert room.room.seconds_to_wait(MODEL, "", room.now) == pytest.approx(1.0)
+
+
+def test_the_wait_is_the_backlog_over_the_pace_and_a_light_tenant_waits_for_its_share_only():
+    room = Room()
+    for number in range(EVIDENCE + 40):
+        room.add(f"r{number}", "heavy")
+    for _ in range(EVIDENCE):
+        room.now += SECOND // 2
+        room.serve()
+    room.add("one", "light")
+    assert room.room.seconds_to_wait(MODEL, "heavy", room.now) == pytest.approx(41 / 2)
+    assert room.room.seconds_to_wait(MODEL, "light", room.now) == pytest.approx(1.0)
+    assert room.room.seconds_to_wait(MODEL, "third", room.now) == 0
+
+
+def test_the_wait_grows_while_nobody_leaves():
+    room = Room()
+    for number in range(EVIDENCE + 10):
+        room.add(f"r{number}")
+    for _ in range(EVIDENCE):
+        room.now += SECOND
+        room.serve()
+    before = room.room.seconds_to_wait(MODEL, "", room.now)
+    room.now += 30 * SECOND
+    assert room.room.seconds_to_wait(MODEL, "", room.now) > 10 * before
+
+
+def test_the_room_remembers_nobody_who_left_long_ago():
+    room = Room()
+    for number in range(2000):
+        room.add(f"r{number}", f"tenant{number}")
+        room.serve()
+    (queue,) = room.room._queues.values()
+    assert len(queue._clocks) < 200

@@ -1,0 +1,199 @@
+"""Prompts that wait for their worker in its lane: who goes when, and that nothing is left behind."""
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.requests import Finish, Sampling
+from fleet.core.roles import Role
+from fleet.router.messages import RequestCancelled
+from fleet.router.queueing.prefill_queues import PrefillQueues
+from tests.support.builders import BLOCK_TOKENS, a_handoff, a_prompt, an_arrival
+from tests.support.router.machine_driver import START, CancelAttempt, Dispatch, RouterMachineDriver
+
+W1, W2 = WorkerId("w1"), WorkerId("w2")
+GREEDY = Sampling(temperature=0.0, max_tokens=8)
+ONE = (("d1", Role.DECODE),)
+WINDOW = 100
+
+
+def enter(lanes: PrefillQueues, name: str, tokens: int, rank: int = 0, worker: WorkerId = W1) -> bool:
+    if lanes.enter(RequestId(name), worker, tokens):
+        return True
+    lanes.wait(RequestId(name), worker, tokens, rank=rank, seq=int(name.strip("r")))
+    return False
+
+
+def test_a_worker_gets_prompts_until_it_has_enough_to_compute():
+    lanes = PrefillQueues(WINDOW)
+
+    went = [enter(lanes, name, 60) for name in ("r1", "r2", "r3")]
+
+    assert went == [True, True, False]
+    assert lanes.next() is None
+    lanes.check()
+
+
+def test_the_lowest_rank_goes_first_when_there_is_room():
+    lanes = PrefillQueues(WINDOW)
+    enter(lanes, "r1", 500)
+    enter(lanes, "r2", 80, rank=9)
+    enter(lanes, "r3", 80, rank=5)
+    enter(lanes, "r4", 80, rank=7)
+
+    lanes.leave(RequestId("r1"))
+    went = [lanes.next(), lanes.next(), lanes.next()]
+
+    assert went == ["r3", "r4", None]
+    lanes.check()
+
+
+def test_lanes_of_workers_are_apart():
+    lanes = PrefillQueues(WINDOW)
+    enter(lanes, "r1", 500, worker=W1)
+    enter(lanes, "r2", 500, worker=W1)
+
+    assert enter(lanes, "r3", 500, worker=W2)
+    lanes.leave(RequestId("r3"))
+    assert lanes.next() is None
+
+
+def test_without_a_window_all_go_at_once():
+    lanes = PrefillQueues(0)
+
+    assert all(enter(lanes, f"r{number}", 10_000) for number in range(1, 9))
+    lanes.leave(RequestId("r1"))
+    lanes.check()
+
+
+def test_what_leaves_a_lane_without_having_gone_frees_nothing():
+    lanes = PrefillQueues(WINDOW)
+    enter(lanes, "r1", 500)
+    enter(lanes, "r2", 10)
+    enter(lanes, "r3", 10, rank=1)
+
+    lanes.leave(RequestId("r2"))
+
+    assert lanes.next() is None
+    assert lanes.holds(RequestId("r3"))
+    lanes.leave(RequestId("r1"))
+    assert lanes.next() == "r3"
+
+
+def a_router(**settings):
+    return RouterMachineDriver(*ONE, **{"prefill_window_tokens": WINDOW, "prefill_size_seconds": 10.0, **settings})
+
+
+def arrive(router: RouterMachineDriver, name: str, tokens: int, first: int = 1, **fields) -> list[Dispatch]:
+    prompt = a_prompt(tokens, first=first)
+    commands = router.send(an_arrival(request_id=name, tokens=prompt, sampling=GREEDY, **fields))
+    return [command for command in commands if isinstance(command, Dispatch)]
+
+
+def prompt_of(work: Dispatch) -> int:
+    return len(work.start.tokens) // 4
+
+
+def sent_with(commands) -> list[int]:
+    """Lengths of the prompts that went, in their order."""
+    return [prompt_of(each) for each in commands if isinstance(each, Dispatch)]
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_has_not_gone():
+    router = a_router()
+    (running,) = arrive(router, "r1", 400, first=1)
+    assert arrive(router, "r2", 600, first=10_000) == []
+    router.now = Nanos(START + SECOND)
+    assert arrive(router, "r3", 40, first=20_000) == []
+
+    went = router.step(running, 7)
+
+    assert sent_with(went) == [40, 600]  # forty tokens leave room for one more
+
+
+def test_a_long_prompt_is_overtaken_by_those_that_come_soon_after_it_only():
+    router = a_router(prefill_size_seconds=10.0)  # 600 tokens more are 6 seconds
+    (running,) = arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 640, first=10_000)
+    router.now = Nanos(START + 7 * SECOND)
+    arrive(router, "r3", 40, first=20_000)
+
+    went = router.step(running, 7)
+
+    assert sent_with(went) == [640]
+
+
+def test_a_higher_priority_goes_first_in_a_lane():
+    router = a_router(prefill_size_seconds=0.0)
+    (running,) = arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 50, first=10_000)
+    arrive(router, "r3", 60, first=20_000, priority=1)
+
+    went = router.step(running, 7)
+
+    assert sent_with(went) == [60, 50]
+
+
+def test_what_waits_in_a_lane_is_booked_on_its_worker():
+    router = a_router()
+    arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 200, first=10_000)
+
+    requests, _, prefill_tokens = router.booked("d1")
+
+    assert (requests, prefill_tokens) == (2, 600)
+
+
+def test_nobody_is_told_to_stop_what_was_never_sent():
+    router = a_router()
+    (running,) = arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 200, first=10_000)
+
+    commands = router.send(RequestCancelled(request_id=RequestId("r2")))
+
+    assert not [command for command in commands if isinstance(command, CancelAttempt)]
+    assert not sent_with(router.step(running, 7))
+    assert router.booked("d1")[0] == 1
+
+
+def test_the_lane_moves_on_when_work_that_had_gone_is_cancelled():
+    router = a_router()
+    arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 200, first=10_000)
+
+    assert sent_with(router.cancel("r1")) == [200]
+
+
+def test_what_waited_for_a_lost_worker_goes_to_another():
+    router = a_router()
+    arrive(router, "r1", 400, first=1)
+    arrive(router, "r2", 200, first=10_000)
+    router.join("d2")
+
+    went = [command for command in router.leave("d1") if isinstance(command, Dispatch)]
+    while len(went) < 2:
+        went += [command for command in router.step(went[-1], 7) if isinstance(command, Dispatch)]
+
+    assert {prompt_of(each) for each in went} == {400, 200}
+    assert {each.worker_id for each in went} == {"d2"}
+
+
+def test_a_prefill_worker_has_a_lane_too_and_a_hand_off_waits_for_nobody():
+    router = RouterMachineDriver(
+        ("p1", Role.PREFILL),
+        ("d1", Role.DECODE),
+        prefill_window_tokens=WINDOW,
+        remote_prefill_min_tokens=BLOCK_TOKENS,
+    )
+    (first,) = arrive(router, "r1", 400, first=1)
+    assert arrive(router, "r2", 400, first=10_000) == []
+
+    went = router.step(first, 7, finish=Finish.LENGTH, handoff=a_handoff(num_tokens=400))
+
+    assert [command.worker_id for command in went if isinstance(command, Dispatch)] == ["d1", "p1"]
+
+
+def test_a_request_that_only_ends_does_not_hold_up_others():
+    router = a_router()
+
+    went = [arrive(router, f"r{number}", 400, first=1000 * number, only_end=True) for number in range(1, 5)]
+
+    assert all(went)

@@ -1,0 +1,136 @@
+"""The pace at which a worker computes prompts, and the requests that are refused because of it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import WorkerId
+from fleet.core.requests import Finish, Sampling
+from fleet.core.roles import Role
+from fleet.router.queueing.prefill_rate import EVIDENCE, PrefillRate
+from tests.support.builders import an_arrival
+from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
+
+GREEDY = Sampling(temperature=0.0, max_tokens=2)
+WINDOW = 1000
+
+
+def a_pace(tokens=1000, seconds=1.0, times=10):
+    pace, now = PrefillRate(), 0
+    pace.busy(Nanos(now))
+    for _ in range(times):
+        now += int(seconds * SECOND)
+        pace.computed(tokens, Nanos(now))
+    return pace, Nanos(now)
+
+
+def test_nothing_is_said_before_there_is_evidence():
+    pace, now = a_pace(times=EVIDENCE - 1)
+    assert pace.seconds_to_wait(1000, 1000, now) is None
+    pace.computed(1000, Nanos(now + SECOND))
+    assert pace.seconds_to_wait(1000, 1000, Nanos(now + SECOND)) is not None
+
+
+@given(
+    tokens=st.integers(100, 10_000), seconds=st.floats(0.01, 10), sent=st.integers(0, 10**5), held=st.integers(0, 10**6)
+)
+def test_a_steady_pace_is_told_as_it_is(tokens, seconds, sent, held):
+    pace, now = a_pace(tokens, seconds)
+    told = pace.seconds_to_wait(sent, held, now)
+    assert told is not None
+    assert abs(told - (sent + held) / tokens * seconds) <= 0.01 * told + 1e-6
+
+
+def test_time_spent_on_a_long_prompt_counts_for_it_and_not_against_the_pace():
+    pace, now = a_pace()
+    later = Nanos(now + 5 * SECOND)
+    assert 9.9 < pace.seconds_to_wait(8000, 2000, now) < 10.1
+    assert 4.9 < pace.seconds_to_wait(8000, 2000, later) < 5.1
+    assert 1.9 < pace.seconds_to_wait(8000, 2000, Nanos(now + 60 * SECOND)) < 2.1, "what is held has not begun"
+
+
+def test_idle_time_is_no_pace():
+    pace, now = a_pace()
+    pace.idle()
+    pace.busy(Nanos(now + 1000 * SECOND))
+    pace.computed(1000, Nanos(now + 1001 * SECOND))
+    told = pace.seconds_to_wait(1000, 0, Nanos(now + 1001 * SECOND))
+    assert told is not None
+    assert 0.9 < told < 1.1
+
+
+class Lane(RouterMachineDriver):
+    """Workers of a thousand tokens a second each, as the router has seen them to be."""
+
+    def __init__(self, workers=1, **settings):
+        super().__init__(*((f"d{n}", Role.DECODE) for n in range(workers)), prefill_window_tokens=WINDOW, **settings)
+        self.count = 0
+        for number in range(workers * (EVIDENCE + 1)):
+            self.serve(self.ask(1000, pin=WorkerId(f"d{number % workers}")), 1.0)
+
+    def ask(self, tokens, **fields):
+        self.count += 1
+        prompt = bytes(4 * tokens - 4) + self.count.to_bytes(4, "little")
+        prompt = self.count.to_bytes(4, "little") + prompt[4:]  # nobody shares a block
+        return self.send(an_arrival(request_id=f"r{self.count}", tokens=prompt, sampling=GREEDY, **fields))
+
+    def serve(self, commands, seconds):
+        """Have the worker compute a prompt; returns what goes there next."""
+        work = the(Dispatch, commands)
+        self.now = Nanos(self.now + int(seconds * SECOND))
+        return self.step(work, 1, 2, finish=Finish.LENGTH)
+
+
+def test_who_would_wait_too_long_in_a_lane_is_refused_at_once():
+    router = Lane(max_queue_seconds=3.5)
+    answers = [router.ask(1000) for _ in range(6)]
+
+    assert isinstance(answers[0][0], Dispatch)
+    assert answers[1:4] == [[]] * 3, "they wait one, two and three seconds"
+    refusal = the(Reject, answers[4])
+    assert refusal.reason is Reason.QUEUE_FULL
+    assert 3500 <= refusal.retry_after_ms <= 4500
+    assert "4 s" in refusal.message
+    assert the(Reject, answers[5])
+
+
+def test_who_has_priority_is_not_refused_for_those_behind():
+    router = Lane(max_queue_seconds=3.5)
+    for _ in range(6):
+        router.ask(1000)
+
+    assert not router.ask(1000, priority=1)
+
+
+def test_who_would_be_late_for_its_deadline_in_a_lane_is_refused():
+    router = Lane()
+    for _ in range(4):
+        router.ask(1000)
+
+    assert "deadline" in the(Reject, router.ask(1000, deadline=Nanos(router.now + 2 * SECOND))).message
+    assert not router.ask(1000, deadline=Nanos(router.now + 20 * SECOND))
+
+
+def test_who_need_not_wait_in_a_lane_is_never_refused_for_it():
+    """However slow the worker is: it is sent as much ahead as keeps it busy."""
+    router = Lane(max_queue_seconds=0.1)
+    router.ask(500)
+    assert the(Dispatch, router.ask(500))
+
+
+def test_a_router_that_has_seen_nothing_refuses_nobody_for_its_wait():
+    router = RouterMachineDriver(("d1", Role.DECODE), prefill_window_tokens=WINDOW, max_queue_seconds=0.1)
+    for number in range(20):
+        assert not [
+            c for c in router.send(an_arrival(request_id=f"r{number}", tokens=1000 + number)) if isinstance(c, Reject)
+        ]
+
+
+def test_the_lane_of_a_worker_that_came_back_is_measured_anew():
+    router = Lane(max_queue_seconds=0.5)
+    router.leave("d0")
+    router.join("d0", incarnation="2")
+    router.ask(1000)
+
+    assert not router.ask(1000)

@@ -1,0 +1,104 @@
+"""Several routers over the same workers: what one has booked counts for the others."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from fleet.core.ids import WorkerId
+from fleet.core.requests import Finish, Sampling
+from fleet.core.roles import Role
+from fleet.router.messages import PeerLeft, PeerReserved, ReservationTotals
+from tests.support.builders import a_prompt, an_arrival
+from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
+
+GREEDY = Sampling(temperature=0.0, max_tokens=8)
+WORKERS = [(f"d{number}", Role.DECODE) for number in range(8)]
+RUNNING = 12  # requests; with few a worker, a placement that is blind for the others shows most
+
+
+def told(driver, replica="other", **booked):
+    return driver.send(
+        PeerReserved(
+            replica=replica,
+            booked={WorkerId(worker): ReservationTotals(*numbers) for worker, numbers in booked.items()},
+        )
+    )
+
+
+def arrive(driver, name, **fields):
+    return driver.send(an_arrival(request_id=name, sampling=GREEDY, **fields))
+
+
+def test_a_worker_that_another_router_keeps_busy_is_spared():
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
+    told(router, d1=(1000, 40.0, 2))
+    assert the(Dispatch, arrive(router, "r1")).worker_id == "d2"
+    told(router, d2=(1000, 40.0, 2))  # in place of what it had told
+    assert the(Dispatch, arrive(router, "r2", tokens=a_prompt(10, first=900))).worker_id == "d1"
+
+
+def test_a_worker_that_other_routers_have_filled_has_no_room():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    router.join("d1", max_running=2)
+    told(router, "one", d1=(0, 1.0, 1))
+    told(router, "two", d1=(0, 1.0, 1))
+    assert not arrive(router, "r1")
+    moved = told(router, "two")
+    assert the(Dispatch, moved).worker_id == "d1"
+
+
+def test_what_a_router_that_is_gone_had_booked_is_free():
+    router = RouterMachineDriver(oversubscribe=1.0)
+    router.join("d1", max_running=1)
+    told(router, d1=(0, 1.0, 1))
+    assert not arrive(router, "r1")
+    assert the(Dispatch, router.send(PeerLeft(replica="other"))).worker_id == "d1"
+
+
+def test_what_is_told_of_a_worker_before_it_joins_counts_when_it_has():
+    router = RouterMachineDriver(("d1", Role.DECODE))
+    told(router, d2=(5000, 200.0, 9))
+    router.join("d2")
+    assert the(Dispatch, arrive(router, "r1")).worker_id == "d1"
+
+
+def test_a_router_tells_what_it_has_booked_itself_and_not_what_it_was_told():
+    router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
+    told(router, d1=(1000, 40.0, 2))
+    work = the(Dispatch, arrive(router, "r1", tokens=100))
+    assert router.machine.booked() == {WorkerId("d2"): ReservationTotals(100, 4.0, 1)}
+    router.step(work, 1, finish=Finish.STOP)
+    assert router.machine.booked() == {}
+
+
+@pytest.mark.parametrize("between", [1, 2])
+def test_routers_that_tell_each_other_balance_nearly_as_well_as_one(between):
+    """The busiest worker has at most 1.2 times what it has with one router, told every few requests."""
+
+    def busiest(routers: int) -> float:
+        drivers = [RouterMachineDriver(*WORKERS, seed=seed) for seed in range(routers)]
+        dice = random.Random(3)
+        running: list[tuple[RouterMachineDriver, Dispatch]] = []
+        seen: list[float] = []
+        for number in range(600):
+            driver = drivers[number % routers]
+            tokens = a_prompt(dice.randrange(50, 1500), first=2000 * number)
+            running.append((driver, the(Dispatch, arrive(driver, f"r{number}", tokens=tokens))))
+            if len(running) > RUNNING:
+                owner, work = running.pop(dice.randrange(len(running)))
+                owner.step(work, 1, finish=Finish.STOP)
+            if number % between == 0:
+                for one in drivers:
+                    for index, other in enumerate(drivers):
+                        if other is not one:
+                            one.send(PeerReserved(replica=str(index), booked=other.machine.booked()))
+            tokens_by_worker: Counter[str] = Counter()
+            for each in drivers:
+                for worker, booked in each.machine.booked().items():
+                    tokens_by_worker[worker] += booked.prefill_tokens
+            if number > 100:
+                seen.append(max(tokens_by_worker.values()) / (sum(tokens_by_worker.values()) / len(WORKERS)))
+        return sum(seen) / len(seen)
+
+    assert busiest(4) <= 1.2 * busiest(1)

@@ -1,0 +1,103 @@
+"""Attainment over load: which loads are run, and which are not run again."""
+
+import json
+import multiprocessing
+import threading
+import time
+
+import psutil
+import pytest
+from msgspec import structs
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.sim.experiments.load_curve import ENOUGH, FURTHER, MOST_FURTHER, LoadPoint, load_curve, tries
+from fleet.sim.results.history import History
+from fleet.sim.results.outcomes import Slo
+from fleet.sim.run_plan import run_scenario
+from fleet.sim.scenario import Scenario, SimulatedPoolSection
+from fleet.sim.workload.traffic import DrawnWorkload
+from tests.support.sim.model_configs import LLAMA_70B
+
+
+@pytest.fixture
+def scenario(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return Scenario(
+        model="config.json",
+        pools=(SimulatedPoolSection(gpu="h100", gpus=4, tp=4),),
+        workload=DrawnWorkload(requests=60, rate=1.0, prompt_tokens=2000, output_tokens=20),
+        slo=Slo(ttft_ms=800, tpot_ms=100),
+    )
+
+
+def test_a_curve_goes_on_until_it_has_fallen(scenario, tmp_path):
+    points = load_curve(scenario, tmp_path, (1.0, 0.5))
+
+    loads = [point.load for point in points]
+    assert loads == [0.5, *(FURTHER**power for power in range(len(points) - 1))]
+    assert 3 <= len(points) <= 2 + MOST_FURTHER
+    assert all(point.outcome.attainment >= ENOUGH for point in points[:-1])
+    assert [point.rate for point in points] == pytest.approx([load * points[1].rate for load in loads], rel=0.01)
+    assert points[0].outcome.attainment >= points[-1].outcome.attainment
+
+
+def test_what_is_known_is_not_run_again(scenario, tmp_path):
+    history = History(scenario.slo)
+    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    known = LoadPoint(load=1.0, rate=history.rate, users=0, outcome=outcome)
+
+    [point] = [each for each in load_curve(scenario, tmp_path, (1.0,), known=known) if each.load == 1.0]
+
+    assert point is known
+    [anew] = [each for each in load_curve(scenario, tmp_path, (1.0,)) if each.load == 1.0]
+    assert anew.rate == known.rate
+    assert anew.outcome.digest == outcome.digest
+
+
+def test_a_run_of_more_requests_than_a_point_has_is_no_point(scenario, tmp_path):
+    history = History(scenario.slo)
+    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    longer = LoadPoint(load=1.0, rate=1.0, users=0, outcome=structs.replace(outcome, requests=1_000_000))
+
+    assert longer not in load_curve(scenario, tmp_path, (1.0,), known=longer)
+
+
+@pytest.fixture
+def endless(scenario):
+    """Takes minutes."""
+    return structs.replace(scenario, workload=structs.replace(scenario.workload, requests=3_000_000))
+
+
+def the_child(others):
+    """What runs beside the caller, once it does."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ours = [child for child in multiprocessing.active_children() if child not in others]
+        if ours and sum(psutil.Process(ours[0].pid).cpu_times()[:2]) > 1.0:
+            return ours[0]
+        time.sleep(0.01)
+    raise AssertionError("nothing runs beside the caller")
+
+
+def test_what_was_expected_and_not_asked_for_ends_with_the_block(endless, tmp_path):
+    others = multiprocessing.active_children()
+
+    with tries(endless, tmp_path, 2) as run:
+        run.expect((1.0, 2.0))
+        child = the_child(others)
+
+    assert not child.is_alive()
+
+
+def test_a_load_whose_process_is_killed_is_refused(endless, tmp_path):
+    killer = threading.Thread(target=lambda others: the_child(others).kill(), args=(multiprocessing.active_children(),))
+
+    def asked():
+        with tries(endless, tmp_path, 2) as run:
+            run.expect((1.0,))
+            killer.start()
+            run.at(1.0)
+
+    with pytest.raises(ConfigurationRefused, match="--processes"):
+        asked()
+    killer.join()

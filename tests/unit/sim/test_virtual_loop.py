@@ -1,0 +1,235 @@
+"""asyncio in the kernel's time."""
+
+import asyncio
+
+import pytest
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.sim.kernel import Kernel
+from fleet.sim.virtual_loop import Deadlocked, VirtualLoop
+
+DELAY = 3 * MILLISECOND
+
+
+def a_loop(seed=1):
+    return VirtualLoop(Kernel(seed), DELAY)
+
+
+class Heard(asyncio.Protocol):
+    """Notes what comes, and when."""
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.events = []
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        self.events.append((self.loop.kernel.now(), data))
+
+    def connection_lost(self, exc):
+        self.events.append((self.loop.kernel.now(), exc))
+
+
+def connected(loop, path="/there"):
+    """Both ends of a connection, near and far."""
+    far = []
+
+    def made():
+        far.append(Heard(loop))
+        return far[0]
+
+    loop.listen(path, made)
+    _, near = loop.complete(loop.create_unix_connection(lambda: Heard(loop), path))
+    return near, far[0]
+
+
+def test_an_hour_passes_at_once_and_to_the_nanosecond():
+    loop = a_loop()
+
+    async def wait():
+        for _ in range(3_000):
+            await asyncio.sleep(1.2)
+        return loop.time()
+
+    assert loop.complete(wait()) == 3600.0
+    assert loop.kernel.now() == 3600 * SECOND
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tasks_wait_for_each_other_and_timeouts_pass(seed):
+    loop = a_loop(seed)
+
+    async def main():
+        done = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(done.wait())
+            loop.call_later(2, done.set)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await asyncio.shield(waiting)
+            assert loop.time() == 1.5
+        return loop.time()
+
+    assert loop.complete(main()) == 2.0
+
+
+def test_what_waits_for_ever_is_said_to_be_deadlocked():
+    async def main():
+        await asyncio.Event().wait()
+
+    loop = a_loop()
+    with pytest.raises(Deadlocked, match="nothing is ready"):
+        loop.complete(main())
+    loop.cancel_all()
+    loop.kernel.run()
+
+
+def test_what_a_task_of_the_loop_or_a_callback_raises_ends_the_run():
+    loop = a_loop()
+
+    async def break_later():
+        await asyncio.sleep(1)
+        raise KeyError("later")
+
+    loop.begin(break_later())
+    with pytest.raises(KeyError, match="later"):
+        loop.kernel.run()
+
+    loop = a_loop()
+    loop.call_later(1, {}.pop, "gone")
+    with pytest.raises(KeyError, match="gone"):
+        loop.kernel.run()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_written_comes_a_delay_later_in_order_and_then_the_end(seed):
+    loop = a_loop(seed)
+    near, far = connected(loop)
+    written = loop.kernel.now()
+
+    near.transport.write(b"one")
+    near.transport.writelines([b"t", b"wo"])
+    near.transport.close()
+    near.transport.write(b"never")
+    loop.kernel.run()
+
+    came = written + DELAY
+    assert far.events == [(came, b"one"), (came, b"two"), (came, None)]
+    assert near.events == [(written, None)]
+
+
+def test_who_pauses_hears_what_came_meanwhile_when_he_goes_on():
+    loop = a_loop()
+    near, far = connected(loop)
+    far.transport.pause_reading()
+    near.transport.write(b"one")
+    near.transport.close()
+    loop.call_later(1, far.transport.resume_reading)
+    loop.kernel.run()
+    assert [what for _, what in far.events] == [b"one", None]
+    assert {when for when, _ in far.events} == {2 * DELAY + SECOND}
+
+
+def test_a_killed_process_hears_nothing_and_its_peers_hear_that_it_is_gone():
+    loop = a_loop()
+    near, far = connected(loop)
+    far.transport.write(b"last words")
+    loop.cut("/there")
+    far.transport.write(b"never")
+    near.transport.write(b"to nobody")
+    loop.kernel.run()
+    assert [what for _, what in near.events] == [b"last words", None]
+    assert far.events == []
+    with pytest.raises(ConnectionRefusedError, match="nobody listens at /there"):
+        loop.complete(loop.create_unix_connection(lambda: Heard(loop), "/there"))
+
+
+def test_a_loop_has_no_sockets_and_no_threads():
+    loop = a_loop()
+
+    async def main():
+        with pytest.raises(NotImplementedError):
+            await asyncio.open_connection("127.0.0.1", 1)
+        with pytest.raises(NotImplementedError):
+            await asyncio.to_thread(print)
+
+    loop.complete(main())
+
+
+def test_timers_that_were_cancelled_do_nothing():
+    loop = a_loop()
+    happened = []
+    loop.call_later(1, happened.append, "cancelled").cancel()
+    loop.call_at(2, happened.append, "kept")
+    loop.kernel.run()
+    assert happened == ["kept"]
+    assert loop.kernel.now() == Nanos(2 * SECOND)
+
+
+def test_while_a_path_is_held_nothing_passes_either_way_and_then_all_does_in_order():
+    loop = a_loop()
+    near, far = connected(loop)
+    began = loop.kernel.now()
+    near.transport.write(b"under way")
+    assert loop.hold("/there")
+    assert not loop.hold("/there")
+    near.transport.write(b"one")
+    far.transport.write(b"three")
+    near.transport.write(b"two")
+    loop.kernel.after(SECOND, lambda: loop.release("/there"))
+    loop.kernel.run()
+    late = began + SECOND + DELAY
+    assert far.events == [(began + DELAY, b"under way"), (late, b"one"), (late, b"two")]
+    assert near.events == [(late, b"three")]
+    assert not loop.hold("/nowhere")
+
+
+def test_who_connects_while_a_path_is_held_is_there_when_it_is_free():
+    loop = a_loop()
+    loop.listen("/there", lambda: Heard(loop))
+    loop.hold("/there")
+    loop.kernel.after(SECOND, lambda: loop.release("/there"))
+
+    async def connect():
+        await loop.create_unix_connection(lambda: Heard(loop), "/there")
+        return loop.kernel.now()
+
+    assert loop.complete(connect()) == SECOND
+
+
+def test_what_is_held_of_a_process_that_is_killed_never_comes_but_that_it_is_gone():
+    loop = a_loop()
+    near, far = connected(loop)
+    loop.hold("/there")
+    far.transport.write(b"last words")
+    at = loop.kernel.now()
+    loop.cut("/there")
+    loop.release("/there")
+    loop.kernel.run()
+    assert near.events == [(at + DELAY, None)]
+
+
+def test_an_abandoned_loop_has_no_tasks_whatever_they_do_when_they_are_cancelled():
+    loop = a_loop()
+    said = []
+
+    async def stubborn():
+        try:
+            await asyncio.sleep(SECOND)
+        except asyncio.CancelledError:
+            said.append("cancelled")
+            await asyncio.sleep(10)
+
+    async def failing():
+        try:
+            await asyncio.sleep(SECOND)
+        finally:
+            raise ValueError("at the end")
+
+    tasks = [loop.begin(stubborn()), loop.begin(failing())]
+    loop.kernel.run(until=Nanos(5))
+    loop.abandon()
+    assert said == ["cancelled"]
+    assert all(task.done() for task in tasks)

@@ -1,0 +1,176 @@
+"""Traffic: cut, scaled and drawn."""
+
+import json
+from itertools import pairwise
+from statistics import fmean, pstdev
+
+import msgspec
+import pytest
+
+from fleet.core.clock import SECOND
+from fleet.core.errors import ConfigurationRefused
+from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload, request_count, requests_of, sessions_of
+from tests.support.sim.traces import AGENTIC, CONVERSATION, agentic, conversation
+
+DATA = CONVERSATION.parent
+
+
+def recorded(**fields) -> RecordedWorkload:
+    return msgspec.convert({"kind": "trace", "file": CONVERSATION.name, **fields}, RecordedWorkload)
+
+
+def requests(workload, seed: int = 1, block_tokens: int = 512):
+    return list(requests_of(workload, DATA, block_tokens=block_tokens, seed=seed))
+
+
+def drawn(**fields):
+    return requests(DrawnWorkload(**{"requests": 4000, "rate": 2.0, **fields}))
+
+
+def arrivals(of) -> list[float]:
+    return [each.arrival / SECOND for each in of]
+
+
+def test_both_halves_of_a_trace_are_the_trace():
+    first, second = requests(recorded(part=[0, 0.5])), requests(recorded(part=[0.5, 1]))
+    whole = conversation().requests
+    assert [each.chain for each in first + second] == [each.chain for each in whole]
+    assert first == whole[:750]
+    assert second[0].arrival == 0
+    assert second[-1].arrival == whole[-1].arrival - whole[750].arrival
+
+
+def test_a_part_of_sessions_has_them_whole():
+    halves = [
+        list(requests_of(recorded(file=AGENTIC.name, part=part), DATA, block_tokens=512, seed=1))
+        for part in ([0, 0.5], [0.5, 1])
+    ]
+    assert [len({each.session for each in half}) for half in halves] == [10, 10]
+    assert sum(map(len, halves)) == len(agentic().requests)
+
+
+def test_a_sample_is_of_the_seed_and_of_no_one_else():
+    some, again, others = (
+        requests(recorded(sample=0.2)),
+        requests(recorded(sample=0.2)),
+        requests(recorded(sample=0.2), 2),
+    )
+    assert some == again != others
+    assert len(some) == pytest.approx(300, abs=50)
+    later = requests(recorded(sample=0.2, part=[0.5, 1]))
+    assert [each.chain for each in later] == [each.chain for each in some[-len(later) :]]
+
+
+def test_a_window_is_counted_from_its_begin():
+    window = requests(recorded(from_seconds=60, to_seconds=120, speed=2))
+    whole = [each for each in conversation().requests if 60 * SECOND <= each.arrival < 120 * SECOND]
+    assert [each.chain for each in window] == [each.chain for each in whole]
+    assert [each.arrival for each in window] == [round((each.arrival - 60 * SECOND) / 2) for each in whole]
+
+
+def test_a_trace_of_what_is_left_has_so_many_requests():
+    assert len(requests(recorded(requests=10, from_seconds=60))) == 10
+    assert request_count(recorded(part=[0, 0.5]), DATA, seed=1) == 750
+    assert request_count(recorded(requests=10), DATA, seed=1) == 10
+    assert request_count(recorded(file=AGENTIC.name), DATA, seed=1) is None
+    assert request_count(DrawnWorkload(requests=7), DATA, seed=1) == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"part": [0.5, 0.5]}, "part: nothing lies between 0.5 and 0.5"),
+        ({"part": [0.7, 0.5]}, "part: nothing lies between"),
+        ({"part": [0, 1.5]}, "part"),
+        ({"from_seconds": 9, "to_seconds": 9}, "to_seconds: 9 is not after from_seconds, 9"),
+        ({"sample": 0}, "sample"),
+        ({"arrivals": "bursts", "kind": "drawn", "burst_seconds": 60}, "burst_seconds: 60 is not less than"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused_by_its_field(fields, said):
+    kind = DrawnWorkload if fields.get("kind") == "drawn" else RecordedWorkload
+    told = fields if kind is DrawnWorkload else {"file": "x", **fields}
+    with pytest.raises(msgspec.ValidationError, match=said):
+        msgspec.convert(told, kind)
+
+
+def test_a_cut_that_leaves_nothing_is_refused():
+    with pytest.raises(ConfigurationRefused, match="workload: nothing is left of the trace"):
+        requests(recorded(from_seconds=1e8))
+
+
+def test_a_wrong_row_is_refused_when_it_is_reached(tmp_path):
+    row = {"timestamp": 0, "input_length": 10, "output_length": 5, "hash_ids": [1]}
+    rows = [row] * 5 + [{**row, "input_length": "ten"}]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    read = requests_of(recorded(file="trace.jsonl"), tmp_path, block_tokens=512, seed=1)
+    assert [next(read).chain for _ in range(5)] == [(1,)] * 5
+    with pytest.raises(ConfigurationRefused, match=r"workload\.file: .*trace\.jsonl:6: input_length: Expected `int`"):
+        next(read)
+
+
+def test_sessions_of_a_trace_that_knows_none_are_refused():
+    with pytest.raises(ConfigurationRefused, match=r"clients\.kind: .* \(mooncake\) knows no sessions"):
+        sessions_of(recorded(), DATA, block_tokens=512, seed=1)
+
+
+def test_conversations_need_clients_that_wait():
+    with pytest.raises(ConfigurationRefused, match=r"workload\.turns: .*clients\.kind"):
+        requests(DrawnWorkload(turns=3))
+
+
+def test_sessions_are_cut_to_so_many_requests():
+    sessions = list(sessions_of(recorded(file=AGENTIC.name, requests=100, speed=2), DATA, block_tokens=512, seed=1))
+    assert sum(len(session.turns) for session in sessions) == 100
+    whole = list(sessions_of(recorded(file=AGENTIC.name), DATA, block_tokens=512, seed=1))
+    assert sum(len(session.turns) for session in whole) == len(agentic().requests)
+    assert sessions[0].turns[1].gap == round(whole[0].turns[1].gap / 2)
+
+
+@pytest.mark.parametrize("arrivals_", ["poisson", "even", "gamma", "day", "bursts"])
+def test_a_rate_is_the_rate_whatever_the_arrivals(arrivals_):
+    of = arrivals(drawn(arrivals=arrivals_, day_seconds=100.0, requests=8000))
+    assert len(of) / of[-1] == pytest.approx(2.0, rel=0.06)
+
+
+def test_gaps_vary_as_they_are_told_to():
+    for variation in (0.3, 3.0):
+        gaps = [after - before for before, after in pairwise(arrivals(drawn(arrivals="gamma", variation=variation)))]
+        assert pstdev(gaps) / fmean(gaps) == pytest.approx(variation, rel=0.15)
+
+
+def test_bursts_have_the_rate_that_they_are_told_to_have():
+    of = arrivals(drawn(arrivals="bursts", requests=12_000, burst_seconds=10, burst_every_seconds=50, burst_factor=6))
+    inside = sum(each % 50 < 10 for each in of)
+    assert (inside / 10) / ((len(of) - inside) / 40) == pytest.approx(6.0, rel=0.1)
+
+
+def test_a_turn_goes_on_where_the_one_before_ended():
+    workload = DrawnWorkload(
+        requests=200, turns=8, rate=4.0, prompt_tokens=300, prefixes=2, prefix_tokens=64, think_seconds=5.0
+    )
+    sessions = list(sessions_of(workload, DATA, block_tokens=16, seed=1))
+    assert sum(len(session.turns) for session in sessions) == 200
+    assert fmean([len(session.turns) for session in sessions]) == pytest.approx(8, abs=1.5)
+    assert len({session.turns[0].request.chain[:4] for session in sessions}) == 2
+    for session in sessions:
+        for number, (before, after) in enumerate(pairwise(session.turns)):
+            full = before.request.prompt_tokens // 16
+            assert after.after == (number,)
+            assert after.request.prompt_tokens > before.request.prompt_tokens + before.request.output_tokens
+            assert after.request.chain[:full] == before.request.chain[:full]
+            assert not set(after.request.chain[full:]) & set(before.request.chain), (
+                "a block that is not full has no name"
+            )
+            assert len(after.request.chain) == -(-after.request.prompt_tokens // 16)
+    gaps = [turn.gap / SECOND for session in sessions for turn in session.turns[1:]]
+    assert fmean(gaps) == pytest.approx(5.0, rel=0.2)
+    begins = [session.begins / SECOND for session in sessions]
+    assert begins == sorted(begins)
+    assert len(begins) / begins[-1] == pytest.approx(4.0 / 8, rel=0.5)
+
+
+def test_a_wrong_row_of_a_trace_that_is_sorted_is_refused_as_a_configuration(tmp_path):
+    (tmp_path / "rows").write_text('{"arrival":0,"prompt_tokens":9}\n{"arrival":0}\n')
+    with pytest.raises(ConfigurationRefused, match="rows:2: Object missing required field `prompt_tokens`"):
+        requests_of(RecordedWorkload(file="rows"), tmp_path, block_tokens=512, seed=1)

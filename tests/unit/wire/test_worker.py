@@ -1,0 +1,285 @@
+"""`fleet.core.work` over the wire: nothing is lost, and what is wrong is refused by name."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.core.errors import Reason
+from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.core.requests import Finish, KvOrigin, KvReport, Logprobs, Sampling, Source
+from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import (
+    Cancel,
+    Draining,
+    Goodbye,
+    Handoff,
+    KvCleared,
+    KvEvents,
+    KvRemoved,
+    KvStored,
+    LoadReport,
+    LoraAdapter,
+    Progress,
+    Rejected,
+    RouterHello,
+    Start,
+    Step,
+    TokenizerDigests,
+    WorkerDescription,
+)
+from fleet.v1 import inference_pb2
+from fleet.v1 import worker_pb2 as pb
+from fleet.wire.worker import (
+    MalformedMessage,
+    decode_router_message,
+    decode_worker_message,
+    encode_router_message,
+    encode_worker_message,
+)
+from kvstore.block import HashAlgorithm
+from kvstore.layouts.fingerprint import Fingerprint
+from tests.support.builders import a_start
+from tests.unit.wire.structured_outputs import FORMS
+
+U32 = st.integers(0, 2**32 - 1)
+POSITIVE = st.integers(1, 2**32 - 1)
+I32 = st.integers(-(2**31), 2**31 - 1)
+FLOAT = st.floats(width=32, allow_nan=False)
+NAME = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+IDS = st.lists(U32, max_size=4).map(tuple)
+HASHES = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple)
+
+samplings = st.builds(
+    Sampling,
+    max_tokens=POSITIVE,
+    temperature=FLOAT,
+    top_p=FLOAT,
+    top_k=I32,
+    min_p=FLOAT,
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    presence_penalty=FLOAT,
+    frequency_penalty=FLOAT,
+    repetition_penalty=FLOAT,
+    min_tokens=U32,
+    ignore_eos=st.booleans(),
+    stop_token_ids=IDS,
+    logprobs=st.none() | U32,
+    form=st.none() | FORMS,
+)
+fingerprints = st.builds(
+    Fingerprint,
+    version=U32,
+    model=TEXT,
+    revision=TEXT,
+    lora=TEXT,
+    dtype=TEXT,
+    element_bytes=U32,
+    block_tokens=U32,
+    layers=U32,
+    kv_heads=U32,
+    head_dim=U32,
+    layout=TEXT,
+    tp=U32,
+    hash_algorithm=st.sampled_from(HashAlgorithm),
+)
+handoffs = st.builds(
+    Handoff,
+    kv_path=st.sampled_from(KvPath),
+    prefill_worker=TEXT.map(WorkerId),
+    fingerprint=TEXT,
+    num_tokens=U32,
+    params=st.binary(max_size=20),
+    kv=st.none() | fingerprints,
+)
+starts = st.builds(
+    Start,
+    request_id=NAME.map(RequestId),
+    phase=st.sampled_from(Phase),
+    tokens=st.lists(st.binary(min_size=4, max_size=4), max_size=5).map(b"".join),
+    sampling=samplings,
+    salt=st.just(b"") | st.binary(min_size=32, max_size=32),
+    handoff=st.none() | handoffs,
+    kv_path=st.none() | st.sampled_from(KvPath),
+    priority=I32,
+    timeout_ms=U32,
+    session=TEXT,
+    adapter=TEXT,
+)
+router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(RouterHello, router_id=NAME)
+
+origins = st.builds(
+    KvOrigin, source=st.sampled_from(Source), origin=TEXT, blocks=st.integers(0, 1000), bytes=st.integers(0, 2**64 - 1)
+)
+reports = st.builds(
+    lambda origins, cached: KvReport(
+        prompt_blocks=sum(one.blocks for one in origins), origins=tuple(origins), cached_tokens=cached
+    ),
+    st.lists(origins, max_size=4),
+    U32,
+)
+logprobs = st.lists(st.tuples(U32, FLOAT), max_size=3).flatmap(
+    lambda top: st.builds(
+        Logprobs, FLOAT, st.just(tuple(token for token, _ in top)), st.just(tuple(value for _, value in top))
+    )
+)
+running = st.builds(
+    Progress,
+    request_id=NAME.map(RequestId),
+    token_ids=IDS,
+    logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    kv=st.none() | reports,
+)
+finished = st.builds(
+    Progress,
+    request_id=NAME.map(RequestId),
+    token_ids=IDS,
+    logprobs=st.lists(logprobs, max_size=2).map(tuple),
+    finish=st.sampled_from(Finish),
+    kv=st.none() | reports,
+    handoff=st.none() | handoffs,
+)
+kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.builds(KvCleared)
+worker_messages = (
+    st.builds(Step, progress=st.lists(running | finished, max_size=4).map(tuple))
+    | st.builds(KvEvents, sequence=st.integers(0, 2**64 - 1), events=st.lists(kv_events, max_size=3).map(tuple))
+    | st.builds(
+        LoadReport, running=U32, waiting=U32, kv_blocks_used=U32, adapters=st.lists(TEXT, max_size=2).map(tuple)
+    )
+    | st.builds(Rejected, request_id=NAME.map(RequestId), reason=st.sampled_from(Reason), message=TEXT, field=TEXT)
+    | st.builds(
+        WorkerDescription,
+        worker_id=NAME.map(WorkerId),
+        incarnation=NAME.map(Incarnation),
+        model=NAME.map(ModelName),
+        role=st.sampled_from(Role),
+        block_tokens=POSITIVE,
+        max_model_len=POSITIVE,
+        kv_blocks=POSITIVE,
+        max_running=POSITIVE,
+        fingerprint=TEXT,
+        kv_paths=st.lists(st.sampled_from(KvPath), max_size=2).map(tuple),
+        store_id=st.none() | NAME.map(StoreId),
+        engine=TEXT,
+        kv=st.none() | fingerprints,
+        prefill_speed=st.floats(0.01, 100),
+        decode_speed=st.floats(0.01, 100),
+        labels=st.lists(TEXT, max_size=3).map(tuple),
+        adapters=st.lists(st.builds(LoraAdapter, NAME.map(ModelName), TEXT), max_size=2).map(tuple),
+        adapter_slots=U32,
+        golden=st.none() | st.builds(TokenizerDigests, tokens=TEXT, template=TEXT, blocks=TEXT),
+        keeps_forms=st.booleans(),
+        generation=TEXT,
+    )
+    | st.just(Draining())
+    | st.builds(Goodbye, reason=st.text())
+)
+
+
+@given(router_messages)
+def test_what_a_router_says_survives_the_wire(message):
+    wire = encode_router_message(message).SerializeToString()
+
+    assert decode_router_message(pb.RouterMessage.FromString(wire)) == message
+
+
+@given(worker_messages)
+def test_what_a_worker_says_survives_the_wire(message):
+    wire = encode_worker_message(message).SerializeToString()
+
+    assert decode_worker_message(pb.WorkerMessage.FromString(wire)) == message
+
+
+def test_a_message_of_a_newer_peer_is_skipped():
+    assert decode_router_message(pb.RouterMessage()) is None
+    assert decode_worker_message(pb.WorkerMessage()) is None
+
+
+def a_wire_start(**changes) -> pb.Start:
+    fields = {"request_id": "r", "phase": pb.WORK_PHASE_AGGREGATED, "tokens": b"\1\0\0\0"}
+    return pb.Start(**{"sampling": pb.WorkSampling(max_tokens=1), **fields, **changes})
+
+
+def test_the_wire_start_of_these_tests_is_sound():
+    assert isinstance(decode_router_message(pb.RouterMessage(start=a_wire_start())), Start)
+
+
+@pytest.mark.parametrize(
+    ("start", "field"),
+    [
+        (a_wire_start(request_id=""), "start.request_id"),
+        (a_wire_start(phase=pb.WORK_PHASE_UNSPECIFIED), "start.phase"),
+        (a_wire_start(phase=99), "start.phase"),
+        (a_wire_start(tokens=b"\1\0\0"), "start.tokens"),
+        (a_wire_start(salt=b"short"), "start.salt"),
+        (a_wire_start(kv_path="pigeon"), "start.kv_path"),
+        (a_wire_start(sampling=pb.WorkSampling()), "start.sampling.max_tokens"),
+        (a_wire_start(sampling=pb.WorkSampling(max_tokens=1, form=inference_pb2.Form())), "start.sampling.form"),
+        (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
+        (
+            a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
+            "start.handoff.kv.hash_algorithm",
+        ),
+    ],
+)
+def test_a_malformed_start_is_refused_by_field_and_request(start, field):
+    with pytest.raises(MalformedMessage) as refused:
+        decode_router_message(pb.RouterMessage(start=start))
+
+    assert refused.value.field == field
+    assert refused.value.request_id == start.request_id
+
+
+def a_wire_description(**changes) -> pb.Description:
+    sizes = {"block_tokens": 32, "max_model_len": 64, "kv_blocks": 9, "max_running": 1}
+    return pb.Description(worker_id="w", incarnation="1", model="m", role="both", **sizes, **changes)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.WorkerMessage(step=pb.Step(progress=[pb.Progress()])), "step.progress.request_id"),
+        (pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(request_id="r", finish="?")])), "step.progress.finish"),
+        (
+            pb.WorkerMessage(
+                step=pb.Step(
+                    progress=[pb.Progress(request_id="r", finish="stop", kv=pb.KvPhaseReport(prompt_blocks=2))]
+                )
+            ),
+            "step.progress.kv",
+        ),
+        (
+            pb.WorkerMessage(
+                step=pb.Step(progress=[pb.Progress(request_id="r", logprobs=[pb.WorkLogprobs(top_ids=[1])])])
+            ),
+            "step.progress.logprobs.top_logprobs",
+        ),
+        (
+            pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent(stored=pb.KvStored(hashes=b"x" * 15))])),
+            "kv_events.stored.hashes",
+        ),
+        (pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent()])), "kv_events.events"),
+        (pb.WorkerMessage(rejected=pb.Rejected(request_id="r", reason="mood")), "rejected.reason"),
+        (pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1")), "description.model"),
+        (pb.WorkerMessage(description=a_wire_description(adapters=[pb.Adapter()])), "description.adapters.name"),
+        (
+            pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1", model="m", role="cook")),
+            "description.role",
+        ),
+        (
+            pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1", model="m", role="both")),
+            "description.block_tokens",
+        ),
+    ],
+)
+def test_a_malformed_message_of_a_worker_is_refused_by_field(message, field):
+    with pytest.raises(MalformedMessage) as refused:
+        decode_worker_message(message)
+
+    assert refused.value.field == field
+
+
+def test_a_deadline_beyond_what_the_message_can_say_is_sent_as_the_latest_it_can():
+    wire = encode_router_message(a_start(timeout_ms=2**40))
+
+    assert decode_router_message(wire) == a_start(timeout_ms=2**32 - 1)

@@ -1,0 +1,63 @@
+"""What is refused before vLLM starts, from what vLLM made of its arguments."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import ModelName, WorkerId
+from fleet.core.roles import Role
+from workers.engines.vllm import launch as vllm_launch
+from workers.settings import VllmSettings, WorkerSettings
+
+
+def a_config(*, heads: int = 8, ranks: int = 1, speculative: Any = None, **fields: Any) -> Any:
+    """The part of vLLM's configuration that is read here; of an ordinary model."""
+    model = {"use_mla": False, "is_hybrid": False, "has_inner_state": False, "is_attention_free": False}
+    model |= {"is_encoder_decoder": False, "get_total_num_kv_heads": lambda: heads}
+    cache = {"sliding_window": None, "cache_dtype": "auto"}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**(model | {name: fields[name] for name in fields if name in model})),
+        cache_config=SimpleNamespace(**(cache | {name: fields[name] for name in fields if name in cache})),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        speculative_config=speculative,
+    )
+
+
+@pytest.mark.parametrize("fields", [{}, {"ranks": 8}, {"ranks": 16}, {"heads": 1, "ranks": 4}, {"cache_dtype": "fp8"}])
+def test_an_ordinary_model_may_use_the_store(fields):
+    vllm_launch.check_model(a_config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"use_mla": True}, "store: this model keeps latent KV"),
+        ({"is_hybrid": True}, "store: this model keeps state besides KV"),
+        ({"has_inner_state": True}, "store: this model keeps state besides KV"),
+        ({"is_encoder_decoder": True}, "store: KV of an encoder"),
+        ({"sliding_window": 4096}, "store: every layer of this model sees the last 4096 tokens only"),
+        ({"cache_dtype": "int8_per_token_head"}, "vllm.extra_args.kv_cache_dtype: int8_per_token_head"),
+        ({"speculative": SimpleNamespace(uses_draft_kv_cache=lambda: True)}, "store: the KV of a draft model"),
+        ({"ranks": 3}, "vllm.extra_args.tensor_parallel_size: 8 heads cannot be shared out among 3 ranks"),
+    ],
+)
+def test_a_model_whose_blocks_the_store_cannot_hold_is_refused_by_its_reason(fields, said):
+    with pytest.raises(ConfigurationRefused, match=f"^{said}"):
+        vllm_launch.check_model(a_config(**fields))
+
+
+@pytest.mark.parametrize("size", [0, -1, "two", None])
+def test_a_number_of_ranks_that_is_none_is_refused_by_name(size):
+    settings = WorkerSettings(
+        worker_id=WorkerId("w"),
+        role=Role.BOTH,
+        model=ModelName("m"),
+        vllm=VllmSettings(extra_args={"tensor_parallel_size": size}),
+    )
+
+    with pytest.raises(ConfigurationRefused, match=r"^vllm.extra_args.tensor_parallel_size: must be at least 1"):
+        vllm_launch.ranks_of(settings)
+    assert vllm_launch.ranks_of(msgspec.structs.replace(settings, vllm=VllmSettings())) == 1

@@ -1,0 +1,130 @@
+"""Who belongs to a group of workers, and when it is at an end."""
+
+import msgspec
+import pytest
+
+from fleet.core.clock import SECOND, Nanos
+from workers.rank_rendezvous import Begin, Join, RankRefused, RankRendezvous, common_settings_digest, told
+from workers.settings import GroupSettings, WorkerSettings
+
+NOW = Nanos(1000 * SECOND)
+
+
+def a_group(**fields):
+    return GroupSettings(**{"nodes": 3, "leader": "leader.pods:7000", "join_timeout_ms": 60_000} | fields)
+
+
+def a_worker(**fields):
+    return msgspec.convert(
+        {"worker_id": "w", "model": "m", "group": {"nodes": 2, "leader": "h:1"}} | fields, WorkerSettings
+    )
+
+
+def joining(rank, nodes=3, alike="same"):
+    return Join(rank=rank, nodes=nodes, alike=alike)
+
+
+def a_roll(*ranks, begun=False, **fields):
+    roll = RankRendezvous(a_group(**fields), "same", NOW)
+    for rank in ranks:
+        assert roll.join(joining(rank)) is None
+    if begun:
+        roll.begin()
+    roll.check()
+    return roll
+
+
+def test_a_group_is_complete_when_every_rank_but_the_leader_has_joined():
+    roll = a_roll(2)
+    assert (roll.complete, roll.missing) == (False, (1,))
+
+    assert roll.join(joining(1)) is None
+
+    assert (roll.complete, roll.missing) == (True, ())
+
+
+def test_while_it_forms_a_rank_may_go_and_come_again():
+    roll = a_roll(1)
+    roll.gone(1, "has ended")
+
+    assert roll.fault(NOW) is None
+    assert roll.join(joining(1)) is None
+    assert roll.join(joining(1)) is None, "its newest process counts"
+    assert roll.missing == (2,)
+
+
+def test_a_rank_that_goes_when_it_has_formed_is_the_end_of_the_group():
+    roll = a_roll(1, 2, begun=True)
+    assert roll.fault(NOW) is None
+
+    roll.gone(2, "has ended")
+    roll.gone(1, "has said nothing for 15 s")
+
+    roll.check()
+    assert roll.fault(NOW) == "rank 2 of its group has ended"
+    answer = roll.join(joining(2))
+    assert isinstance(answer, RankRefused)
+    assert answer.again, "it is one of the next group's"
+
+
+def test_when_all_is_over_everybody_may_go():
+    roll = a_roll(1, 2, begun=True)
+
+    roll.end()
+    roll.gone(1, "has ended")
+
+    roll.check()
+    assert roll.fault(NOW) is None
+
+
+def test_who_does_not_come_in_time_is_named():
+    roll = a_roll(2)
+
+    assert roll.fault(Nanos(NOW + 60 * SECOND - 1)) is None
+    fault = roll.fault(Nanos(NOW + 60 * SECOND))
+    assert fault == "of its group of 3 nodes, rank 1 did not come within 60 s"
+    assert a_roll(1, 2).fault(Nanos(NOW + 60 * SECOND)) is None, "all are there"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (joining(0), "rank 0 of 3 is none of the 2 that follow this leader"),
+        (joining(3), "rank 3 of 3 is none of the 2"),
+        (joining(1, nodes=4), "rank 1 of 4 is none of the 2"),
+        (joining(1, alike="other"), "rank 1 is told other things than its leader"),
+    ],
+)
+def test_who_is_of_another_group_is_refused_for_good(asked, said):
+    roll = a_roll()
+
+    refused = roll.join(asked)
+
+    assert isinstance(refused, RankRefused)
+    assert said in refused.why
+    assert not refused.again
+    assert roll.missing == (1, 2)
+
+
+def test_what_is_each_ranks_own_makes_no_difference_and_all_else_does():
+    leader = common_settings_digest(a_worker())
+    own = {
+        "worker_id": "other",
+        "listen": "0.0.0.0:1",
+        "advertise": "10.0.0.2:1",
+        "control_listen": "0.0.0.0:2",
+        "control_credentials": {"insecure": True},
+        "group": {"nodes": 2, "rank": 1, "leader": "other:1", "listen": "0.0.0.0:3"},
+        "simulated": {"direct_listen": "10.0.0.2:3"},
+    }
+
+    assert common_settings_digest(a_worker(**own)) == leader
+    for other in ({"max_model_len": 5}, {"vllm": {"extra_args": {"tensor_parallel_size": 2}}}, {"generation": "b"}):
+        assert common_settings_digest(a_worker(**own, **other)) != leader
+
+
+@pytest.mark.parametrize(("address", "leader"), [("10.0.0.1", "10.0.0.1:7000"), ("fd00::1", "[fd00::1]:7000")])
+def test_an_engine_is_told_an_address_that_needs_no_name_server(address, leader):
+    group = told(a_group(rank=1), Begin(address=address, ports=(5, 6)))
+
+    assert (group.leader, group.engine_ports, group.rank) == (leader, (5, 6), 1)

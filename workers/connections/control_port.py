@@ -1,0 +1,77 @@
+"""The gRPC port of a worker, for operators: the service `fleet.v1.Worker`, health, reflection. Routers do not call it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+from google.protobuf.message import Message
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.net.control.access import ControlAccess
+from fleet.net.grpc.calls import parse_message, unary_handler
+from fleet.net.grpc.options import SERVER_OPTIONS
+from fleet.net.grpc.port import LIVENESS, open_port
+from fleet.v1 import worker_pb2 as pb
+from fleet.wire.worker import encode_description
+from workers.machine import LifePhase
+from workers.registration import WorkerMembership
+from workers.server import WorkerServer
+
+SERVICE = "fleet.v1.Worker"
+
+
+@asynccontextmanager
+async def serve_control(
+    worker: WorkerServer, listen: str, presence: WorkerMembership, access: ControlAccess
+) -> AsyncIterator[str]:
+    """Listen for operators until left; yields the address, with the port that was chosen.
+
+    Health is SERVING while the worker serves and is registered wherever it was told to be: what a readiness probe asks. The service
+    `liveness` is SERVING as long as the process answers, unless its engine hangs and the process could not end because of that.
+
+    Args:
+        worker: Its `run` is the caller's affair.
+        listen: host:port (0: any) or unix:path.
+        presence: Of the worker; ended before a drain.
+        access: What callers have to prove, except for health and reflection.
+
+    Raises:
+        ConfigurationRefused: The address is in use or none of this machine; nothing was started.
+    """
+
+    async def describe(content: bytes) -> Message:
+        parse_message(pb.DescribeRequest, content)
+        return encode_description(worker.description)
+
+    async def drain(content: bytes) -> Message:
+        asked = parse_message(pb.DrainRequest, content)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(presence.leave())
+            draining = tasks.create_task(worker.drain(Nanos(asked.deadline_ms * MILLISECOND)))
+        cancelled = draining.result()
+        return pb.DrainResponse(cancelled=cancelled)
+
+    server = access.server()
+    methods = {"Describe": unary_handler(describe), "Drain": unary_handler(drain)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+    async with open_port(
+        server,
+        listen,
+        (SERVICE,),
+        lambda: worker.phase is LifePhase.SERVING and presence.ready,
+        alive={LIVENESS: lambda: worker.live},
+    ) as address:
+        yield address
+
+
+@asynccontextmanager
+async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
+    """Health and nothing else, of a rank that another worker leads; yields the address.
+
+    Raises:
+        ConfigurationRefused: As with `serve_control`.
+    """
+    alive = {LIVENESS: lambda: True}
+    async with open_port(grpc.aio.server(options=SERVER_OPTIONS), listen, (), serving, alive=alive) as address:
+        yield address

@@ -1,0 +1,153 @@
+"""Streams of frames from routers to a worker: each joins a connection and a `RouterSession` of the worker's server.
+
+Rules:
+
+1. Hello comes first, within `HELLO_SECONDS` and once. Who says anything else, or what cannot be parsed, is told why and
+   cut. A piece of work that cannot be understood is rejected, and the stream goes on. Before that, both ends prove who they are
+   where the worker has a secret or certificates (`fleet.net.streams.handshake`).
+2. When the connection is over, for whatever reason, its session is, and so is its work.
+3. A worker whose engine hangs takes no stream any more.
+4. What the worker says is encoded and handed to the connection at once, with no task in between, while the router takes
+   it; a router that does not makes it wait in the session, which is bounded.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from google.protobuf.message import DecodeError
+
+from fleet.core.errors import ConfigurationRefused, Reason
+from fleet.core.work import Goodbye, Rejected, RouterHello, RouterMessage, WorkerMessage
+from fleet.net.grpc.options import MAX_MESSAGE_BYTES
+from fleet.net.streams.handshake import StreamAuthenticator
+from fleet.net.streams.identity import OPEN_IDENTITY, StreamIdentity
+from fleet.net.streams.proof import TO_WORKERS, is_opening
+from fleet.v1 import worker_pb2 as pb
+from fleet.wire.worker import MalformedMessage, decode_router_message, encode_worker_message
+from kvstore.errors import StoreNotStarted
+from kvstore.net.frames import Accept, FrameConnection, FrameTooLong, open_server
+from workers.router_session import RouterSession
+from workers.server import WorkerServer
+
+log = logging.getLogger(__name__)
+
+HELLO_BYTES = 64 << 10
+"""The longest payload before hello. The first bytes of a TLS handshake announce more."""
+
+HELLO_SECONDS = 10  # a router says hello with its first packet
+LINGER_SECONDS = 2  # for the last messages of a stream that ends; a router that does not read does not get them
+
+UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
+
+HELLO_FIRST = "hello: the first message on a stream must be hello"
+HUNG = "its engine hangs, and the process ends"
+
+
+@asynccontextmanager
+async def serve_routers(
+    worker: WorkerServer, listen: str, identity: StreamIdentity = OPEN_IDENTITY
+) -> AsyncIterator[str]:
+    """Listen for routers until left; yields the address, with the port that was chosen.
+
+    Args:
+        worker: Its `run` is the caller's affair.
+        listen: host:port (0: any) or unix:path.
+        identity: What both ends prove on connections over TCP.
+
+    Raises:
+        ConfigurationRefused: The address is in use or none of this machine; nothing was started.
+    """
+    door = None if identity.is_open else StreamAuthenticator(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
+    try:
+        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, door=door) as address:
+            yield address
+    except StoreNotStarted as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def routers_of(worker: WorkerServer) -> Accept:
+    """Says who hears a router that has connected."""
+    return lambda connection: _RouterStream(connection, worker)
+
+
+class _RouterStream:
+    """Implements `kvstore.net.frames.FrameReceiver` towards the router and `workers.ports.Outlet` towards the worker."""
+
+    def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
+        connection.allow(HELLO_BYTES)
+        self._connection = connection
+        self._worker = worker
+        self._session: RouterSession | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(HELLO_SECONDS, self.end, HELLO_FIRST)
+
+    # What the router does.
+
+    def received(self, payload: bytes) -> None:
+        try:
+            message = decode_router_message(pb.RouterMessage.FromString(payload))
+        except DecodeError:
+            self.end(UNSECURED if is_opening(payload) else "that is no message of fleet.v1")
+        except MalformedMessage as error:
+            told = False
+            if error.request_id and self._session is not None:
+                told = self._session.offer(_refusal(error))  # the stream is sound, and so is other work on it
+            if not told:
+                self.end(str(error))
+        else:
+            self._heard(message)
+
+    def resumed(self) -> None:
+        if self._session is not None:
+            self._session.flow()
+
+    def lost(self, cause: Exception | None) -> None:
+        self._timer.cancel()
+        if self._session is not None:
+            self._worker.close(self._session)
+        elif isinstance(cause, FrameTooLong):
+            log.warning("stream refused", extra={"cause": str(cause)})
+
+    # What the worker does.
+
+    @property
+    def full(self) -> bool:
+        return self._connection.full
+
+    def put(self, message: WorkerMessage) -> None:
+        self._connection.send(encode_worker_message(message).SerializeToString())
+
+    def end(self, why: str) -> None:
+        if why:
+            if self._session is None:
+                log.warning("stream refused", extra={"cause": why})
+            self.put(Goodbye(reason=why))
+        self._connection.close()
+        self._timer.cancel()
+        self._timer = self._loop.call_later(LINGER_SECONDS, self._connection.abort)
+
+    def _heard(self, message: RouterMessage | None) -> None:
+        if self._session is None:
+            if not isinstance(message, RouterHello):
+                self.end(HELLO_FIRST)
+                return
+            if self._worker.hung:
+                self.end(HUNG)  # or the router would take it for a worker that has come back
+                return
+            self._timer.cancel()
+            self._connection.allow(MAX_MESSAGE_BYTES)
+            self._session = self._worker.open(message.router_id, self)
+        elif isinstance(message, RouterHello):
+            self.end("hello: was already said on this stream")
+        elif message is not None:
+            self._session.receive(message)
+
+
+def _goodbye(why: str) -> bytes:
+    return encode_worker_message(Goodbye(reason=why)).SerializeToString()
+
+
+def _refusal(error: MalformedMessage) -> Rejected:
+    return Rejected(request_id=error.request_id, reason=Reason.INVALID_ARGUMENT, message=str(error), field=error.field)

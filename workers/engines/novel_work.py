@@ -1,0 +1,44 @@
+"""Kinds of work that an engine has not done before: it may compile a kernel for them, or load an adapter, within a step."""
+
+from fleet.core.ids import RequestId
+from fleet.core.requests import Sampling
+
+Kind = tuple[bool, ...]
+
+
+class NovelWork:
+    """The requests of a kind that is new to the engine, until the engine has brought something of them."""
+
+    def __init__(self) -> None:
+        self._done: set[Kind] = set()
+        self._waiting: dict[RequestId, Kind] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def begun(self, request_id: RequestId, sampling: Sampling, *, loads: bool) -> None:
+        """A request goes to the engine. `loads`: the engine has to load something for it first."""
+        kind = _kind_of(sampling)
+        if loads or kind not in self._done:
+            self._waiting[request_id] = kind
+
+    def brought(self, request_id: RequestId) -> None:
+        """The engine has brought tokens of a request."""
+        if (kind := self._waiting.pop(request_id, None)) is not None:
+            self._done.add(kind)
+
+    def ended(self, request_id: RequestId) -> None:
+        self._waiting.pop(request_id, None)
+
+
+def _kind_of(sampling: Sampling) -> Kind:
+    """Return the properties of a request that decide which of an engine's kernels and libraries take part."""
+    return (
+        sampling.temperature > 0,
+        sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0,
+        sampling.seed is not None,
+        sampling.logprobs is not None,
+        bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1,
+        sampling.min_tokens > 0,
+        sampling.form is not None,
+    )

@@ -1,0 +1,357 @@
+"""The simulated engine's loop and its port.
+
+Flow: `submit` -> waiting -> (place and blocks) -> load from the store or the prefill engine -> prefill -> decode ->
+end. One loop steps; loads and publications are tasks beside it, so that nobody else waits for them.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Never, assert_never
+
+import msgspec
+import numpy as np
+
+from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.ids import RequestId, WorkerId
+from fleet.core.requests import TOKEN_BYTES, Finish, Source
+from fleet.core.roles import KvPath, Phase
+from fleet.core.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
+from kvstore.block import BlockHash
+from workers.engines.debugger import is_traced
+from workers.engines.simulated.batch import Batch, StepOutcome
+from workers.engines.simulated.direct_transfer import BlockLender, DirectParams, borrow
+from workers.engines.simulated.layout import EngineLayout
+from workers.engines.simulated.lora_slots import LoraSlots
+from workers.engines.simulated.memory import BlockMemory
+from workers.engines.simulated.model import SimulatedModel
+from workers.engines.simulated.sequence import Sequence as Running
+from workers.engines.simulated.sequence import SequenceContext, SequenceStage
+from workers.engines.simulated.store import SimulatedStore
+from workers.ports import EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
+from workers.settings import WorkerSettings
+
+log = logging.getLogger(__name__)
+
+OUTPUTS = 64  # steps that the consumer may be behind before the engine waits for it
+HANG_SECONDS = 0.05  # how often a hung engine looks whether it still has to hang
+CATCH_UP_SECONDS = 0.02  # lateness that later steps make up for; timers have a resolution of a millisecond
+NO_WORKER = WorkerId("")  # the server knows the name of this worker
+
+
+class SimulatedEngine:
+    """Implements `workers.ports.Engine`; `workers.engines.simulated.launch` makes one that runs."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        facts: EngineFacts,
+        model: SimulatedModel,
+        layout: EngineLayout,
+        *,
+        store: SimulatedStore | None = None,
+    ) -> None:
+        simulated = settings.simulated
+        self._settings = simulated
+        self._facts = facts if store is None else facts_with_store(facts, settings.kv_paths, store.store_id)
+        self._kv_paths = settings.kv_paths
+        self.memory = BlockMemory(facts.kv_blocks, model.block_bytes)
+        self.store = store
+        self._wake = asyncio.Event()
+        self.lender = BlockLender(self.memory, Nanos(simulated.direct_lease_ms * MILLISECOND), on_end=self._wake.set)
+        self._shape = SequenceContext(
+            model=model,
+            layout=layout,
+            memory=self.memory,
+            block_tokens=facts.block_tokens,
+            max_model_len=facts.max_model_len,
+            adapters={adapter.name: adapter.identity for adapter in facts.adapters},
+        )
+        self._batch = Batch(
+            self.memory,
+            max_running=facts.max_running,
+            max_batched_tokens=simulated.max_batched_tokens,
+            adapters=LoraSlots(facts.adapter_slots),
+        )
+        self._adapters_loading: dict[str, asyncio.Event] = {}
+        self._ended: list[Progress | Rejected] = []  # since the last step
+        self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
+        self._cache_changed = asyncio.Event()
+        self._due = 0.0  # when the last step ended, by the latency model
+        self._steps = 0  # begun
+        self._step_tokens = 0  # of the latest one
+        self._waits = True  # for work, or for blocks of what it has
+
+    # The port.
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Return what the engine says of itself: with the store, and the way through it, from when the node has answered."""
+        if self.store is not None and self.store.store_id != self._facts.store_id:
+            self._facts = facts_with_store(self._facts, self._kv_paths, self.store.store_id)
+        return self._facts
+
+    def submit(self, start: Start) -> None:
+        if (field_and_fault := self._fault(start)) is not None:
+            self._reject(start, Reason.INVALID_ARGUMENT, *field_and_fault)
+            return
+        sequence = Running(start, self._shape)
+        if (needed := sequence.most_blocks) > self.memory.num_blocks:
+            fault = f"needs {needed} blocks of KV, this engine has {self.memory.num_blocks}"
+            self._reject(start, Reason.TOO_LARGE, "tokens", fault)
+            return
+        self._batch.add(sequence)
+        self._wake.set()
+
+    def cancel(self, request_id: RequestId) -> None:
+        if self._batch.remove(request_id) is not None:
+            self._ended.append(Progress(request_id=request_id, finish=Finish.CANCELLED))
+            self._wake.set()
+
+    async def outputs(self) -> AsyncIterator[EngineOutput]:
+        while True:
+            output = await self._outputs.get()
+            if isinstance(output, EngineDied):
+                raise output
+            yield output
+
+    async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        while True:
+            await self._cache_changed.wait()
+            self._cache_changed.clear()
+            if events := self.memory.take_events():
+                yield events
+
+    def load(self) -> LoadReport:
+        return self._batch.load
+
+    def pulses(self) -> Sequence[Pulse]:
+        return (Pulse(steps=self._steps, tokens=self._step_tokens, working=not self._waits),)
+
+    def traced(self) -> bool:
+        return is_traced([os.getpid()])
+
+    def kill(self) -> None:
+        """It has no process of its own; its task ends with the context."""
+
+    @property
+    def lent(self) -> int:
+        return self.lender.leases
+
+    async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
+        """See `workers.ports.BlockSaver`."""
+        if self.store is None:
+            return 0
+        here = {name: found for name in names if (found := self.memory.find([name]))}
+        blocks = {name: bytes(self.memory.view(index)) for name, (index,) in here.items()}
+        return await self.store.publish(blocks, within)
+
+    def check(self) -> None:
+        """Assert that the books are in order."""
+        self._batch.check()
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Step until cancelled; when it breaks, whoever reads `outputs` is told."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self.store is not None:
+                    deadline = Nanos(self._settings.publish_timeout_ms * MILLISECOND)
+                    tasks.create_task(self.store.run(deadline), name="store writer")
+                await self._loop(tasks)
+        except Exception as error:  # supervisor: whatever broke the engine, its owner has to hear of it
+            log.exception("simulated engine broke")
+            while self._outputs.full():
+                self._outputs.get_nowait()
+            self._outputs.put_nowait(EngineDied(str(error)))
+
+    async def _loop(self, tasks: asyncio.TaskGroup) -> Never:
+        clock = asyncio.get_running_loop()
+        while True:
+            for sequence in self._batch.admit():
+                tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
+            plan = self._batch.plan()
+            if not plan.empty:
+                prefills = [(chunk.tokens, chunk.sequence.computed) for chunk in plan.prefills]
+                context = sum(sequence.computed for sequence in plan.decodes)
+                self._steps += 1
+                self._step_tokens = sum(tokens for tokens, _ in prefills) + len(plan.decodes)
+                await self._hang()
+                await self._pace(self._settings.latency.step_ms(prefills, len(plan.decodes), context))
+                for advanced in self._batch.perform(plan):
+                    self._conclude(advanced, tasks)
+            if self.memory.changed:
+                self._cache_changed.set()
+            if self._ended:
+                ended, self._ended = self._ended, []
+                await self._outputs.put(ended)
+            elif plan.empty:
+                self._wake.clear()
+                self._waits = True
+                await self._wake.wait()
+                self._waits = False
+                self._due = clock.time()
+
+    async def _hang(self) -> None:
+        """Make no progress while the file of the fault is there."""
+        if not self._settings.hang_file:
+            return
+        fault = Path(self._settings.hang_file)
+        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - nobody tells when the file goes
+            await asyncio.sleep(HANG_SECONDS)
+
+    async def _pace(self, milliseconds: float) -> None:
+        """Let a step's time pass, less what earlier steps were late."""
+        clock = asyncio.get_running_loop()
+        self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + milliseconds / 1000 / self._settings.speedup
+        await asyncio.sleep(max(0.0, self._due - clock.time()))
+
+    def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
+        """Tell what a step brought to one request, and end it where that was the last."""
+        sequence, sampled = advanced.sequence, advanced.sampled
+        self._offer(advanced)
+        if sampled is None:
+            return
+        request_id = sequence.start.request_id
+        if sequence.start.phase is Phase.PREFILL:
+            last = Progress(
+                request_id=request_id,
+                token_ids=(sampled.token,),
+                logprobs=sampled.logprobs,
+                finish=sampled.finish,
+                kv=sequence.report(),
+            )
+            sequence.stage = SequenceStage.PUBLISHING
+            tasks.create_task(self._hand_off(sequence, last), name=f"hand off {request_id}")
+            return
+        finished = sampled.finish is not None
+        self._ended.append(
+            Progress(
+                request_id=request_id,
+                token_ids=(sampled.token,),
+                logprobs=sampled.logprobs,
+                finish=sampled.finish,
+                kv=sequence.report() if finished or sequence.generated == 1 else None,
+            )
+        )
+        if finished:
+            self._batch.remove(request_id)
+
+    # Blocks from and to elsewhere.
+
+    async def _fetch(self, sequence: Running) -> None:
+        """Get what others have of the prompt; what does not come is computed."""
+        start = sequence.start
+        if start.adapter:
+            await self._load_adapter(start.adapter, first=sequence.loads_adapter)
+        names = sequence.reusable_names[len(sequence.names) :]
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        blocks: list[bytes] = []
+        tiers: dict[str, int] = {}
+        source, origin = Source.STORE, ""
+        deadline = Nanos(self._settings.load_timeout_ms * MILLISECOND)
+        if start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT:
+            source, origin = Source.DIRECT, start.handoff.prefill_worker
+            blocks = await self._borrow(start.handoff, names, deadline)
+        elif self.store is not None:
+            origin = self.store.store_id or ""
+            loaded = await self.store.load(names, deadline)
+            blocks, tiers = loaded.blocks, loaded.tiers
+        if blocks:  # no faster than the latency model says
+            modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
+            await asyncio.sleep(max(0.0, began + modelled - clock.time()))
+        if sequence.stage is SequenceStage.LOADING:  # else it was cancelled meanwhile
+            sequence.accept(blocks, source, origin, tiers)
+            sequence.stage = SequenceStage.PREFILLING
+            self._wake.set()
+
+    async def _load_adapter(self, name: str, *, first: bool) -> None:
+        """Let the time pass that it takes; whoever comes while it is loaded waits with the first."""
+        if first:
+            loading = self._adapters_loading[name] = asyncio.Event()
+            await asyncio.sleep(self._settings.adapter_load_ms / 1000 / self._settings.speedup)
+            loading.set()
+            if self._adapters_loading.get(name) is loading:
+                del self._adapters_loading[name]
+        elif (under_way := self._adapters_loading.get(name)) is not None:
+            await under_way.wait()
+
+    async def _borrow(self, handoff: Handoff, names: Sequence[BlockHash], deadline: Nanos) -> list[bytes]:
+        try:
+            params = msgspec.json.decode(handoff.params, type=DirectParams)
+        except msgspec.DecodeError as error:
+            log.warning("unreadable hand-off", extra={"prefill": handoff.prefill_worker, "cause": str(error)})
+            return []
+        if not params.lease:
+            return []
+        return await borrow(params, names, block_bytes=self.memory.block_bytes, deadline=deadline)
+
+    async def _hand_off(self, sequence: Running, last: Progress) -> None:
+        """Put the prompt's blocks where the decode side looks for them, then end the prefill."""
+        start = sequence.start
+        blocks = dict(zip(sequence.names, sequence.blocks, strict=False))
+        assert start.kv_path is not None, "the worker refuses prefill work without a path"
+        match start.kv_path:
+            case KvPath.STORE:
+                params = b"{}"
+                await self._publish(sequence, {name: bytes(self.memory.view(index)) for name, index in blocks.items()})
+            case KvPath.DIRECT:
+                lease = self.lender.lend(blocks) if blocks else ""
+                params = msgspec.json.encode(DirectParams(address=self.lender.address, lease=lease))
+            case _:
+                assert_never(start.kv_path)
+        if sequence.stage is not SequenceStage.PUBLISHING:
+            return  # it was cancelled meanwhile
+        self._batch.remove(start.request_id)
+        handoff = Handoff(
+            kv_path=start.kv_path,
+            prefill_worker=NO_WORKER,
+            fingerprint=self._facts.fingerprint,
+            num_tokens=len(blocks) * self._facts.block_tokens,
+            params=params,
+            kv=self._facts.kv,
+        )
+        self._ended.append(msgspec.structs.replace(last, handoff=handoff))
+        self._wake.set()
+
+    async def _publish(self, sequence: Running, blocks: Mapping[BlockHash, bytes]) -> None:
+        if self.store is None:
+            return
+        published = await self.store.publish(blocks, Nanos(self._settings.publish_timeout_ms * MILLISECOND))
+        log.debug("published", extra={"request": sequence.start.request_id, "blocks": published})
+
+    def _offer(self, advanced: StepOutcome) -> None:
+        """Write new blocks to the store in the background; those of a hand-off through it are awaited instead."""
+        start = advanced.sequence.start
+        if self.store is None or (start.phase is Phase.PREFILL and start.kv_path is KvPath.STORE):
+            return
+        for name, index in advanced.filled:
+            self.store.offer(name, bytes(self.memory.view(index)))
+
+    def _fault(self, start: Start) -> tuple[str, str] | None:
+        """Field and fault of work that this engine cannot understand."""
+        if start.adapter and start.adapter not in self._shape.adapters:
+            return "adapter", f"{start.adapter!r} is none of this engine's"
+        if start.request_id in self._batch:
+            return "request_id", f"{start.request_id} runs already"
+        if not start.tokens or len(start.tokens) % TOKEN_BYTES:
+            return "tokens", f"{len(start.tokens)} bytes; at least one id of {TOKEN_BYTES} bytes is needed"
+        if start.sampling.form is not None:
+            return "sampling.form", "a simulated engine keeps to none; leave it out"
+        highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
+        if highest >= self._shape.model.vocab_size:
+            return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"
+        if len(start.tokens) // TOKEN_BYTES >= self._facts.max_model_len:
+            return "tokens", f"leave no room for an answer within {self._facts.max_model_len} tokens"
+        return None
+
+    def _reject(self, start: Start, reason: Reason, field: str, fault: str) -> None:
+        self._ended.append(
+            Rejected(request_id=start.request_id, reason=reason, message=f"{field}: {fault}", field=field)
+        )
+        self._wake.set()

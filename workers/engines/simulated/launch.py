@@ -1,0 +1,147 @@
+"""The simulated engine: the timing of a latency model, tokens that depend on every byte of KV, honest counts.
+
+It has what a real engine has (continuous batching, chunked prefill, a block budget, a prefix cache with events, two
+ways to move blocks) and needs nothing installed, so whatever is tested with it end to end is also a proof that KV was
+moved whole: see `workers.engines.simulated.model`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath
+from fleet.core.work import LoraAdapter
+from kvstore.layouts.fingerprint import describe
+from kvstore.namespace import KvNamespace
+from workers.engines.simulated.direct_transfer import listen
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.layout import EngineLayout
+from workers.engines.simulated.model import SimulatedModel
+from workers.engines.simulated.store import SimulatedStore
+from workers.ports import EngineFacts
+from workers.settings import WorkerSettings
+
+NAME = "simulated 1"
+
+LAYERS, KV_HEADS = 2, 4  # enough for 4 ranks, and for layouts to differ
+
+
+class ModelConfig(Struct, frozen=True):
+    """What the engine reads of a model folder's config.json."""
+
+    vocab_size: Annotated[int, Meta(ge=2)]
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+@contextlib.asynccontextmanager
+async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine]:
+    """A running engine.
+
+    Raises:
+        ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
+        LayoutMismatch: The store holds blocks of this model that are not like these.
+    """
+    await asyncio.sleep(settings.simulated.start_ms / 1000)
+    model = _model(settings)
+    namespace = namespace_of(settings, model)
+    layout = _layout(settings)
+    kv = describe(namespace, layout=layout.axes, tp=layout.tensor_parallel)
+    async with contextlib.AsyncExitStack() as stack:
+        store = None
+        if settings.store:
+            store = await SimulatedStore.open(settings.store, kv, settings.store_credentials)
+            stack.callback(store.close)
+        facts = EngineFacts(
+            name=NAME,
+            model=settings.model,
+            block_tokens=settings.block_tokens,
+            max_model_len=settings.max_model_len,
+            kv_blocks=settings.simulated.kv_blocks,
+            max_running=settings.max_running,
+            fingerprint=namespace.fingerprint,
+            kv_paths=settings.kv_paths,
+            kv=kv,
+            adapters=tuple(LoraAdapter(name, folder) for name, folder in settings.adapters.items()),
+            adapter_slots=settings.adapter_slots if settings.adapters else 0,
+        )
+        engine = SimulatedEngine(settings, facts, model, layout, store=store)
+        if KvPath.DIRECT in settings.kv_paths:
+            await stack.enter_async_context(listen(engine.lender, settings.simulated.direct_listen))
+        async with _running(engine):
+            yield engine
+
+
+@contextlib.asynccontextmanager
+async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
+    """A rank that does not lead. It has nothing to compute: the leader keeps the books of all, and takes no longer for it.
+
+    Raises:
+        ConfigurationRefused: config.json of the model folder cannot be used.
+    """
+    _model(settings)
+    yield
+
+
+def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
+    """What must be equal for two simulated engines to share blocks: the seed is to them what weights are to others."""
+    return KvNamespace(
+        model=settings.model,
+        revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
+        dtype="simulated",
+        block_tokens=settings.block_tokens,
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        head_dim=settings.simulated.bytes_per_token // (LAYERS * KV_HEADS),
+        block_bytes=model.block_bytes,
+    )
+
+
+def _layout(settings: WorkerSettings) -> EngineLayout:
+    return EngineLayout(
+        layers=LAYERS,
+        kv_heads=KV_HEADS,
+        block_tokens=settings.block_tokens,
+        head_bytes=settings.simulated.bytes_per_token // (LAYERS * KV_HEADS),
+        tensor_parallel=settings.simulated.tensor_parallel,
+        kv_layout=settings.simulated.kv_layout,
+    )
+
+
+def _model(settings: WorkerSettings) -> SimulatedModel:
+    simulated = settings.simulated
+    config = ModelConfig(vocab_size=simulated.vocab_size, eos_token_id=simulated.eos_token_ids)
+    path = Path(settings.model_dir) / "config.json"
+    if settings.model_dir and path.exists():
+        try:
+            config = msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigurationRefused(f"{path}: {error}") from error
+    eos = config.eos_token_id
+    return SimulatedModel(
+        seed=simulated.seed,
+        vocab_size=config.vocab_size,
+        eos_token_ids=(eos,) if isinstance(eos, int) else eos or (),
+        eos_probability=simulated.eos_probability,
+        block_bytes=settings.block_tokens * simulated.bytes_per_token,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(engine: SimulatedEngine) -> AsyncIterator[None]:
+    """The engine's loop as a task, ended on leaving."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            loop = tasks.create_task(engine.run(), name=NAME)
+            try:
+                yield
+            finally:
+                loop.cancel()
+    except ExceptionGroup as group:
+        (error,) = group.exceptions  # what the caller raised, since the loop ends in a supervisor
+        raise error from error.__cause__

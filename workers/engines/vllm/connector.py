@@ -1,0 +1,364 @@
+"""Fleet's connector inside vLLM: blocks from and to the KV store. vLLM loads it by its module path.
+
+vLLM makes several of it, each in a process of its own: one beside the scheduler, which decides (`vllm_planning`), and one
+beside the model on each of its ranks, which moves bytes (`vllm_blocks`). This module only translates between vLLM's hooks
+and those. Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and
+its blocks enter the engine's prefix cache only when they are known to be whole.
+
+vLLM reports a load to the scheduler side as ended when every rank has, a block as bad as soon as one rank has, and hands
+on what ranks tell in one step merged into one. Ranks that end a load in different steps are merged here (`_AllRanks`).
+
+It is there without a store too: it counts where the blocks of a prompt came from, it counts the engine's steps for the watchdog
+(`vllm_steps`), and it ends vLLM's processes when the worker process is gone, which vLLM by itself does not.
+"""
+
+# ruff: noqa: ARG002, ARG003 - the hooks' signatures are vLLM's
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvstore.block import BlockHash
+from kvstore.client.store_client import StoreClient
+from kvstore.errors import LayoutMismatch
+from kvstore.messages import Match
+from kvstore.namespace import KvNamespace
+from kvstore.security.credentials import Credentials
+from kvstore.system_clock import MonotonicClock
+from workers.engines.vllm import launch as vllm_launch
+from workers.engines.vllm.block_memory import DeviceBlocks, HostBlocks
+from workers.engines.vllm.block_mover import BlockMover
+from workers.engines.vllm.namespace import check_groups, namespace_of
+from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank, RankPosition
+from workers.engines.vllm.step_counter import StepCounter, step_file
+from workers.engines.vllm.store_planner import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+CALL_SECONDS = {
+    KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a look-up; one takes 0.5 ms
+    KVConnectorRole.WORKER: 1.0,
+}
+STORE_SECONDS = 2.0  # how long a start waits for the store node, which the worker has just met; else it is joined later
+ORPHAN_GRACE_SECONDS = 5.0  # from asking to killing
+REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are kept in mind, as a multiple of the engine's capacity
+
+
+class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker tells its engine's connector, through vLLM's `kv_connector_extra_config`."""
+
+    model: str
+    revision: str
+    store: str  # address of the store node; empty: none, the connector only counts
+    store_credentials: Credentials
+    scratch: str  # folder of the engine's sockets, to be removed if the worker process cannot
+
+    def namespace(self, config: "VllmConfig") -> KvNamespace:
+        return namespace_of(config, model=self.model, revision=self.revision)
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's types are not read
+    work: StoreWork
+
+
+@dataclass
+class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
+    loaded: dict[str, int]  # request: leading blocks that are good
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
+        assert isinstance(other, StepResults)
+        return StepResults(_worst(self.loaded, other.loaded))
+
+
+class _AllRanks:
+    """What the ranks told of the same loads, which may end in different steps."""
+
+    def __init__(self) -> None:
+        self._good: dict[str, int] = {}
+
+    def told(self, good: Mapping[str, int]) -> None:
+        """By one rank, or by several."""
+        self._good = _worst(self._good, good)
+
+    def ended(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Of those loads that all ranks have ended by now: leading blocks that are good on every one."""
+        return {request_id: self._good.pop(request_id) for request_id in request_ids if request_id in self._good}
+
+
+class _ClientStore:
+    """`workers.engines.vllm.store_planner.PlannerStore` over a client."""
+
+    def __init__(self, client: StoreClient):
+        self._client = client
+
+    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
+        return self._client.match(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant)
+
+    def coming(self, names: Sequence[BlockHash]) -> bool:
+        return self._client.match(names, lease_seconds=0).loading > 0
+
+    def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
+        self._client.match(names, lease_seconds=0, max_wait_seconds=max_wait_seconds, tenant=tenant)
+
+
+class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # see above
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"):
+        super().__init__(vllm_config, role, kv_cache_config)
+        if multiprocessing.parent_process() is not None:
+            vllm_launch.end_quickly()
+        settings = msgspec.convert(self._kv_transfer_config.kv_connector_extra_config, KvConnectorSettings)
+        self._namespace = settings.namespace(vllm_config)
+        self._client = (
+            StoreClient.join(
+                settings.store,
+                self._namespace,
+                wait_seconds=STORE_SECONDS,
+                call_timeout_seconds=CALL_SECONDS[role],
+                credentials=settings.store_credentials,
+            )
+            if settings.store
+            else None
+        )
+        if self._client is not None:
+            check_groups(kv_cache_config)
+        self._parallel = vllm_config.parallel_config
+        self._lanes_path = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
+        self._planner: StorePlanner | None = None
+        self._mover: BlockMover | None = None
+        self._starts_early = False
+        self._failed_blocks: set[int] = set()
+        self._loaded: dict[str, int] = {}
+        self._ranks = _AllRanks()
+        self._steps: StepCounter | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            threading.Thread(
+                target=_end_with_parent, args=(settings.scratch,), name="fleet-orphan-guard", daemon=True
+            ).start()
+            self._steps = StepCounter(step_file(settings.scratch, self._parallel.data_parallel_index))
+            client = self._client
+            self._planner = StorePlanner(
+                block_tokens=self._namespace.block_tokens,
+                algorithm=self._namespace.hash_algorithm,
+                store=None if client is None else _ClientStore(client),
+                remember=REMEMBERED_PER_BLOCK * kv_cache_config.num_blocks,
+                now=time.monotonic,  # noqa: TID251 - runs in vLLM's process, where nobody hands us a clock
+                ranks=self._parallel.tensor_parallel_size,
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """One block of one layer is contiguous, heads before tokens: the layout of the store (and of NIXL)."""
+        return "LBHNC"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a block that is not kept is a later miss
+
+    # Beside the scheduler.
+
+    def on_new_request(self, request: "Request") -> None:
+        assert self._planner is not None
+        if not _is_beyond_tokens(request):
+            self._planner.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._planner is not None
+        if _is_beyond_tokens(request):
+            return 0, False
+        tokens = self._planner.look_up(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        assert self._planner is not None
+        if _is_beyond_tokens(request):
+            return
+        self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> StepOrders:
+        assert self._planner is not None
+        assert self._steps is not None
+        self._steps.begin(scheduler_output.total_num_scheduled_tokens)
+        state = scheduler_output.kv_connector_block_state
+        return StepOrders(
+            self._planner.plan(
+                scheduler_output.num_scheduled_tokens, lambda request_id: state.resolve_block_ids(request_id)[0]
+            )
+        )
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._planner is not None
+        results = connector_output.kv_connector_worker_meta
+        if results is not None:
+            assert isinstance(results, StepResults)
+            self._ranks.told(results.loaded)
+        if connector_output.finished_recving:
+            self._planner.loaded(self._ranks.ended(connector_output.finished_recving))
+            self._planner.pulled(
+                connector_output.finished_recving,
+                connector_output.invalid_block_ids or set(),
+                connector_output.failed_recving or set(),
+            )
+            self._correct_stats(connector_output.finished_recving)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._planner is not None
+        counts = self._planner.finished(request)
+        return False, None if counts is None else {COUNTS: msgspec.to_builtins(counts)}
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def _correct_stats(self, request_ids: Iterable[str]) -> None:
+        """Have vLLM count what arrived: it took as cached what was to arrive, and says so with a request's first output."""
+        assert self._planner is not None
+        block_tokens = self._namespace.block_tokens
+        for request, counts in self._planner.counts(request_ids):
+            if (stats := request.prefill_stats) is not None:
+                local = counts.engine * block_tokens
+                cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
+                stats.set(request.num_prompt_tokens, local, cached - local)
+                stats.num_external_cached_tokens = cached - local if counts.direct else 0  # see `counts_at_start`
+
+    # Beside the model.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        if self._client is None:
+            return
+        layers = list(kv_caches.values())
+        seat = RankPosition.of(self._namespace, rank=self._parallel.rank, ranks=self._parallel.tensor_parallel_size)
+        heads = seat.share.bytes * self._namespace.kv_heads // self._namespace.block_bytes
+        expected = (heads, self._namespace.block_tokens, self._namespace.head_dim)
+        for name, layer in kv_caches.items():
+            if (found := tuple(layer.shape[1:])) != expected:
+                raise LayoutMismatch("kv_heads", f"{name}: KV blocks of {found} on this rank, not {expected}")
+        on_host = all(layer.device.type == "cpu" and layer[0].is_contiguous() for layer in layers)
+        blocks = HostBlocks(layers) if on_host else DeviceBlocks(layers)
+        if blocks.block_bytes != seat.share.bytes:
+            raise LayoutMismatch(
+                "block_bytes", f"blocks of {blocks.block_bytes} bytes on this rank, not {seat.share.bytes}"
+            )
+        self._mover = BlockMover(self._client, blocks, self._joined(self._client, seat))
+        self._starts_early = on_host
+
+    def _joined(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
+        """This rank's end of what joins the ranks; vLLM has all of them register at the same time."""
+        if seat.ranks == 1:
+            return None
+        if not seat.leads:
+            return FollowerRank(client, seat, self._lanes_path, MonotonicClock())
+        leader = LeaderRank(client, seat, self._lanes_path, MonotonicClock())
+        leader.gather()
+        return leader
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins, and on host memory its loads, to run beside the forward pass.
+
+        vLLM calls `start_load_kv` when the pass has been launched, which on a CPU means that it is over.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._mover is not None and self._starts_early:
+            self._mover.start(self._orders())
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        if self._mover is not None and not self._starts_early:
+            self._mover.start(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # a request is scheduled when all of its blocks are there (ADR 0011)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        pass  # blocks are saved whole, see wait_for_save
+
+    def wait_for_save(self) -> None:
+        if self._mover is not None:
+            self._mover.save(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Loads that have ended; what the next two hooks return belongs to them."""
+        if self._mover is None:
+            return None, None
+        ended = self._mover.collect(idle=self._orders().idle)
+        if not ended:
+            return None, None
+        for load, whole in ended:
+            self._failed_blocks.update(b for b, good in zip(load.block_ids, whole, strict=True) if not good)
+            self._loaded[load.request_id] = whole.index(False) if False in whole else len(whole)
+        return None, {load.request_id for load, _ in ended}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> StepResults | None:
+        if not self._loaded:
+            return None
+        loaded, self._loaded = self._loaded, {}
+        return StepResults(loaded)
+
+    def shutdown(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _orders(self) -> StoreWork:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders.work
+
+
+def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Leading blocks that are good on every rank, by request, from what two tell."""
+    return {**one, **{request_id: min(good, one.get(request_id, good)) for request_id, good in other.items()}}
+
+
+def _is_beyond_tokens(request: "Request") -> bool:
+    """Whether its blocks depend on more than their names say here, and so stay in the engine's own cache.
+
+    An adapter is in the salt (ADR 13); workers take no work with one and without a salt. Names could have images in them as
+    well (rule 4 of `kvstore.block`); such requests are not followed here yet.
+    """
+    nameless_adapter = request.lora_request is not None and not request.cache_salt
+    return bool(request.mm_features) or nameless_adapter or request.prompt_embeds is not None
+
+
+def _end_with_parent(scratch: str) -> None:
+    """End this process when the worker process is gone; vLLM's other processes end with this one."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return  # the engine runs in the worker process itself
+    parent.join()
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)

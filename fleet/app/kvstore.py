@@ -1,4 +1,4 @@
-"""The process of a KV store node."""
+"""Process of a KV store node."""
 
 from fleet.app.process import Announce, stop_signal
 from fleet.core.errors import ConfigurationRefused
@@ -6,7 +6,7 @@ from kvstore.service.settings import StoreSettings
 
 
 async def run_kvstore(settings: StoreSettings, announce: Announce) -> None:
-    """A node of the KV store.
+    """Run a store node until a stop signal.
 
     Raises:
         ConfigurationRefused: An address is in use, or there is too little memory.

@@ -1,4 +1,4 @@
-"""The operator's process."""
+"""Process of the Kubernetes operator."""
 
 from fleet.app.process import Announce, stop_signal
 from fleet.core.errors import ConfigurationRefused
@@ -7,10 +7,10 @@ from operators.settings import OperatorSettings
 
 
 async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
-    """The operator on Kubernetes, or a standby of it.
+    """Run the operator, or a standby of it, until a stop signal.
 
     Raises:
-        ConfigurationRefused: An address is in use, or it is not said how to reach the API.
+        ConfigurationRefused: An address is in use, or the settings do not say how to reach the API server.
     """
     try:
         from prometheus_client import CollectorRegistry  # noqa: PLC0415 - each process loads its own part only

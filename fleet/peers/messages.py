@@ -1,4 +1,4 @@
-"""What routers tell each other, as messages of `fleet/v1/replica.proto` and back."""
+"""Messages between routers: translation from and to `fleet/v1/replica.proto`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack, unpack
@@ -19,16 +19,16 @@ from fleet.router.tenants import BucketLevels, TenantUsageDelta
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
-PROMPTS_A_MESSAGE = 1000  # 4 MB, if all are as long as may be told
-MEMBERS_A_MESSAGE = 1000  # some 100 kB
-BINDINGS_A_MESSAGE = 1000  # of sessions: 2 MB with the longest names that a client may give
-LATEST = 1 << 62  # nanoseconds of Unix time, in the year 2116: no clock says more
+PROMPTS_A_MESSAGE = 1000  # 4 MB if all have the maximum length
+MEMBERS_A_MESSAGE = 1000  # about 100 kB
+BINDINGS_A_MESSAGE = 1000  # 2 MB with the longest session names that a client may use
+LATEST = 1 << 62  # nanoseconds of Unix time in the year 2116, the largest accepted time
 MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
-MOST_BLOCKS = 1e15  # of one router on a worker; their sum over any routers is a number to reckon with
+MOST_BLOCKS = 1e15  # of one router on a worker; the sum over any number of routers stays finite
 
 
 class PeerThresholds(Struct, frozen=True):
-    """Thresholds that an operator has set."""
+    """Thresholds that an operator has set, and the time of the change."""
 
     thresholds: Thresholds
     at_unix_ms: int
@@ -60,7 +60,7 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
 
 
 def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all members."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
         told = [
             pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
@@ -95,14 +95,14 @@ def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaM
 
 
 def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all session bindings."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         told = [
             pb.SessionBinding(
                 tenant=each.key[0],
                 session=each.key[1],
                 worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # else who has heard of the latest could not be listened to any more
+                stamp=min(each.stamp, LATEST),  # peers would ignore everything after a later time
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
@@ -110,7 +110,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
-    """That tell all of them."""
+    """Return messages with all prompts."""
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
             pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))

@@ -44,10 +44,10 @@ def encode_registered(event: Register | Registration) -> control_pb2.RegisterReq
 
 
 def decode_registered(told: control_pb2.RegisterRequest) -> Register:
-    """A worker that has registered with another router.
+    """Decode the registration of a worker with another router.
 
     Raises:
-        ConnectionError: It lacks what no registration lacks.
+        ConnectionError: It is no registration.
     """
     if not (told.worker_id and told.incarnation and told.address):
         raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
@@ -70,7 +70,7 @@ def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_member(told: pb.ReplicaMember) -> Registration:
-    """A worker, and what is left of the lease that another router gave it.
+    """Decode a worker and the rest of the lease that another router gave it.
 
     Raises:
         ConnectionError: It is no registration.
@@ -121,10 +121,10 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
 
 
 def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
-    """A prompt that another router tells.
+    """Decode a prompt of another router.
 
     Raises:
-        ConnectionError: It has no keys, or more than are told.
+        ConnectionError: It has no keys, or too many.
     """
     count, odd = divmod(len(told.keys), KEY_BYTES)
     if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
@@ -147,10 +147,10 @@ def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
 
 
 def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
-    """Return what tenants took at another router.
+    """Decode the usage of tenants at another router.
 
     Raises:
-        ConnectionError: An amount is below zero or no number: buckets would never fill or never empty again.
+        ConnectionError: An amount is below zero or no number; buckets would never fill or empty again.
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
@@ -159,7 +159,7 @@ def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
 
 
 def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
-    """Return what is left of tenants' limits by another router's count.
+    """Decode what is left of tenants' limits by another router's count.
 
     Raises:
         ConnectionError: An amount is no number.
@@ -183,10 +183,10 @@ def _amount(told: float, least: float = 0.0) -> float:
 
 
 def decode_instant(told: int) -> int:
-    """Nanoseconds that another router tells.
+    """Decode a time of another router, in nanoseconds.
 
     Raises:
-        ConnectionError: They are none: all clocks would be put forward to them, for ever.
+        ConnectionError: It is too late; all clocks would be set to it for ever.
     """
     if told > LATEST:
         raise ConnectionError(f"another router's clock says {told} ns")
@@ -194,10 +194,10 @@ def decode_instant(told: int) -> int:
 
 
 def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
-    """Thresholds that another router tells.
+    """Decode the thresholds of another router.
 
     Raises:
-        ConnectionError: They are none.
+        ConnectionError: They are invalid.
     """
     values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
@@ -207,10 +207,10 @@ def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
 
 
 def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]:
-    """By worker.
+    """Decode the reservations of another router, by worker.
 
     Raises:
-        ConnectionError: Blocks are no number to reckon with: one worker with them would spoil every comparison.
+        ConnectionError: A number of blocks is not finite or too large, and would spoil every comparison.
     """
     booked = {}
     for each in told.workers:

@@ -1,4 +1,4 @@
-"""Directories of workers by their settings. Each technology is loaded where it is used: two of them are optional."""
+"""Directories of workers, opened by their settings. Each technology is imported only where it is used."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -11,7 +11,7 @@ from workers.ports import Registry
 
 
 class StatelessDirectory:
-    """Of a directory that holds nothing open between two calls: its context does nothing."""
+    """Context manager methods of a directory without open connections."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -19,11 +19,11 @@ class StatelessDirectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What is in it stays."""
+        """Leave the records as they are."""
 
 
 class OpenDirectory(Directory, Registry, Protocol):
-    """For workers a registry, for routers a directory; used within its context."""
+    """A directory that is also the registry of workers; use it within its context."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -33,10 +33,12 @@ class OpenDirectory(Directory, Registry, Protocol):
 
 
 def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenDirectory:
-    """To be entered before it is used; `warm_blocks` of a worker is told where somebody reads it, which is Kubernetes.
+    """Return the directory of the settings, to be used as a context manager.
+
+    `warm_blocks` of a worker is published where somebody reads it, which is in Kubernetes.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+        ConfigurationRefused: A package is not installed, or the settings name something that does not exist.
     """
     match settings:
         case FileDiscovery():

@@ -2,11 +2,23 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec import Struct
 
 Announce = Callable[[Mapping[str, str]], None]
 """Called once with the endpoints, by protocol, when everything is ready."""
+
+
+class Service(Struct, frozen=True):
+    """One kind of process, found by the entry points `fleet.services`."""
+
+    settings: type[Struct]
+    run: Callable[[Any, Announce], Coroutine[Any, Any, None]]
+    """Runs the process until a stop signal. It takes the settings and the announcement of readiness."""
+
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -78,3 +78,8 @@ def split_validation_error(error: Exception) -> tuple[str, str]:
 
 class ConfigurationRefused(Exception):
     """A configuration that cannot be used. The message names file, path and cause; commands exit with status 3."""
+
+
+def missing_package(field: str, package: str, extra: str) -> ConfigurationRefused:
+    """Return the refusal of a setting that needs an optional package."""
+    return ConfigurationRefused(f"{field}: needs the package {package}: pip install 'fleet-serving[{extra}]'")

@@ -26,7 +26,8 @@ from fleet.gateway.ext_proc import (
     subset_of,
 )
 from fleet.gateway.prompts import PromptReaderApi
-from fleet.gateway.selection import MAX_REPORTED, SelectedRequest, SelectionService
+from fleet.gateway.selected_requests import SelectedRequest
+from fleet.gateway.selection import MAX_REPORTED, SelectionService
 from fleet.net.grpc.calls import Context, parse_message, send_message
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived

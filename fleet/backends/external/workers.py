@@ -1,4 +1,4 @@
-"""All external backends of a router, alone or together with Fleet's own workers."""
+"""All external backends of a router."""
 
 import asyncio
 import logging
@@ -14,9 +14,9 @@ from fleet.core.clock import Clock
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.work import Start
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.frontend.text.tokenizer_check import TokenizerCheck, TokenizerMatch
-from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined, request_of
-from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
+from fleet.frontend.text.tokenizer_check import TokenizerMatch
+from fleet.router.messages import request_of
+from fleet.router.ports import TextCodec, WorkerUnreachable
 from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
@@ -114,6 +114,26 @@ class ExternalBackends:
             if each is not worker and each.taking and each.settings.model == model
         ]
 
+    def gauges(self) -> list[tuple[str, str, str, Mapping[str, float]]]:
+        """Return name, help text, label and values of each metric about external backends."""
+        return [
+            ("fleet_foreign_servers", "External backends by state", "state", self.standing()),
+            ("fleet_cache_knowledge", "External backends by how their caches are known", "by", self.knowledge()),
+            (
+                "fleet_foreign_tokenizers",
+                "External backends by the result of the tokenizer check",
+                "tokenises",
+                self.tokenizers(),
+            ),
+            (
+                "fleet_kv_event_alerts",
+                "External backends by what is wrong with their KV events",
+                "alert",
+                self.alerts(),
+            ),
+            ("fleet_kv_event_passed_over", "Skipped blocks of KV events by reason", "why", self.passed_over()),
+        ]
+
     async def asked(self) -> None:
         """Wait until each backend has joined or has turned out to be away; the caller sets a deadline."""
         for worker in self._workers.values():
@@ -157,42 +177,3 @@ class ExternalBackends:
         for worker in self._workers.values():
             counts.update(worker.passed_over)
         return {str(why): float(blocks) for why, blocks in counts.items()}
-
-
-class AllBackends:
-    """Fleet's own workers and the external backends together. Implements `fleet.router.ports.Workers`."""
-
-    def __init__(self, own: Workers, foreign: ExternalBackends, golden: TokenizerCheck | None = None) -> None:
-        self._own = own
-        self._foreign = foreign
-        self._golden = golden
-
-    def only_acceptable(self, hear: Hear) -> Hear:
-        """Return `hear` without events of own workers that use the name or the model of an external backend."""
-
-        def hear_acceptable(event: WorkerEvent) -> None:
-            if self._acceptable(event):
-                hear(event)
-
-        return hear_acceptable
-
-    def start(self, worker_id: WorkerId, start: Start) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).start(worker_id, start)
-
-    def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        (self._foreign if worker_id in self._foreign else self._own).cancel(worker_id, request_id)
-
-    def _acceptable(self, event: WorkerEvent) -> bool:
-        match event:
-            case WorkerJoined(description=description):
-                taken = description.worker_id in self._foreign or description.model in self._foreign.models
-                if taken:
-                    log.error(
-                        "worker ignored, its name or model belongs to one of openai_workers",
-                        extra={"worker": description.worker_id, "model": description.model},
-                    )
-                return not taken and (self._golden is None or self._golden.accepts(description))
-            case StoreChanged():
-                return True
-            case _:
-                return event.worker_id not in self._foreign

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Protocol, Self, assert_never
 
 from fleet.core.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import missing_package
 from fleet.membership.ports import Directory
 from workers.ports import Registry
 
@@ -49,17 +49,13 @@ def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = 
             try:
                 from fleet.membership.discovery.etcd import EtcdDirectory  # noqa: PLC0415 - optional
             except ImportError as error:
-                raise _not_installed("aetcd", "etcd") from error
+                raise missing_package("discovery", "aetcd", "etcd") from error
             return EtcdDirectory(settings)
         case KubernetesDiscovery():
             try:
                 from fleet.membership.discovery.kubernetes import KubernetesDirectory  # noqa: PLC0415 - optional
             except ImportError as error:
-                raise _not_installed("kubernetes", "kubernetes") from error
+                raise missing_package("discovery", "kubernetes", "kubernetes") from error
             return KubernetesDirectory(settings, warm_blocks=warm_blocks)
         case _:
             assert_never(settings)
-
-
-def _not_installed(package: str, extra: str) -> ConfigurationRefused:
-    return ConfigurationRefused(f"discovery: needs the package {package}: pip install 'fleet-serving[{extra}]'")

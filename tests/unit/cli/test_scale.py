@@ -129,7 +129,7 @@ def test_what_is_not_finished_is_said_with_how_to_go_on_and_how_to_go_back(plans
     out, err = capsys.readouterr()
     assert "decode   wanted 3  ready 1" in out
     assert err == (
-        "fleet: decode: not finished: 3 wanted, 1 there, 1 on the way out; it goes on by itself:"
+        "fleet: decode: not finished: 3 wanted, 1 there, 1 draining; the change goes on by itself:"
         f" fleet scale decode=3 --plans {plans} waits for it, fleet scale decode=1 --plans {plans} goes back\n"
     )
 
@@ -142,7 +142,7 @@ def test_who_stops_waiting_is_told_that_what_was_asked_for_stays(plans):
             waiting.send_signal(number)
             told = waiting.communicate(timeout=30)[1]
         assert waiting.returncode == 1
-        assert f"stopped waiting; what is written stays wanted: fleet scale --plans {plans} shows how it goes" in told
+        assert f"stopped waiting; the plan stays: fleet scale --plans {plans} shows the progress" in told
 
 
 def test_of_an_orchestrator_that_was_killed_nothing_is_believed(plans, capsys):
@@ -163,7 +163,7 @@ def test_what_does_not_come_in_time_is_taken_back_and_told(plans, capsys):
     told = capsys.readouterr()
     assert "prefill  wanted 1  ready 1" in told.out
     assert "prefill  wanted 2  ready 1  not taken up" in told.err
-    assert "what did not is not wanted any more" in told.err
+    assert "workers that have not come are given up" in told.err
     assert json.loads((plans / "plan.json").read_text())["pools"]["prefill"]["replicas"] == 1
 
 

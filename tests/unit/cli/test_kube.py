@@ -80,9 +80,9 @@ def test_definitions_of_all_kinds_are_printed(capsys):
     ("text", "said"),
     [
         ("", "the file is empty"),
-        ("kind: Pod", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
-        ("[1, 2]", "document 1: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
-        (f"{SAMPLE}\n---\nkind: Pod", "document 2: is no fleet-serving.io/v1alpha1 DisaggDeployment"),
+        ("kind: Pod", "document 1: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
+        ("[1, 2]", "document 1: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
+        (f"{SAMPLE}\n---\nkind: Pod", "document 2: is not a DisaggDeployment of fleet-serving.io/v1alpha1"),
         (SAMPLE.replace("  name: tiny", "  labels: {}"), "metadata.name: is missing"),
         (SAMPLE.replace("  name: tiny", "  name: Tiny_1"), "document 1: metadata.name: must be at most 63 characters"),
         (SAMPLE.replace("  name: tiny", "  name: tiny\n  namespace: [1]"), "metadata.namespace: must be"),
@@ -210,7 +210,7 @@ def test_a_request_that_nothing_keeps_prints_nothing_but_why(tmp_path, capsys):
         (
             "kind: ServingRequest",
             "kind: DisaggDeployment",
-            "document 1: is no fleet-serving.io/v1alpha1 ServingRequest",
+            "document 1: is not a ServingRequest of fleet-serving.io/v1alpha1",
         ),
         ("  name: llama-70b-chat", "  labels: {}", "metadata.name: is missing"),
         ("  name: llama-70b-chat", "  name: 70b-chat", "metadata.name: must be at most 47 characters"),

@@ -98,9 +98,9 @@ class NodeConnection:
         self._access = access
         self._clock = clock
         self._breaker = CircuitBreaker()
-        self._void: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
+        self._ended_incarnations: deque[str] = deque(maxlen=16)  # incarnations that are known to be over
         self._handshake = threading.Lock()
-        self._memory = CircuitBreaker()  # of attempts to get at it after all (rule 5)
+        self._memory_breaker = CircuitBreaker()  # of attempts to get at it after all (rule 5)
         self._seeking = threading.Lock()
         self._slower: list[Transport] = []  # ways that were used before it, and may be still
 
@@ -157,7 +157,7 @@ class NodeConnection:
         The arguments are those of `open`. `failure` says why an earlier attempt did not reach the node; it is logged.
         """
         access = load(credentials)
-        link = cls(
+        connection = cls(
             address,
             namespace,
             access.channel(address, CHANNEL_OPTIONS),
@@ -167,8 +167,8 @@ class NodeConnection:
             access=access,
             clock=clock,
         )
-        threading.Thread(target=link._join, args=(failure,), name="kvstore-join", daemon=True).start()
-        return link
+        threading.Thread(target=connection._join, args=(failure,), name="kvstore-join", daemon=True).start()
+        return connection
 
     @property
     def session(self) -> NodeSession | None:
@@ -214,7 +214,7 @@ class NodeConnection:
         if session is None or session.incarnation == incarnation:
             return session
         now = self._clock.now()
-        if self.closed.is_set() or incarnation in self._void or not self._breaker.allows(now):
+        if self.closed.is_set() or incarnation in self._ended_incarnations or not self._breaker.allows(now):
             return None
         self._outdated = True
         renewed = self._current(Nanos(now + self._call_timeout))
@@ -222,7 +222,7 @@ class NodeConnection:
             return None
         self._breaker.succeeded()
         if renewed.incarnation != incarnation:
-            self._void.append(incarnation)
+            self._ended_incarnations.append(incarnation)
             return None
         return renewed
 
@@ -235,16 +235,16 @@ class NodeConnection:
         with self._handshake:  # a thread that joins or renews stores its session under it
             if self._session is not None:
                 self._session.calls.close()
-                self._close_ways(self._session)
+                self._close_transports(self._session)
 
-    def _join(self, told: str) -> None:
+    def _join(self, reported: str) -> None:
         """Shake hands with a node as soon as it answers; the body of a thread.
 
         Args:
-            told: The failure of an earlier attempt, or nothing.
+            reported: The failure of an earlier attempt, or nothing.
         """
-        if told:
-            self._tell_not_joined(told)
+        if reported:
+            self._log_not_joined(reported)
         while not self.closed.is_set():
             deadline = Nanos(self._clock.now() + nanos(JOIN_SECONDS))
             try:
@@ -259,9 +259,9 @@ class NodeConnection:
                 )
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
                 failure, cause = self._explained(error)
-                if (not told or cause not in told) and not self.closed.is_set():
-                    told = failure
-                    self._tell_not_joined(failure)
+                if (not reported or cause not in reported) and not self.closed.is_set():
+                    reported = failure
+                    self._log_not_joined(failure)
                 self.closed.wait(JOIN_PAUSE_SECONDS)
             except ValueError:  # the channel was closed meanwhile
                 return
@@ -269,7 +269,7 @@ class NodeConnection:
                 with self._handshake:
                     if self.closed.is_set():
                         session.calls.close()
-                        self._close_ways(session)
+                        self._close_transports(session)
                         return
                     self._session = session
                 log.info("store node joined", extra={"address": self._address, "store": session.store_id})
@@ -282,7 +282,7 @@ class NodeConnection:
         cause = self._access.diagnose(self._address)
         return (f"{error}: {cause}" if cause else str(error)), cause
 
-    def _tell_not_joined(self, cause: str) -> None:
+    def _log_not_joined(self, cause: str) -> None:
         log.warning("store node not joined yet", extra={"address": self._address, "cause": cause})
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
@@ -345,20 +345,20 @@ class NodeConnection:
         self._outdated = False
         assert former is not None, "only a session that was there is outdated"
         if former.incarnation != session.incarnation:
-            self._void.append(former.incarnation)
+            self._ended_incarnations.append(former.incarnation)
             log.info("store node has restarted", extra={"store": session.store_id, "incarnation": session.incarnation})
         former.calls.retire()
-        self._close_ways(former)
+        self._close_transports(former)
         return session
 
     def _seek_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
-        if not self._memory.allows(now) or not self._seeking.acquire(blocking=False):
+        if not self._memory_breaker.allows(now) or not self._seeking.acquire(blocking=False):
             return
         try:
             threading.Thread(target=self._map, args=(session,), name="kvstore-memory", daemon=True).start()
         except RuntimeError:  # no thread to be had now
-            self._memory.failed(now, self._clock.now())
+            self._memory_breaker.failed(now, self._clock.now())
             self._seeking.release()
 
     def _map(self, session: NodeSession) -> None:
@@ -366,18 +366,18 @@ class NodeConnection:
         try:
             better = with_shared_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))
         except (StoreUnreachable, NamespaceUnknown):
-            self._memory.failed(started, self._clock.now())
+            self._memory_breaker.failed(started, self._clock.now())
             return
         else:
             with self._handshake:
                 if self._session is session and not self.closed.is_set():
                     self._session = better
                     self._slower.append(session.transport)
-            self._memory.succeeded()
+            self._memory_breaker.succeeded()
         finally:
             self._seeking.release()
 
-    def _close_ways(self, session: NodeSession) -> None:
+    def _close_transports(self, session: NodeSession) -> None:
         """Those of a session, and those that were used before it had memory."""
         session.transport.close()
         while self._slower:

@@ -73,8 +73,8 @@ def batch_blocks(block_bytes: int) -> int:
 class StoreClient:
     """One namespace of one node; see the module. Thread-safe. Made by `connect` or `join`."""
 
-    def __init__(self, link: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
-        self._connection = link
+    def __init__(self, connection: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
+        self.connection = connection
         self._namespace = namespace
         self._call_timeout = call_timeout
         self._clock = clock
@@ -111,7 +111,7 @@ class StoreClient:
         """
         clock = clock or MonotonicClock()
         call_timeout = nanos(call_timeout_seconds)
-        link = NodeConnection.open(
+        connection = NodeConnection.open(
             address,
             namespace,
             deadline=Nanos(clock.now() + nanos(timeout_seconds)),
@@ -120,7 +120,7 @@ class StoreClient:
             credentials=credentials or Credentials(),
             clock=clock,
         )
-        return cls(link, namespace, call_timeout=call_timeout, clock=clock)
+        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
 
     @classmethod
     def join(
@@ -169,7 +169,7 @@ class StoreClient:
             except StoreUnreachable as error:
                 failure = str(error)
         call_timeout = nanos(call_timeout_seconds)
-        link = NodeConnection.open_early(
+        connection = NodeConnection.open_early(
             address,
             namespace,
             call_timeout=call_timeout,
@@ -178,29 +178,29 @@ class StoreClient:
             clock=clock,
             failure=failure,
         )
-        return cls(link, namespace, call_timeout=call_timeout, clock=clock)
+        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
 
     @property
     def joined(self) -> bool:
         """Tell whether the node has answered once."""
-        return self._connection.session is not None
+        return self.connection.session is not None
 
     @property
     def store_id(self) -> str:
         """Return what the node is called; empty until it has answered once."""
-        session = self._connection.session
+        session = self.connection.session
         return "" if session is None else session.store_id
 
     @property
     def path(self) -> DataPath | None:
         """Return the way that bytes move at the moment; None until the node has answered once."""
-        session = self._connection.session
+        session = self.connection.session
         return None if session is None else session.path
 
     @property
     def writes_shards(self) -> bool:
         """Whether `write_shard` works here, now or as soon as the node's memory can be had (rule 3)."""
-        session = self._connection.session
+        session = self.connection.session
         return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
     @property
@@ -210,7 +210,7 @@ class StoreClient:
     @property
     def answers(self) -> bool:
         """Whether the node did when it was last called."""
-        return self._connection.answers
+        return self.connection.answers
 
     def match(
         self,
@@ -236,7 +236,7 @@ class StoreClient:
             deadline: When to give up, where that is earlier than the client would by itself; so for all calls.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
-        current = self._connection.session
+        current = self.connection.session
         nothing = Match(incarnation="" if current is None else current.incarnation)
         if not asked:
             return nothing
@@ -254,10 +254,10 @@ class StoreClient:
             )
             return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
-        found = self._connection.call(call, deadline)
+        found = self.connection.call(call, deadline)
         match = nothing if found is None else found  # an empty one is false, and may say what is on its way
         if lease_seconds:
-            self._connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
+            self.connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
         return match
 
     def match_and_wait(
@@ -268,7 +268,7 @@ class StoreClient:
         found = self.match(hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant)
         if not found.loading:
             return found
-        while self._clock.now() < deadline and not self._connection.closed.wait(LOOK_AGAIN_SECONDS):
+        while self._clock.now() < deadline and not self.connection.closed.wait(LOOK_AGAIN_SECONDS):
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
@@ -327,7 +327,7 @@ class StoreClient:
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
             request = pb.ReleaseRequest(lease_ids=held[start : start + wire.MAX_LEASES])
-            self._connection.call(self._releasing(request), deadline)
+            self.connection.call(self._releasing(request), deadline)
 
     def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
         """Keep the held prefix of a chain from eviction while its session waits for something else, a tool for instance.
@@ -352,14 +352,14 @@ class StoreClient:
                 session=session,
                 hold_ms=max(min(nanos(seconds), current.max_hold) // MILLISECOND, 1),
             )
-            return wire.parse_hold(self._connection.stub.Hold(request, timeout=timeout_seconds))
+            return wire.parse_hold(self.connection.stub.Hold(request, timeout=timeout_seconds))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def release_hold(self, session: str) -> None:
         """End a hold early; one that has ended is fine."""
         request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
-        self._connection.call(lambda _, timeout: self._connection.stub.ReleaseHold(request, timeout=timeout))
+        self.connection.call(lambda _, timeout: self.connection.stub.ReleaseHold(request, timeout=timeout))
 
     def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
         """Have the node bring blocks to where other nodes find them, for about half of the time that a call may take.
@@ -383,9 +383,9 @@ class StoreClient:
                 timeout_ms=round(timeout_seconds * 500),
                 leaving=leaving,
             )
-            return wire.parse_evacuation(self._connection.stub.Evacuate(request, timeout=timeout_seconds))
+            return wire.parse_evacuation(self.connection.stub.Evacuate(request, timeout=timeout_seconds))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def write(
         self,
@@ -415,7 +415,7 @@ class StoreClient:
         started = self._clock.now()
         found = self._reserve(asked, tenant, deadline)
         if found is None:
-            self._connection.counting.add(dropped=len(hashes))
+            self.connection.counting.add(dropped=len(hashes))
             return 0
         session, places = found
         source = sources if callable(sources) else sources.__getitem__
@@ -425,7 +425,7 @@ class StoreClient:
             self._abandon(places, deadline)
             raise
         published = self._publish(places, written, deadline) if places.indices else 0
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(places) - published + places.refused + len(hashes) - len(asked),
         )
@@ -441,10 +441,10 @@ class StoreClient:
         asked = hashes[: wire.MAX_HASHES]
         found = self._reserve(asked, tenant, deadline) if asked else None
         if found is None:
-            self._connection.counting.add(dropped=len(hashes))
+            self.connection.counting.add(dropped=len(hashes))
             return None
         session, places = found
-        self._connection.counting.add(dropped=places.refused + len(hashes) - len(asked))
+        self.connection.counting.add(dropped=places.refused + len(hashes) - len(asked))
         return WriteGrant(incarnation=session.incarnation, places=places)
 
     def write_shard(
@@ -468,7 +468,7 @@ class StoreClient:
         Returns:
             What this rank adds to the checksums of the blocks that it wrote, by position (`kvstore.layouts.rank_shards.combined_checksums`).
         """
-        session = self._connection.session_of(grant.incarnation) if positions else None
+        session = self.connection.session_of(grant.incarnation) if positions else None
         if session is None or not isinstance(session.transport, SharedMemoryTransport):
             return {}
         until = earlier(deadline, self._transfer_deadline(len(positions)))
@@ -486,14 +486,14 @@ class StoreClient:
             return 0
         written = {places.indices[position]: crc32c for position, crc32c in checksums.items()}
         published = self._publish(places, written, deadline)
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_written=published * self._namespace.block_bytes, dropped=len(places) - published
         )
         return published
 
     def counters(self) -> StoreClientCounters:
         """What this client did since it connected."""
-        return self._connection.counting.read()
+        return self.connection.counting.read()
 
     def stats(self) -> Stats | None:
         """What the node says of itself; None when it does not answer."""
@@ -502,13 +502,13 @@ class StoreClient:
             asked = self._clock.now()
             session.calls.settle(timeout_seconds)  # what was released before is not pinned
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
-            return wire.parse_stats(self._connection.stub.Stats(pb.StatsRequest(), timeout=left))
+            return wire.parse_stats(self.connection.stub.Stats(pb.StatsRequest(), timeout=left))
 
-        return self._connection.call(call)
+        return self.connection.call(call)
 
     def close(self) -> None:
         """Calls in other threads end with misses. Leases stay until released or over."""
-        self._connection.close()
+        self.connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -545,7 +545,7 @@ class StoreClient:
             )
             return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
-        return self._connection.call(call, deadline)
+        return self.connection.call(call, deadline)
 
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
@@ -569,7 +569,7 @@ class StoreClient:
             crc32c=written.values(),
             owner=self._owner,
         )
-        response = self._connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
+        response = self.connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
 
     def _read(
@@ -584,9 +584,9 @@ class StoreClient:
         if not indices:
             return []
         slots = match.slots.some(indices)
-        session = self._connection.session_of(match.incarnation)
+        session = self.connection.session_of(match.incarnation)
         if session is None:
-            self._connection.counting.add(lost=len(slots))
+            self.connection.counting.add(lost=len(slots))
             return [False] * len(slots)
         outcomes = get(session, slots, earlier(deadline, self._transfer_deadline(len(slots))))
         corrupt = [index for index, outcome in zip(indices, outcomes, strict=True) if outcome is CORRUPT]
@@ -594,7 +594,7 @@ class StoreClient:
             self._condemn(match, corrupt)
         arrived = [outcome is MOVED for outcome in outcomes]
         moved = sum(arrived)
-        self._connection.counting.add(
+        self.connection.counting.add(
             bytes_read=moved * bytes_a_block, corrupt=len(corrupt), lost=len(outcomes) - moved - len(corrupt)
         )
         return arrived
@@ -602,7 +602,7 @@ class StoreClient:
     def _abandon(self, places: ClientWriteReservation, deadline: Nanos | None) -> None:
         """Give the places of a reservation back."""
         if places.indices:
-            self._connection.counting.add(dropped=len(places))
+            self.connection.counting.add(dropped=len(places))
             self._publish(places, {}, deadline)
 
     def _condemn(self, match: Match, indices: list[int]) -> None:
@@ -612,9 +612,9 @@ class StoreClient:
             hashes=b"".join(match.names[index] for index in indices),
             generations=[match.slots[index].generation for index in indices],
         )
-        response = self._connection.call(lambda _, timeout: self._connection.stub.Condemn(request, timeout=timeout))
+        response = self.connection.call(lambda _, timeout: self.connection.stub.Condemn(request, timeout=timeout))
         if response is not None:
-            self._connection.counting.add(damaged=max(len(indices) - response.dropped, 0))
+            self.connection.counting.add(damaged=max(len(indices) - response.dropped, 0))
 
     def _transfer_deadline(self, blocks: int) -> Nanos:
         span = nanos(blocks * self._namespace.block_bytes / SLOWEST_BYTES_PER_SECOND)

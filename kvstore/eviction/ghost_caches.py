@@ -42,11 +42,11 @@ class NamespaceEstimates(Struct, frozen=True, kw_only=True):
 class _NamespaceUse:
     """One namespace."""
 
-    __slots__ = ("block_bytes", "shadow", "used")
+    __slots__ = ("block_bytes", "ghost_cache", "used")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
-        self.shadow: GhostCache[BlockHash] | None = None
+        self.ghost_cache: GhostCache[BlockHash] | None = None
         self.used = 0.0  # blocks looked up, those of late counting more
 
 
@@ -73,56 +73,56 @@ class GhostCaches:
             return
         if len(self._namespaces) >= MAX_NAMESPACES:
             self._namespaces.popitem(last=False)
-        looked = self._namespaces[digest] = _NamespaceUse(namespace.block_bytes)
-        if len(self._shadowed()) < MAX_GHOST_CACHES:
-            self._begin(looked)
+        use = self._namespaces[digest] = _NamespaceUse(namespace.block_bytes)
+        if len(self._with_ghost_cache()) < MAX_GHOST_CACHES:
+            self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """A client asked for all of a chain."""
-        if (looked := self._namespaces.get(digest)) is None:
+        if (use := self._namespaces.get(digest)) is None:
             return
         self._fade(now)
         self._namespaces.move_to_end(digest)
-        looked.used += len(chain)
-        if looked.shadow is None:
-            self._take_over(looked)
-        if looked.shadow is not None:
-            looked.shadow.looked_up(chain, now)
+        use.used += len(chain)
+        if use.ghost_cache is None:
+            self._take_over(use)
+        if use.ghost_cache is not None:
+            use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
         """A client writes what is missing of a chain."""
-        looked = self._namespaces.get(digest)
-        if looked is not None and looked.shadow is not None:
-            looked.shadow.stored(chain, now)
+        use = self._namespaces.get(digest)
+        if use is not None and use.ghost_cache is not None:
+            use.ghost_cache.stored(chain, now)
 
     def estimates(self) -> tuple[NamespaceEstimates, ...]:
         return tuple(
-            NamespaceEstimates(fingerprint=digest.hex(), estimates=tuple(looked.shadow.estimates()))
-            for digest, looked in self._namespaces.items()
-            if looked.shadow is not None
+            NamespaceEstimates(fingerprint=digest.hex(), estimates=tuple(use.ghost_cache.estimates()))
+            for digest, use in self._namespaces.items()
+            if use.ghost_cache is not None
         )
 
-    def _take_over(self, looked: _NamespaceUse) -> None:
+    def _take_over(self, use: _NamespaceUse) -> None:
         """Look at this namespace, where there is a place, or it is used so much more than another that has one."""
-        shadowed = self._shadowed()
-        if len(shadowed) >= MAX_GHOST_CACHES:
-            least = min(shadowed, key=lambda other: other.used)
-            if looked.used < TAKES_OVER * least.used:
+        simulated = self._with_ghost_cache()
+        if len(simulated) >= MAX_GHOST_CACHES:
+            least = min(simulated, key=lambda other: other.used)
+            if use.used < TAKES_OVER * least.used:
                 return
-            least.shadow = None
-        self._begin(looked)
+            least.ghost_cache = None
+        self._begin(use)
 
-    def _begin(self, looked: _NamespaceUse) -> None:
-        blocks = max(1, self._capacity_bytes // looked.block_bytes)
-        looked.shadow = GhostCache(blocks, self._scenarios, sample_names)
+    def _begin(self, use: _NamespaceUse) -> None:
+        blocks = max(1, self._capacity_bytes // use.block_bytes)
+        use.ghost_cache = GhostCache(blocks, self._scenarios, sample_names)
 
-    def _shadowed(self) -> list[_NamespaceUse]:
-        return [looked for looked in self._namespaces.values() if looked.shadow is not None]
+    def _with_ghost_cache(self) -> list[_NamespaceUse]:
+        return [use for use in self._namespaces.values() if use.ghost_cache is not None]
 
     def _fade(self, now: Nanos) -> None:
         if now < self._faded_at + FADE_EVERY:
             return
         kept = 0.5 ** ((now - self._faded_at) / HALF_LIFE)
         self._faded_at = now
-        for looked in self._namespaces.values():
-            looked.used *= kept
+        for use in self._namespaces.values():
+            use.used *= kept

@@ -107,7 +107,7 @@ class Hierarchy:
             for key in keys:
                 if key not in tier.known and tier.rule.admission.admits(key, size_bytes, now):
                     tier.enqueue(key, size_bytes)
-            self._demotions.keep(tier, now)
+            self._demotions.begin_demotions(tier, now)
 
     def demote_now(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
         """Have a tier keep blocks whatever its rule says, because the pool is given up.
@@ -122,7 +122,7 @@ class Hierarchy:
         taken = keys[: which.room]
         for key in taken:
             which.enqueue(key, self._pool.block_bytes(key.digest))
-        self._demotions.keep(which, now)
+        self._demotions.begin_demotions(which, now)
         return len(taken)
 
     def room(self, tier: int) -> int:
@@ -167,28 +167,28 @@ class Hierarchy:
 
     # Both
 
-    def failed(self, movement: TierTransfer, started: Nanos, now: Nanos) -> None:
+    def failed(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
         """A command could not be performed, or not in time. Its buffers are free again.
 
         One that was late is no second failure: the longer a disk has hung, the longer it would then be left alone.
         """
-        match movement:
+        match transfer:
             case Demote(demotion_id=demotion_id):
                 self._demotions.demotion_failed(demotion_id, started, now)
             case Confirm(confirm_id=confirm_id):
                 self._demotions.confirm_failed(confirm_id, started, now)
             case _:
-                self._promotions.failed(movement, started, now)
+                self._promotions.failed(transfer, started, now)
 
-    def late(self, movement: TierTransfer, started: Nanos, now: Nanos) -> None:
+    def late(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
         """A command has not come back in time. Its answer or failure is still awaited: until then its bytes are in use."""
-        match movement:
+        match transfer:
             case Demote(demotion_id=demotion_id):
                 self._demotions.demotion_is_late(demotion_id, started, now)
             case Confirm(confirm_id=confirm_id):
                 self._demotions.confirm_failed(confirm_id, started, now)
             case _:
-                self._promotions.late(movement, started, now)
+                self._promotions.late(transfer, started, now)
 
     def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
         """A tier has let blocks go by itself."""
@@ -197,7 +197,7 @@ class Hierarchy:
     def tick(self, now: Nanos) -> None:
         """Time has passed: a tier that was fenced may be tried again."""
         for tier in self._tiers:
-            self._demotions.keep(tier, now)
+            self._demotions.begin_demotions(tier, now)
 
     def commands(self) -> list[TierTransfer]:
         """What has to be done, in order; each is handed out once."""

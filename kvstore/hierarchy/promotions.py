@@ -74,13 +74,13 @@ class PromotionPool(Protocol):
 class Promotions:
     """See the module."""
 
-    def __init__(self, pool: PromotionPool, tiers: TierStates, orders: TransferQueue):
+    def __init__(self, pool: PromotionPool, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
-        self._queue = orders
+        self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        self._abandoned: dict[
+        self._late_reservations: dict[
             PromotionId, WriteReservation
         ] = {}  # places that a thread may still write to, of loads that have ended
         self._promoted: dict[BlockKey, str] = {}  # where blocks of the pool were, of which nobody was told
@@ -88,7 +88,7 @@ class Promotions:
 
     @property
     def is_idle(self) -> bool:
-        return not self._promotions and not self._abandoned
+        return not self._promotions and not self._late_reservations
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
         """How many of these leading blocks, none of which is in the pool yet, are on their way or being looked for."""
@@ -117,8 +117,8 @@ class Promotions:
         if not missing or max_wait <= 0 or not self._tiers:
             return 0
         deadline = Nanos(now + max_wait)
-        load = self._loading.get(BlockKey(digest, missing[0]))
-        if load is None:
+        promotion = self._loading.get(BlockKey(digest, missing[0]))
+        if promotion is None:
             if len(self._promotions) >= MAX_PROMOTIONS:
                 self.refused += 1
                 return 0
@@ -126,65 +126,71 @@ class Promotions:
             ours = ours[: next((i for i, key in enumerate(ours) if key in self._loading), None)]  # the rest has a load
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(ours)])
-            load = _Promotion(PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant)
-            self._promotions[load.id] = load
-            self._loading.update(dict.fromkeys(ours, load))
-            self._look(load, 0, now)
+            promotion = _Promotion(
+                PromotionId(self._queue.number()), digest, block_bytes, chain, held, deadline, tenant
+            )
+            self._promotions[promotion.id] = promotion
+            self._loading.update(dict.fromkeys(ours, promotion))
+            self._look(promotion, 0, now)
         else:
-            load.deadline = max(load.deadline, deadline)
+            promotion.deadline = max(promotion.deadline, deadline)
         return self.loading(digest, missing)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
         """A tier has said how many of the blocks of a `Find` it holds."""
-        load = self._promotions.get(promotion_id)
-        if load is None:
+        promotion = self._promotions.get(promotion_id)
+        if promotion is None:
             return  # too late
-        tier = self._tiers[load.tier]
+        tier = self._tiers[promotion.tier]
         if not tier.rule.finds_in_memory:
             tier.reading.succeeded()
-        self._forget_lost(load, tier, count)
+        self._forget_lost(promotion, tier, count)
         if count == 0:
-            self._look(load, load.tier + 1, now)
+            self._look(promotion, promotion.tier + 1, now)
             return
-        if tier.pace.seconds(count * load.block_bytes, now) > (load.deadline - now) / SECOND:
+        if tier.pace.seconds(count * promotion.block_bytes, now) > (promotion.deadline - now) / SECOND:
             tier.counters.too_slow += 1
-            self._look(load, load.tier + 1, now)
+            self._look(promotion, promotion.tier + 1, now)
             return
-        count = min(count, self._queue.batch_blocks(load.block_bytes))
-        names = load.chain[: load.position + count]
+        count = min(count, self._queue.batch_blocks(promotion.block_bytes))
+        names = promotion.chain[: promotion.position + count]
         try:
-            reservation = self._pool.reserve(load.digest, names, owner=NODE, lease=None, now=now, tenant=load.tenant)
+            reservation = self._pool.reserve(
+                promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
+            )
         except NamespaceUnknown:  # forgotten while a tier was asked, being empty: nobody wants these blocks any more
-            self._end(load)
+            self._end(promotion)
             return
-        run = [place for place in reservation.reserved if place.index >= load.position]
-        if not run or run[0].index != load.position:  # no room, or somebody else has just begun to write there
-            self._abandon(reservation, now)
-            self._look(load, load.tier, now) if run else self._end(load)
+        run = [place for place in reservation.reserved if place.index >= promotion.position]
+        if not run or run[0].index != promotion.position:  # no room, or somebody else has just begun to write there
+            self._give_back(reservation, now)
+            self._look(promotion, promotion.tier, now) if run else self._end(promotion)
             return
-        run = [place for index, place in enumerate(run) if place.index == load.position + index]
-        load.reservation = reservation
-        load.places = tuple(place.index for place in run)
-        load.began = now
-        load.until = Nanos(max(load.deadline, now + FETCH_AT_LEAST))
-        addresses = tuple(self._address(load.digest, place.slot) for place in run)
-        self._queue.give(Fetch(load.id, tier.index, addresses, load.until))
+        run = [place for index, place in enumerate(run) if place.index == promotion.position + index]
+        promotion.reservation = reservation
+        promotion.places = tuple(place.index for place in run)
+        promotion.began = now
+        promotion.until = Nanos(max(promotion.deadline, now + FETCH_AT_LEAST))
+        addresses = tuple(self._address(promotion.digest, place.slot) for place in run)
+        self._queue.give(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
         """A `Fetch` is through: what of it came."""
-        load = self._promotions.get(promotion_id)
-        if load is None:
+        promotion = self._promotions.get(promotion_id)
+        if promotion is None:
             self._release(promotion_id, now)
             return
-        tier = self._tiers[load.tier]
+        tier = self._tiers[promotion.tier]
         good = next((i for i, answer in enumerate(answers) if answer.outcome is not BlockOutcome.MOVED), len(answers))
-        if good or now < load.until:
+        if good or now < promotion.until:
             tier.reading.succeeded()
         else:
-            tier.failed(tier.reading, load.began, now)  # a call that waits behind one that hangs returns with nothing
-        tier.pace.measured(good * load.block_bytes, now - load.began, now)
+            tier.failed(
+                tier.reading, promotion.began, now
+            )  # a call that waits behind one that hangs returns with nothing
+        tier.pace.measured(good * promotion.block_bytes, now - promotion.began, now)
         tier.counters.loaded += good
-        keys = [BlockKey(load.digest, load.chain[index]) for index in load.places]
+        keys = [BlockKey(promotion.digest, promotion.chain[index]) for index in promotion.places]
         self._tiers.know(
             tier, [key for key, answer in zip(keys, answers, strict=True) if answer.outcome is BlockOutcome.MOVED]
         )
@@ -192,12 +198,12 @@ class Promotions:
             self._tiers.forget(
                 tier, [k for k, a in zip(keys, answers, strict=True) if a.outcome is not BlockOutcome.MOVED]
             )
-        self._publish(load, answers[:good], now)
+        self._publish(promotion, answers[:good], now)
         self._promoted.update(dict.fromkeys(keys[:good], tier.rule.name))
         while len(self._promoted) > MAX_UNREPORTED:
             del self._promoted[next(iter(self._promoted))]
         # A block that this tier promised and did not have may be in the next one.
-        self._look(load, 0 if good == len(answers) else load.tier + 1, now)
+        self._look(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
 
     @property
     def has_promoted(self) -> bool:
@@ -218,71 +224,74 @@ class Promotions:
             for name in names:
                 self._promoted.pop(BlockKey(digest, name), None)
 
-    def failed(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        load = self._promotions.get(movement.promotion_id)
-        if load is None:
-            self._release(movement.promotion_id, now)
+    def failed(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
+        promotion = self._promotions.get(transfer.promotion_id)
+        if promotion is None:
+            self._release(transfer.promotion_id, now)
             return
-        tier = self._tiers[movement.tier]
+        tier = self._tiers[transfer.tier]
         tier.failed(tier.reading, started, now)
-        if isinstance(movement, Fetch):
-            self._publish(load, (), now)
-        self._look(load, load.tier + 1, now)
+        if isinstance(transfer, Fetch):
+            self._publish(promotion, (), now)
+        self._look(promotion, promotion.tier + 1, now)
 
-    def late(self, movement: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        tier = self._tiers[movement.tier]
+    def late(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
+        tier = self._tiers[transfer.tier]
         tier.failed(tier.reading, started, now)
-        load = self._promotions[movement.promotion_id]
-        if load.reservation is not None:
-            self._abandoned[load.id], load.reservation = load.reservation, None
-        self._end(load)
+        promotion = self._promotions[transfer.promotion_id]
+        if promotion.reservation is not None:
+            self._late_reservations[promotion.id], promotion.reservation = promotion.reservation, None
+        self._end(promotion)
 
     def check(self) -> None:
         """Asserts what always holds; for tests."""
         assert len(self._promotions) <= MAX_PROMOTIONS
-        for load in self._promotions.values():
-            for name in load.chain[load.position :]:
-                assert self._loading[BlockKey(load.digest, name)] is load
+        for promotion in self._promotions.values():
+            for name in promotion.chain[promotion.position :]:
+                assert self._loading[BlockKey(promotion.digest, name)] is promotion
         assert set(self._loading.values()) <= set(self._promotions.values())
 
-    def _look(self, load: "_Promotion", tier_index: int, now: Nanos) -> None:
+    def _look(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
         """Ask the tiers from this one on for the next blocks of a load; end it when none is left to ask."""
-        while load.position < len(load.chain) and self._pool.is_present(
-            BlockKey(load.digest, load.chain[load.position])
+        while promotion.position < len(promotion.chain) and self._pool.is_present(
+            BlockKey(promotion.digest, promotion.chain[promotion.position])
         ):
-            self._advance(load, 1)  # somebody else has brought it, or is about to
-        if load.position == len(load.chain) or now >= load.deadline:
-            self._end(load)
+            self._advance(promotion, 1)  # somebody else has brought it, or is about to
+        if promotion.position == len(promotion.chain) or now >= promotion.deadline:
+            self._end(promotion)
             return
-        batch = self._queue.batch_blocks(load.block_bytes)
+        batch = self._queue.batch_blocks(promotion.block_bytes)
         for tier in self._tiers.from_index(tier_index):
             if not tier.reading.allows(now):
                 continue
-            load.tier = tier.index
-            keys = tuple(BlockKey(load.digest, name) for name in load.chain[load.position : load.position + batch])
-            self._queue.give(Find(load.id, tier.index, keys, load.deadline))
+            promotion.tier = tier.index
+            keys = tuple(
+                BlockKey(promotion.digest, name)
+                for name in promotion.chain[promotion.position : promotion.position + batch]
+            )
+            self._queue.give(Find(promotion.id, tier.index, keys, promotion.deadline))
             return
-        self._end(load)
+        self._end(promotion)
 
-    def _forget_lost(self, load: "_Promotion", tier: TierState, count: int) -> None:
+    def _forget_lost(self, promotion: "_Promotion", tier: TierState, count: int) -> None:
         """A tier that is shared, or elsewhere, does not tell what it lets go (`kvstore.hierarchy.tier_states`, rule 1).
 
         What lies behind the first block that it lacks may still be there: to offer that once more costs little, and to
         miss it block by block would cost a look-up each. A tier that finds in memory tells, but what it said of a block
         before may have been heard after that; and of the others it says at once whether they are there.
         """
-        if count < self._queue.batch_blocks(load.block_bytes):
-            missing = load.chain[load.position + count :]
+        if count < self._queue.batch_blocks(promotion.block_bytes):
+            missing = promotion.chain[promotion.position + count :]
             missing = missing[:1] if tier.rule.finds_in_memory else missing
-            self._tiers.forget(tier, [BlockKey(load.digest, name) for name in missing])
+            self._tiers.forget(tier, [BlockKey(promotion.digest, name) for name in missing])
 
-    def _publish(self, load: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
+    def _publish(self, promotion: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
         """Make what came readable, and give the other places back."""
-        assert load.reservation is not None
-        reservation, load.reservation = load.reservation, None
-        checksums = {index: answer.crc32c for index, answer in zip(load.places, answers, strict=False)}
+        assert promotion.reservation is not None
+        reservation, promotion.reservation = promotion.reservation, None
+        checksums = {index: answer.crc32c for index, answer in zip(promotion.places, answers, strict=False)}
         self._pool.publish(reservation.reservation_id, checksums, owner=NODE, now=now)
-        self._advance(load, len(answers))
+        self._advance(promotion, len(answers))
 
     def _address(self, digest: bytes, slot: Slot) -> Address:
         address = self._pool.writable(digest, slot)
@@ -291,21 +300,21 @@ class Promotions:
 
     def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
         """A thread is through with what it did for a load that has ended."""
-        if (reservation := self._abandoned.pop(promotion_id, None)) is not None:
-            self._abandon(reservation, now)
+        if (reservation := self._late_reservations.pop(promotion_id, None)) is not None:
+            self._give_back(reservation, now)
 
-    def _abandon(self, reservation: WriteReservation, now: Nanos) -> None:
+    def _give_back(self, reservation: WriteReservation, now: Nanos) -> None:
         if reservation.reserved:
             self._pool.publish(reservation.reservation_id, {}, owner=NODE, now=now)
 
-    def _advance(self, load: "_Promotion", blocks: int) -> None:
-        for name in load.chain[load.position : load.position + blocks]:
-            del self._loading[BlockKey(load.digest, name)]
-        load.position += blocks
+    def _advance(self, promotion: "_Promotion", blocks: int) -> None:
+        for name in promotion.chain[promotion.position : promotion.position + blocks]:
+            del self._loading[BlockKey(promotion.digest, name)]
+        promotion.position += blocks
 
-    def _end(self, load: "_Promotion") -> None:
-        self._advance(load, len(load.chain) - load.position)
-        del self._promotions[load.id]
+    def _end(self, promotion: "_Promotion") -> None:
+        self._advance(promotion, len(promotion.chain) - promotion.position)
+        del self._promotions[promotion.id]
 
 
 class _Promotion:

@@ -61,7 +61,7 @@ class TierState:
         self.counters = TierCounters()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # to go down, with the bytes of each
         self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # there, as far as we know
-        self.copying = 0  # batches on their way down
+        self.demoting = 0  # batches on their way down
 
     @property
     def room(self) -> int:

@@ -26,8 +26,8 @@ class TransferQueue:
         """How many blocks of so many bytes move at a time."""
         return max(1, self._batch_bytes // block_bytes)
 
-    def give(self, movement: TierTransfer) -> None:
-        self._commands.append(movement)
+    def give(self, transfer: TierTransfer) -> None:
+        self._commands.append(transfer)
 
     def taken(self) -> list[TierTransfer]:
         """Each is handed out once."""

@@ -5,13 +5,13 @@ lie, in a quarter of the time that a dict of objects takes, which is most of wha
 """
 
 try:
-    from kvstore.native._table import Table
+    from kvstore.native._table import Table as BlockTable
 
     BUILT = True
     """Whether the native table is used."""
 except ImportError:  # not built, or not by a compiler that can
-    from kvstore.native.tables_twin import Table
+    from kvstore.native.tables_twin import BlockTable
 
     BUILT = False
 
-__all__ = ["BUILT", "Table"]
+__all__ = ["BUILT", "BlockTable"]

@@ -18,7 +18,7 @@ class HasSlot(Protocol):
 BlockT = TypeVar("BlockT", bound=HasSlot)
 
 
-class Table(Generic[BlockT]):
+class BlockTable(Generic[BlockT]):
     """Blocks by name. A name that has not 16 bytes is a `ValueError`, and so are names that are not a multiple of them."""
 
     def __init__(self, key: tuple[int, int], /) -> None:  # noqa: ARG002 - a dict has a key of its own

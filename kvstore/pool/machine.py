@@ -97,7 +97,7 @@ class BlockMachine:
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
         self._namespaces = self._allocator.namespaces
         self._quotas = quotas
-        self._holds = SessionPins(max_held_bytes)
+        self._pins = SessionPins(max_held_bytes)
         self._leases = LeaseTable(epoch, max_leases)
         self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
@@ -185,20 +185,20 @@ class BlockMachine:
         self.release_hold(digest, session, now)
         opened = self._namespaces.use(digest, now)
         found = opened.readable.blocks(b"".join(names))
-        fitting = self._holds.fitting(found)
+        fitting = self._pins.fitting(found)
         refused = len(found) - fitting
         del found[fitting:]
         if found:
             self._leases.require_room()
             key = (digest, session)
             lease_id = self._lease(BlockLease(found, is_use=False, hold=key), Nanos(now + span))
-            self._holds.begin(key, found, lease_id)
+            self._pins.begin(key, found, lease_id)
         return SessionPinResult(blocks=len(found), refused=refused)
 
     def release_hold(self, digest: bytes, session: str, now: Nanos) -> int:
         """End a session's hold early; returns of how many blocks, 0 when it has ended."""
         self.expire(now)
-        lease_id = self._holds.lease_of((digest, session))
+        lease_id = self._pins.lease_of((digest, session))
         if lease_id is None:
             return 0
         lease = self._leases.lease(lease_id)
@@ -323,7 +323,7 @@ class BlockMachine:
         block = opened.readable.get(name)
         if block is None or block.generation != generation:
             return False
-        if block in self._holds:
+        if block in self._pins:
             self._let_go(block, now)
         block.state = advance(block.state, BlockTransition.CONDEMN)
         self._allocator.forget(opened, block)
@@ -378,7 +378,7 @@ class BlockMachine:
             refused=self._refused,
             leases=len(self._leases) - self._leases.reservations,
             reservations=self._leases.reservations,
-            held_bytes=self._holds.bytes,
+            held_bytes=self._pins.bytes,
             tenants=tuple(account.stats for account in self._quotas) if self._quotas is not None else (),
         )
 
@@ -400,7 +400,7 @@ class BlockMachine:
             assert (block.pins > 0) == (block.state in (BlockState.PINNED, BlockState.CONDEMNED))
             assert (block.generation in reserved) == (block.state is BlockState.RESERVED)
         assert sum(block.pins > 0 for block in self._allocator) == self._pinned
-        self._holds.check(held)
+        self._pins.check(held)
         self._allocator.check(self._quotas or ())
 
     # Leases and reservations
@@ -416,7 +416,7 @@ class BlockMachine:
                 self._allocator.abandon(what.opened, block)
             return
         if what.hold is not None:
-            self._holds.end(what.hold, what.blocks)
+            self._pins.end(what.hold, what.blocks)
         self._unpin(what.blocks, now, is_use=what.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
@@ -450,12 +450,12 @@ class BlockMachine:
 
     def _let_go(self, block: StoredBlock, now: Nanos) -> None:
         """Nobody wants to hold bad bytes."""
-        for lease_id in self._holds.leases():
+        for lease_id in self._pins.leases():
             lease = self._leases.lease(lease_id)
             assert lease is not None
             while block in lease.blocks:
                 lease.blocks.remove(block)
-                self._holds.let_go(block)
+                self._pins.let_go(block)
                 self._unpin([block], now, is_use=False)
 
     def _count_match(self, opened: OpenNamespace, hits: int, misses: int, tenant: bytes) -> None:

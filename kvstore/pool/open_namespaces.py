@@ -9,7 +9,7 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.errors import Exhausted, InvalidArgument, NamespaceInUse, NamespaceUnknown
 from kvstore.messages import SLOT, Address, BlockKey, Slot
 from kvstore.namespace import KvNamespace
-from kvstore.native.tables import Table
+from kvstore.native.tables import BlockTable
 from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
@@ -58,7 +58,7 @@ class OpenNamespace:
         self.namespace = namespace
         self.digest = namespace.digest
         self.used = used
-        self.readable: Table[StoredBlock] = Table(key)
+        self.readable: BlockTable[StoredBlock] = BlockTable(key)
         self.writing: dict[BlockHash, StoredBlock] = {}
 
     @property

@@ -49,7 +49,7 @@ OK = 0
 ROOM_BYTES = 64 << 10  # for answers; longer ones are rare
 AT_ONCE_BYTES = 32 << 10  # that fit into the socket's buffer, so that sending them takes no time
 GOODBYE_SECONDS = 0.1  # for what was to be released soon
-IDLE_LINES = 8  # that are kept: more threads at a time are rare
+IDLE_CONNECTIONS = 8  # that are kept: more threads at a time are rare
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -109,7 +109,7 @@ class NodeCalls:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
-        self._lines: set[_CallConnection] = set()
+        self.connections: set[_CallConnection] = set()
         self._idle: list[_CallConnection] = []
         self._over = False
 
@@ -122,27 +122,27 @@ class NodeCalls:
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
         """As `release`, without waiting for the node where that is possible; `settle` does."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        line = self._line(deadline) if self._path else None
-        if line is None:
+        connection = self._connection(deadline) if self._path else None
+        if connection is None:
             self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
             return
         whole = False
         try:
-            line.tell(Method.RELEASE, request.SerializeToString(), deadline)
+            connection.tell(Method.RELEASE, request.SerializeToString(), deadline)
             whole = True
         except OSError as error:
             raise _failed(error) from error
         finally:
-            self._give_back(line, whole=whole)
+            self._give_back(connection, whole=whole)
 
     def settle(self, timeout_seconds: float) -> None:
         """What was to be released soon has been released, unless the node does not answer in time."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         with self._lock:
-            owing = [line for line in self._idle if line.is_owed]
-            self._idle = [line for line in self._idle if not line.is_owed]
-        for line in owing:
-            self._give_back(line, whole=line.settle(deadline))
+            owing = [connection for connection in self._idle if connection.is_owed]
+            self._idle = [connection for connection in self._idle if not connection.is_owed]
+        for connection in owing:
+            self._give_back(connection, whole=connection.settle(deadline))
 
     def reserve(self, request: pb.ReserveRequest, timeout_seconds: float) -> pb.ReserveResponse:
         return self._ask(Method.RESERVE, request, pb.ReserveResponse, self._stub.Reserve, timeout_seconds)
@@ -156,16 +156,16 @@ class NodeCalls:
         with self._lock:
             self._over = True
             idle, self._idle = self._idle, []
-            self._lines.difference_update(idle)
-        for line in idle:
-            line.close()
+            self.connections.difference_update(idle)
+        for connection in idle:
+            connection.close()
 
     def close(self) -> None:
         """As `retire`; calls in progress end now."""
         self.retire()
         with self._lock:
-            for line in self._lines:
-                line.hang_up()
+            for connection in self.connections:
+                connection.hang_up()
 
     def _ask(
         self,
@@ -176,24 +176,24 @@ class NodeCalls:
         timeout_seconds: float,
     ) -> Answer:
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
-        line = self._line(deadline) if self._path else None
-        if line is None:
+        connection = self._connection(deadline) if self._path else None
+        if connection is None:
             return by_grpc(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
         whole = False
         try:
-            status, body = line.exchange(method, request.SerializeToString(), deadline)
+            status, body = connection.exchange(method, request.SerializeToString(), deadline)
             answer = kind.FromString(body) if status == OK else None
             whole = True
         except (OSError, DecodeError) as error:
             raise _failed(error) from error
         finally:
-            self._give_back(line, whole=whole)
+            self._give_back(connection, whole=whole)
         if answer is None:
             field, _, reason = body.decode(errors="replace").partition("\0")
             raise CallRefused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
         return answer
 
-    def _line(self, deadline: Nanos) -> "_CallConnection | None":
+    def _connection(self, deadline: Nanos) -> "_CallConnection | None":
         """A connection for one call; None where there is none to be had."""
         while True:
             with self._lock:
@@ -201,14 +201,14 @@ class NodeCalls:
                     raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
                 if not self._idle:
                     break
-                line = self._idle.pop()
-            if line.settle(deadline) and line.is_silent():
-                return line
-            self._give_back(line, whole=False)
+                connection = self._idle.pop()
+            if connection.settle(deadline) and connection.is_silent():
+                return connection
+            self._give_back(connection, whole=False)
             if self._clock.now() >= deadline:
                 raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
-            line = _CallConnection(self._path, self._clock, deadline)
+            connection = _CallConnection(self._path, self._clock, deadline)
         except TimeoutError as error:
             raise CallRefused(
                 grpc.StatusCode.DEADLINE_EXCEEDED, "the node does not take a connection in time"
@@ -216,16 +216,16 @@ class NodeCalls:
         except OSError:
             return None
         with self._lock:
-            self._lines.add(line)
-        return line
+            self.connections.add(connection)
+        return connection
 
-    def _give_back(self, line: "_CallConnection", *, whole: bool) -> None:
+    def _give_back(self, connection: "_CallConnection", *, whole: bool) -> None:
         with self._lock:
-            if whole and not self._over and len(self._idle) < IDLE_LINES:
-                self._idle.append(line)
+            if whole and not self._over and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(connection)
                 return
-            self._lines.discard(line)
-        line.close()
+            self.connections.discard(connection)
+        connection.close()
 
 
 def _failed(error: Exception) -> CallRefused:

@@ -43,7 +43,7 @@ from kvstore.v1 import blocks_pb2 as pb
 MAX_HASHES = 65_536
 """In one request: 1 MiB of names, 2 million tokens at 32 a block."""
 
-NOTHING_ROSE: Mapping[str, int] = MappingProxyType({})
+NOTHING_PROMOTED: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
 """Released in one request, each of many blocks perhaps: everybody else waits meanwhile."""
@@ -245,7 +245,9 @@ def parse_condemned(request: pb.CondemnRequest) -> list[tuple[BlockHash, int]]:
     return list(zip(names, request.generations, strict=True))
 
 
-def match_message(leased: LeasedSlots, loading: int = 0, risen: Mapping[str, int] = NOTHING_ROSE) -> pb.MatchResponse:
+def match_message(
+    leased: LeasedSlots, loading: int = 0, risen: Mapping[str, int] = NOTHING_PROMOTED
+) -> pb.MatchResponse:
     response = pb.MatchResponse(lease_id=leased.lease_id, slots=leased.slots.packed, loading=loading)
     for tier, blocks in risen.items():
         response.risen.add(tier=tier, blocks=blocks)

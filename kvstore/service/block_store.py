@@ -112,8 +112,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._condemning = asyncio.Lock()  # one client at a time: each has the loop for a turn
         self._mismatches = 0
 
-    def attach(self, mover: TransferExecutor) -> None:
-        self._executor = mover
+    def attach(self, executor: TransferExecutor) -> None:
+        self._executor = executor
 
     def tick(self) -> None:
         """Time has passed: reclaim what has ended."""
@@ -138,9 +138,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         stats = self.stats()
         return NodeSnapshot(
             stats=stats,
-            movements=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
+            transfers=tuple(self._hierarchy.counters(index) for index in range(len(stats.tiers))),
             refused_loads=self._hierarchy.refused,
-            shadows=self._ghost_caches.estimates(),
+            ghost_caches=self._ghost_caches.estimates(),
             mismatches=self._mismatches,
         )
 
@@ -238,7 +238,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self.settle()  # a tier that knows at once that it has nothing keeps nobody waiting
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
         tell = lease and self._hierarchy.has_promoted
-        promoted = self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_ROSE
+        promoted = (
+            self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_PROMOTED
+        )
         return wire.match_message(leased, loading, promoted)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:

@@ -138,7 +138,7 @@ class Evacuation:
         self._failures = failures
         # From here on blocks by their index, which is their order.
         self._unsure: list[int] = []  # known to be there, and not asked about yet
-        self._doubted: list[int] = []  # being asked about
+        self._confirming: list[int] = []  # being asked about
         self._waiting: list[int] = []
         self._under_way: dict[int, int] = {}  # with the tier's failures before it was handed down
         self._paid: set[int] = set()
@@ -154,16 +154,16 @@ class Evacuation:
 
     @property
     def is_over(self) -> bool:
-        return not (self._unsure or self._doubted or self._waiting or self._under_way)
+        return not (self._unsure or self._confirming or self._waiting or self._under_way)
 
     def still_here(self) -> set[BlockKey]:
         """Blocks that are not dealt with."""
-        return {self._keys[index] for index in (*self._unsure, *self._doubted, *self._waiting, *self._under_way)}
+        return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def go_on(self, now: Nanos) -> None:
         """Ask about what is known, and hand down what is not there, as far as there is room."""
         can_be_asked = self._ask(now)
-        unclear = [*self._doubted[:1], *self._unsure[:1]] if can_be_asked else []
+        unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         until = min(unclear, default=len(self._keys))  # what is worth more may have to go before the rest
         due = [index for index in self._waiting[: self._hierarchy.room(self._refuge)] if index < until]
         del self._waiting[: len(due)]
@@ -185,10 +185,10 @@ class Evacuation:
 
     def look(self) -> None:
         """What has come of it."""
-        doubted, self._doubted = self._doubted, []
-        for index in doubted:
+        confirming, self._confirming = self._confirming, []
+        for index in confirming:
             if self._hierarchy.is_being_confirmed(self._refuge, self._keys[index]):
-                self._doubted.append(index)
+                self._confirming.append(index)
             elif self._hierarchy.has(self._refuge, self._keys[index]):
                 self.there += 1
             else:
@@ -215,12 +215,12 @@ class Evacuation:
 
     def _ask(self, now: Nanos) -> bool:
         """Whether what is known to be there can be found out about now."""
-        if self._doubted or not self._unsure:
+        if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]
         if not self._hierarchy.confirm(self._refuge, [self._keys[index] for index in asked], now):
             return False
-        self._doubted = asked
+        self._confirming = asked
         del self._unsure[:ASKED_AT_ONCE]
         return True
 

@@ -14,7 +14,7 @@ from kvstore.eviction.ghost_caches import NamespaceEstimates
 from kvstore.hierarchy.transfers import TierCounters
 from kvstore.messages import POOL_TIER, Stats, TierStatus
 
-MOVEMENTS = {
+TRANSFERS = {
     "loaded": "Blocks that came up to the pool",
     "kept": "Blocks that went down to the tier",
     "dropped": "Blocks that should have gone down, and for which the queue had no room",
@@ -28,9 +28,9 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     """What a node knows of itself at one moment."""
 
     stats: Stats
-    movements: tuple[TierCounters, ...]  # of the tiers below the pool, in the order of `stats.tiers`
+    transfers: tuple[TierCounters, ...]  # of the tiers below the pool, in the order of `stats.tiers`
     refused_loads: int
-    shadows: tuple[NamespaceEstimates, ...]
+    ghost_caches: tuple[NamespaceEstimates, ...]
     mismatches: int = 0  # clients refused, because their blocks are not like those here
     undecodable: int = 0  # requests refused, because they are no messages
     unproven: int = 0  # connections of the data plane that could not prove the secret
@@ -124,23 +124,23 @@ class _SnapshotCollector:
             for tier in tiers:
                 family.add_metric([tier.name], getattr(tier, name))
             yield family
-        for name, about in MOVEMENTS.items():
+        for name, about in TRANSFERS.items():
             family = CounterMetricFamily(f"kvstore_hierarchy_{name}", about, labels=["tier"])
-            for tier, counters in zip(stats.tiers, found.movements, strict=True):
+            for tier, counters in zip(stats.tiers, found.transfers, strict=True):
                 family.add_metric([tier.name], getattr(counters, name))
             yield family
         yield CounterMetricFamily(
             "kvstore_hierarchy_refused_loads", "Loads not begun, because too many were under way", found.refused_loads
         )
-        shadow = GaugeMetricFamily(
+        hit_rates = GaugeMetricFamily(
             "kvstore_shadow_hit_rate",
             "What the pool's hit rate of late would have been under a policy, at a multiple of its size",
             labels=["namespace", "policy", "scale"],
         )
-        for each in found.shadows:
+        for each in found.ghost_caches:
             for estimate in each.estimates:
-                shadow.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
-        yield shadow
+                hit_rates.add_metric([each.fingerprint, estimate.policy, str(estimate.scale)], estimate.hit_rate)
+        yield hit_rates
         yield GaugeMetricFamily("kvstore_pinned_blocks", "Blocks that a lease or a hold keeps in place", stats.pinned)
         yield GaugeMetricFamily("kvstore_held_bytes", "Bytes that sessions hold while they wait", stats.held_bytes)
         yield CounterMetricFamily(

@@ -163,9 +163,9 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
 
         tasks = await stack.enter_async_context(_tasks())
         metrics = NodeMetrics(CollectorRegistry(), _snapshots(look))
-        mover = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
-        stack.callback(mover.close)
-        service.attach(mover)
+        executor = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
+        stack.callback(executor.close)
+        service.attach(executor)
         if settings.metrics_listen:
             _serve_metrics(settings.metrics_listen, metrics.registry, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard))

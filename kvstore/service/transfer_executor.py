@@ -66,17 +66,17 @@ class TransferExecutor:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
-        self._ill: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
+        self._failing: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
         """Begin what the hierarchy has decided."""
-        while movements := self._hierarchy.commands():
-            for movement in movements:
-                if isinstance(movement, Find) and self._tiers[movement.tier].finds_in_memory:
-                    self._hear(movement, self._call(movement))
+        while transfers := self._hierarchy.commands():
+            for transfer in transfers:
+                if isinstance(transfer, Find) and self._tiers[transfer.tier].finds_in_memory:
+                    self._report(transfer, self._call(transfer))
                 else:
-                    task = self._tasks.create_task(self._perform(movement))
+                    task = self._tasks.create_task(self._perform(transfer))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
 
@@ -105,40 +105,40 @@ class TransferExecutor:
         """Nobody waits any more for what is under way. Threads that hang are left behind; they end with the process."""
         for task in self._running:
             task.cancel()
-        for lanes in self._threads_by_tier:
-            lanes.close()
+        for threads in self._threads_by_tier:
+            threads.close()
 
-    async def _perform(self, movement: TierTransfer) -> None:
+    async def _perform(self, transfer: TierTransfer) -> None:
         started = self._clock.now()
-        call = self._threads_by_tier[movement.tier].call(partial(self._call, movement))
+        call = self._threads_by_tier[transfer.tier].call(partial(self._call, transfer))
         try:
-            await asyncio.wait([call.outcome], timeout=seconds(max(movement.deadline - started, 0)) + LATE_SECONDS)
+            await asyncio.wait([call.outcome], timeout=seconds(max(transfer.deadline - started, 0)) + LATE_SECONDS)
             if not call.outcome.done():
                 if call.withdraw():
                     raise TierFailed("what was begun before does not come back")
-                self._hierarchy.late(movement, started, self._clock.now())
-                self._fell_ill(movement, "it does not answer in time")
+                self._hierarchy.late(transfer, started, self._clock.now())
+                self._note_failure(transfer, "it does not answer in time")
                 self._on_answer()
             tell = await call.outcome
             self._on_moved(
-                self._tiers[movement.tier].name, OPERATIONS[type(movement)], seconds(self._clock.now() - started)
+                self._tiers[transfer.tier].name, OPERATIONS[type(transfer)], seconds(self._clock.now() - started)
             )
-            self._hear(movement, tell)
+            self._report(transfer, tell)
         except TierFailed as error:
-            self._hierarchy.failed(movement, started, self._clock.now())
-            self._fell_ill(movement, str(error))
+            self._hierarchy.failed(transfer, started, self._clock.now())
+            self._note_failure(transfer, str(error))
         except Exception:  # supervisor: a bug in a tier costs its blocks, not the node
             log.exception("a tier failed in a way that it should not")
-            self._hierarchy.failed(movement, started, self._clock.now())
+            self._hierarchy.failed(transfer, started, self._clock.now())
         finally:
             call.withdraw()  # where the node stops
             call.outcome.cancel()
         self._on_answer()
 
-    def _call(self, movement: TierTransfer) -> Tell:
+    def _call(self, transfer: TierTransfer) -> Tell:
         """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
-        tier = self._tiers[movement.tier]
-        match movement:
+        tier = self._tiers[transfer.tier]
+        match transfer:
             case Find(promotion_id=promotion_id, keys=keys, deadline=deadline):
                 return partial(self._hierarchy.found, promotion_id, tier.find(keys, deadline))
             case Fetch(promotion_id=promotion_id, addresses=addresses, deadline=deadline):
@@ -154,24 +154,24 @@ class TransferExecutor:
     def _views(self, addresses: Sequence[Address]) -> list[ByteArray]:
         return [self._pool.view(address) for address in addresses]
 
-    def _hear(self, movement: TierTransfer, tell: Tell) -> None:
-        tier = self._tiers[movement.tier]
+    def _report(self, transfer: TierTransfer, tell: Tell) -> None:
+        tier = self._tiers[transfer.tier]
         tell(self._clock.now())
         if gone := tier.gone():
-            self._hierarchy.gone(movement.tier, gone)
-        if (isinstance(movement, Find) and tier.finds_in_memory) or self._clock.now() >= movement.deadline:
+            self._hierarchy.gone(transfer.tier, gone)
+        if (isinstance(transfer, Find) and tier.finds_in_memory) or self._clock.now() >= transfer.deadline:
             return  # that says nothing of the disk, or nothing good
-        if (way := _way(movement)) in self._ill:
-            self._ill.discard(way)
-            log.info("tier works again", extra={"tier": tier.name, "writing": way[1]})
+        if (direction := _direction(transfer)) in self._failing:
+            self._failing.discard(direction)
+            log.info("tier works again", extra={"tier": tier.name, "writing": direction[1]})
 
-    def _fell_ill(self, movement: TierTransfer, cause: str) -> None:
-        if (way := _way(movement)) not in self._ill:
-            self._ill.add(way)
+    def _note_failure(self, transfer: TierTransfer, cause: str) -> None:
+        if (direction := _direction(transfer)) not in self._failing:
+            self._failing.add(direction)
             log.warning(
-                "tier fails", extra={"tier": self._tiers[movement.tier].name, "writing": way[1], "cause": cause}
+                "tier fails", extra={"tier": self._tiers[transfer.tier].name, "writing": direction[1], "cause": cause}
             )
 
 
-def _way(movement: TierTransfer) -> tuple[int, bool]:
-    return movement.tier, isinstance(movement, Demote)
+def _direction(transfer: TierTransfer) -> tuple[int, bool]:
+    return transfer.tier, isinstance(transfer, Demote)

@@ -21,14 +21,14 @@ from tests.support.sim.traces import agentic, conversation
 SCALES = (0.5, 1, 2, 4)
 
 
-def shadowed(trace, capacity_blocks, scenarios, sampled_blocks):
-    shadow = GhostCache(
+def replayed_ghost_cache(trace, capacity_blocks, scenarios, sampled_blocks):
+    ghost_cache = GhostCache(
         capacity_blocks, scenarios, sample_numbers, sampled_blocks=sampled_blocks, half_life=Nanos(1 << 62)
     )
     for request in trace.requests:
-        shadow.looked_up(request.chain, request.arrival)
-        shadow.stored(request.chain, request.arrival)
-    return shadow
+        ghost_cache.looked_up(request.chain, request.arrival)
+        ghost_cache.stored(request.chain, request.arrival)
+    return ghost_cache
 
 
 @pytest.mark.parametrize(("trace", "share"), [(conversation, 0.1), (agentic, 0.05)])
@@ -38,7 +38,7 @@ def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, shar
     capacity_blocks = int(distinct_blocks(requests) * share)
     scenarios = [GhostCacheScenario(name, scale) for scale in SCALES]
 
-    estimates = shadowed(trace(), capacity_blocks, scenarios, capacity_blocks // 3).estimates()
+    estimates = replayed_ghost_cache(trace(), capacity_blocks, scenarios, capacity_blocks // 3).estimates()
 
     for estimate in estimates:
         whole = replay(
@@ -48,12 +48,12 @@ def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, shar
 
 
 def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
-    shadow = GhostCache(1000, [GhostCacheScenario("lru", 1), GhostCacheScenario("lru", 4)], sample_numbers)
+    ghost_cache = GhostCache(1000, [GhostCacheScenario("lru", 1), GhostCacheScenario("lru", 4)], sample_numbers)
     for turn in range(10):
-        shadow.looked_up(range(500), Nanos(turn * SECOND))
-        shadow.stored(range(500), Nanos(turn * SECOND))
+        ghost_cache.looked_up(range(500), Nanos(turn * SECOND))
+        ghost_cache.stored(range(500), Nanos(turn * SECOND))
 
-    assert shadow.estimates() == [
+    assert ghost_cache.estimates() == [
         HitRateEstimate(policy="lru", scale=1, hit_rate=0.9),
         HitRateEstimate(policy="lru", scale=4, hit_rate=0.9),
     ]
@@ -65,11 +65,11 @@ def test_a_small_capacity_is_looked_at_as_a_whole():
 
 
 def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
-    shadow = GhostCache(1 << 14, [GhostCacheScenario("lru", 4)], sample_numbers, sampled_blocks=64)
+    ghost_cache = GhostCache(1 << 14, [GhostCacheScenario("lru", 4)], sample_numbers, sampled_blocks=64)
     for block in range(0, 1_000_000, 100):
-        shadow.stored(range(block, block + 100), Nanos(block))
+        ghost_cache.stored(range(block, block + 100), Nanos(block))
 
-    (cache,) = shadow._caches.values()
+    (cache,) = ghost_cache._caches.values()
     assert len(cache._held) == 4 * 64
 
 
@@ -86,12 +86,12 @@ def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
 
 
 def test_what_was_long_ago_counts_less():
-    shadow = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
-    shadow.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
-    shadow.stored(range(10), Nanos(FADE_EVERY))
-    shadow.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
+    ghost_cache = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
+    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
+    ghost_cache.stored(range(10), Nanos(FADE_EVERY))
+    ghost_cache.looked_up(range(10), Nanos(FADE_EVERY + HALF_LIFE))  # all hit
 
-    (estimate,) = shadow.estimates()
+    (estimate,) = ghost_cache.estimates()
     assert estimate.hit_rate == pytest.approx(2 / 3)
 
 

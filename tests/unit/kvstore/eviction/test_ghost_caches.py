@@ -12,32 +12,32 @@ def namespaces(count: int, of: str = "adapter"):
     return [a_namespace(lora=f"{of}{number}") for number in range(count)]
 
 
-def shadows(*opened) -> GhostCaches:
-    shadows = GhostCaches(100 * BLOCK_BYTES, "lru")
+def ghost_caches(*opened) -> GhostCaches:
+    ghost_caches = GhostCaches(100 * BLOCK_BYTES, "lru")
     for namespace in opened:
-        shadows.open(namespace)
-    return shadows
+        ghost_caches.open(namespace)
+    return ghost_caches
 
 
-def looked_at(shadows: GhostCaches) -> set[str]:
-    return {each.fingerprint for each in shadows.estimates()}
+def looked_at(ghost_caches: GhostCaches) -> set[str]:
+    return {each.fingerprint for each in ghost_caches.estimates()}
 
 
-def use(shadows: GhostCaches, namespace, times: int = 1, now: int = 0) -> None:
+def use(ghost_caches: GhostCaches, namespace, times: int = 1, now: int = 0) -> None:
     for _ in range(times):
-        shadows.looked_up(namespace.digest, CHAIN, Nanos(now))
-        shadows.stored(namespace.digest, CHAIN, Nanos(now))
+        ghost_caches.looked_up(namespace.digest, CHAIN, Nanos(now))
+        ghost_caches.stored(namespace.digest, CHAIN, Nanos(now))
 
 
 def test_the_first_namespaces_are_looked_at_at_once_and_no_more_than_there_are_places():
     opened = namespaces(MAX_GHOST_CACHES + 3)
 
-    assert looked_at(shadows(*opened)) == {each.fingerprint for each in opened[:MAX_GHOST_CACHES]}
+    assert looked_at(ghost_caches(*opened)) == {each.fingerprint for each in opened[:MAX_GHOST_CACHES]}
 
 
 def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least():
     *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
-    found = shadows(*opened)
+    found = ghost_caches(*opened)
     for number, namespace in enumerate(first):
         use(found, namespace, times=10 - number)  # the last one three times
 
@@ -55,7 +55,7 @@ def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least(
 
 def test_two_that_are_used_alike_do_not_push_each_other_out():
     opened = namespaces(MAX_GHOST_CACHES + 1)
-    found = shadows(*opened)
+    found = ghost_caches(*opened)
     for _ in range(20):
         for namespace in opened:
             use(found, namespace)
@@ -65,7 +65,7 @@ def test_two_that_are_used_alike_do_not_push_each_other_out():
 
 def test_what_was_used_long_ago_counts_less():
     *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
-    found = shadows(*opened)
+    found = ghost_caches(*opened)
     for namespace in first:
         use(found, namespace, times=100)
 
@@ -76,7 +76,7 @@ def test_what_was_used_long_ago_counts_less():
 
 def test_what_is_remembered_is_bounded_and_who_was_forgotten_is_found_again():
     opened = namespaces(MAX_NAMESPACES)
-    found = shadows(*opened)
+    found = ghost_caches(*opened)
     for namespace in opened[1:]:
         use(found, namespace)
 

@@ -57,12 +57,12 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
         below.perform()
     else:
         below.hold(a_chain(2, "b"))
-    movement = below.waiting.popleft()
+    transfer = below.waiting.popleft()
     began = below.now
     below.tick(31)
-    below.hierarchy.late(movement, began, below.now)
+    below.hierarchy.late(transfer, began, below.now)
     below.tick(3600)
-    below.hierarchy.failed(movement, began, below.now)
+    below.hierarchy.failed(transfer, began, below.now)
     before = len(below.asked)
 
     below.prefetch(a_chain(2)) if reads else below.hold(a_chain(2, "c"))
@@ -149,16 +149,16 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.below.waiting)
     @rule()
     def hang(self):
-        movement = self.below.waiting.popleft()
-        self.below.hierarchy.late(movement, self.below.now, self.below.now)
+        transfer = self.below.waiting.popleft()
+        self.below.hierarchy.late(transfer, self.below.now, self.below.now)
         self.below.collect()
-        self.hung.append(movement)
+        self.hung.append(transfer)
 
     @precondition(lambda self: self.hung)
     @rule(well=st.booleans())
     def come_back(self, well):
-        movement = self.hung.pop()
-        (self.below.perform if well else self.below.fail)(movement)
+        transfer = self.hung.pop()
+        (self.below.perform if well else self.below.fail)(transfer)
 
     @rule(seconds=st.sampled_from([0.001, 1, 40]))
     def wait(self, seconds):
@@ -180,8 +180,8 @@ class AnyOrder(RuleBasedStateMachine):
             assert {key.name for key in self.below.hierarchy.held(index)} == heard
 
     def teardown(self):
-        for movement in self.hung:
-            self.below.fail(movement)
+        for transfer in self.hung:
+            self.below.fail(transfer)
         for _ in range(100):
             self.below.perform_all()
             if self.below.hierarchy.is_idle:

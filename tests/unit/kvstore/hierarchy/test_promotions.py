@@ -31,7 +31,7 @@ def test_only_what_the_pool_does_not_hold_is_fetched():
     below.asked.clear()
     assert below.prefetch(chain) == 2
     below.perform_all()
-    (fetch,) = [movement for movement in below.asked if isinstance(movement, Fetch)]
+    (fetch,) = [transfer for transfer in below.asked if isinstance(transfer, Fetch)]
     assert [address.key.name for address in fetch.addresses] == chain[2:]
 
 

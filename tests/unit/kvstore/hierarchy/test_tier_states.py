@@ -76,7 +76,7 @@ def test_what_a_tier_promised_and_did_not_deliver_is_told_and_offered_again():
     assert [(each.stored, each.removed) for each in below.hierarchy.changes()] == [((), (chain[1],))]
     assert {key.name for key in below.hierarchy.held(0)} == {chain[0], chain[2]}
     below.hold(chain)
-    (again,) = [movement for movement in below.waiting if isinstance(movement, Demote)]
+    (again,) = [transfer for transfer in below.waiting if isinstance(transfer, Demote)]
     assert [address.key.name for address in again.addresses] == [chain[1]]
 
 

@@ -1,24 +1,24 @@
-"""Many buffers, filled or emptied from the front, as scattering reads and gathering writes want them."""
+"""Buffer run: several buffers that are filled or emptied from the front, for vectored reads and writes."""
 
 from collections.abc import Iterable
 
 IOV_MAX = 1024
-"""Buffers that Linux takes at a time; limits.h."""
+"""Most buffers per call on Linux (limits.h)."""
 
 
 class BufferRun:
-    """Buffers that follow each other, and how far they have been dealt with."""
+    """Consecutive buffers, and how many of their bytes are done."""
 
     def __init__(self, buffers: Iterable[memoryview]):
-        """Takes contiguous buffers of single bytes."""
+        """Take contiguous buffers of single bytes."""
         self._buffers = [buffer for buffer in buffers if len(buffer)]
         self._next = 0  # index of the first buffer that is not finished
-        self._start = 0  # bytes of it that are
+        self._start = 0  # bytes of that buffer that are finished
         self.left = sum(len(buffer) for buffer in self._buffers)
 
     def front(self, limit_bytes: int) -> list[memoryview]:
-        """What comes next, at most `limit_bytes` of it, and no more buffers than the system takes."""
-        if not self._start and self.left <= limit_bytes:  # mostly: nothing to cut
+        """Return the next buffers, at most `limit_bytes` and at most as many buffers as the system takes."""
+        if not self._start and self.left <= limit_bytes:  # the usual case: nothing to cut
             return self._buffers[self._next : self._next + IOV_MAX]
         taken: list[memoryview] = []
         start = self._start
@@ -32,7 +32,7 @@ class BufferRun:
         return taken
 
     def advance(self, count: int) -> None:
-        """That many bytes are done."""
+        """Mark so many bytes as done."""
         assert 0 <= count <= self.left, (count, self.left)
         self.left -= count
         if not self.left:

@@ -1,7 +1,7 @@
-"""The bytes of a block as callers hold them: in one buffer, or in pieces (one a layer, say), gathered and scattered here.
+"""Buffers: the bytes of a block in one buffer, or in pieces (such as one per layer) that are gathered and scattered here.
 
-Pieces follow each other in the block. Copies let other threads run meanwhile; checksums are CRC-32C, which runs at memory
-speed, and costs next to nothing where bytes are copied anyway.
+Pieces follow each other in the block. Copies release the interpreter lock, so other threads run meanwhile. Checksums
+are CRC-32C, which runs at memory speed and costs next to nothing beside a copy.
 """
 
 from collections.abc import Sequence
@@ -16,37 +16,28 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
-"""Whatever has the buffer protocol and is contiguous."""
+"""Contiguous object with the buffer protocol."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""One piece, or a list or tuple of them."""
+"""One piece, or a list or tuple of pieces."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
 ByteArray: TypeAlias = NDArray[np.uint8]
-"""One contiguous piece as bytes; shares memory with what it was made of."""
+"""One contiguous piece as bytes; shares the memory of the original."""
 
 _BYTE = np.dtype(np.uint8)
 
 
 def pieces(block: Block) -> list[ByteArray]:
-    """The pieces of a block, as bytes, without copying.
-
-    Raises:
-        ValueError: A piece is not contiguous in memory, so it has no bytes in order.
-    """
+    """Return the pieces of a block as bytes without copying; raise ValueError if a piece is not contiguous."""
     if isinstance(block, list | tuple):
         return [_as_bytes(part) for part in block]
     return [_as_bytes(cast("Piece", block))]
 
 
 def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
-    """The pieces of several blocks, one after the other, each of which has to have that size.
-
-    Raises:
-        ValueError: As `pieces`.
-        AssertionError: A block has another size.
-    """
+    """Return the pieces of several blocks, one after the other; each block must have that size."""
     parts: list[ByteArray] = []
     for block in blocks:
         if isinstance(block, np.ndarray) and block.dtype is _BYTE and block.nbytes == block_bytes:
@@ -61,12 +52,12 @@ def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
 
 
 def size_of(parts: list[ByteArray]) -> int:
-    """Bytes."""
+    """Return the total number of bytes."""
     return sum(part.nbytes for part in parts)
 
 
 def crc32c(parts: list[ByteArray]) -> int:
-    """CRC-32C over the pieces in order."""
+    """Return the CRC-32C of the pieces in order."""
     checksum = 0
     for part in parts:
         checksum = checksums.extend(checksum, part)
@@ -95,7 +86,7 @@ def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
-        if part.ndim == 1 and part.dtype is _BYTE:  # as most are
+        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)

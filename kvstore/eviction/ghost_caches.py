@@ -1,11 +1,11 @@
-"""One shadow evaluation a namespace, of what the pool's hit rate would be at other sizes and under other policies. Pure.
+"""Ghost caches of the most used namespaces of a node. Pure.
 
 Rules:
 
-1. `MAX_GHOST_CACHES` namespaces are looked at: those that are used most. What is used counts half after a half-life.
-2. A namespace takes the place of another only when it is used `TAKES_OVER` times as much: a shadow that begins anew says
-   nothing for a while, and two that are used alike must not push each other out.
-3. Of at most `MAX_NAMESPACES` it is known how much they are used; the one that was used the longest ago is forgotten first.
+1. The `MAX_GHOST_CACHES` most used namespaces have a ghost cache. Uses lose half of their weight after a half-life.
+2. A namespace replaces another one only if it is used `TAKES_OVER` times as much. A new ghost cache has no result for a
+   while, and two equally used namespaces must not displace each other.
+3. The uses of at most `MAX_NAMESPACES` are remembered; the longest unused one is forgotten first.
 """
 
 from collections import OrderedDict
@@ -25,49 +25,43 @@ from kvstore.eviction.ghost_cache import (
 )
 from kvstore.namespace import KvNamespace
 
-SCALES = (0.5, 1.0, 2.0, 4.0)  # of the pool, under its own policy
-ALTERNATIVES = ("lru", "hazard")  # at its own size
+SCALES = (0.5, 1.0, 2.0, 4.0)  # sizes relative to the pool, under its own policy
+ALTERNATIVES = ("lru", "hazard")  # policies at the pool's size
 MAX_GHOST_CACHES = 8  # a node has one or two namespaces; with adapters merged into the weights, many
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 
 
 class NamespaceEstimates(Struct, frozen=True, kw_only=True):
-    """What would be, for one namespace."""
+    """Estimated hit rates of one namespace."""
 
     fingerprint: str
     estimates: tuple[HitRateEstimate, ...]
 
 
 class _NamespaceUse:
-    """One namespace."""
+    """Use of one namespace, and its ghost cache if it has one."""
 
     __slots__ = ("block_bytes", "ghost_cache", "used")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.ghost_cache: GhostCache[BlockHash] | None = None
-        self.used = 0.0  # blocks looked up, those of late counting more
+        self.used = 0.0  # looked-up blocks, with more weight for recent ones
 
 
 class GhostCaches:
-    """By namespace; each is taken to have the whole pool."""
+    """Ghost caches by namespace; each assumes that its namespace has the whole pool."""
 
     def __init__(self, capacity_bytes: int, policy: str):
-        """Nothing is known yet.
-
-        Args:
-            capacity_bytes: Of the pool.
-            policy: Of the pool, by name.
-        """
         self._capacity_bytes = capacity_bytes
         self._scenarios = [GhostCacheScenario(policy, scale) for scale in SCALES]
         self._scenarios += [GhostCacheScenario(other) for other in ALTERNATIVES if other != policy]
-        self._namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the one used last is last
+        self._namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the last used one is last
         self._faded_at = Nanos(0)
 
     def open(self, namespace: KvNamespace) -> None:
-        """There is such a namespace; it is looked at at once while there is a place for it."""
+        """Record a new namespace, which gets a ghost cache at once while there are fewer than the limit."""
         digest = namespace.digest
         if digest in self._namespaces:
             return
@@ -78,7 +72,7 @@ class GhostCaches:
             self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """A client asked for all of a chain."""
+        """Record that a client asked for a chain; pass all of it."""
         if (use := self._namespaces.get(digest)) is None:
             return
         self._fade(now)
@@ -90,7 +84,7 @@ class GhostCaches:
             use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """A client writes what is missing of a chain."""
+        """Record that a client writes the missing blocks of a chain."""
         use = self._namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)
@@ -103,7 +97,7 @@ class GhostCaches:
         )
 
     def _take_over(self, use: _NamespaceUse) -> None:
-        """Look at this namespace, where there is a place, or it is used so much more than another that has one."""
+        """Give this namespace a ghost cache if one is free, or if another namespace is used much less."""
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:
             least = min(simulated, key=lambda other: other.used)

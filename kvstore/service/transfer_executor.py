@@ -1,11 +1,11 @@
-"""The async shell of the hierarchy: performs its movements in threads and tells it what came of them.
+"""Transfer executor: performs the transfers of the hierarchy in threads and reports their results to it.
 
 Rules:
 
-1. Between an answer of a tier and what the hierarchy decides on it there is no `await`.
-2. A movement that is late is a failure of its tier, and nobody waits for it any longer. But what it reads or writes in
-   the pool stays taken until its thread has come back (rule 1 of `kvstore.hierarchy.machine`). One that no thread has begun by
-   then never begins: a tier that hangs keeps no more of the pool than its threads are at.
+1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
+2. A transfer that is late counts as a failure of its tier, and nobody waits for it any longer. The places in the pool
+   that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer that
+   no thread has begun by then never begins, so a hanging tier keeps only the places that its threads use.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from kvstore.messages import Address, BlockChanges, TierStatus
 from kvstore.ports import BackingTier, MemoryTier
 from kvstore.service.worker_threads import WorkerThreads
 
-THREADS_PER_TIER = 4  # threads a tier
-LATE_SECONDS = 0.5  # after its deadline, a call that has not come back is not waited for
+THREADS_PER_TIER = 4  # threads for each tier
+LATE_SECONDS = 0.5  # a call that has not returned this long after its deadline is late
 
 Tell = Callable[[Nanos], None]
-"""Tells the hierarchy what came of a movement; the argument is the present."""
+"""Reports the result of a transfer to the hierarchy at the given time."""
 
 log = logging.getLogger(__name__)
 
 
 class TransferExecutor:
-    """See the module. Whoever has called the hierarchy calls `settle`."""
+    """Executor of one hierarchy. Call `settle` after each call of the hierarchy."""
 
     def __init__(
         self,
@@ -47,16 +47,10 @@ class TransferExecutor:
         on_answer: Callable[[], None],
         on_moved: Callable[[str, str, float], None] = lambda *_: None,
     ):
-        """Nothing moves yet.
+        """Start without transfers; `tiers` has the order of the hierarchy, and `tasks` owns the transfers under way.
 
-        Args:
-            hierarchy: Decides.
-            tiers: In its order.
-            pool: Where the bytes are.
-            clock: For deadlines.
-            tasks: Owns the movements under way.
-            on_answer: Called after each answer of a tier, once the hierarchy has decided on it.
-            on_moved: Told the tier, the kind of movement and its seconds, once it has come back.
+        `on_answer` is called after each answer of a tier, once the hierarchy has decided on it, and `on_moved` with the
+        tier, the operation and its seconds.
         """
         self._hierarchy = hierarchy
         self._tiers = tiers
@@ -66,11 +60,11 @@ class TransferExecutor:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._threads_by_tier = [WorkerThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
-        self._failing: set[tuple[int, bool]] = set()  # tiers by whether it is writing that fails; for the log
+        self._failing: set[tuple[int, bool]] = set()  # failing tiers, with whether writing fails, for the log
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
-        """Begin what the hierarchy has decided."""
+        """Begin the transfers that the hierarchy has decided."""
         while transfers := self._hierarchy.commands():
             for transfer in transfers:
                 if isinstance(transfer, Find) and self._tiers[transfer.tier].finds_in_memory:
@@ -81,7 +75,7 @@ class TransferExecutor:
                     task.add_done_callback(self._running.discard)
 
     def held(self) -> list[BlockChanges]:
-        """What the tiers hold, as far as is known without asking anybody."""
+        """Return the blocks of the tiers, as far as they are known without asking a server."""
         changes = []
         for index, tier in enumerate(self._tiers):
             names: dict[bytes, list[BlockHash]] = {}
@@ -91,10 +85,10 @@ class TransferExecutor:
         return changes
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Of all tiers, in order, as they count; what was dropped on the way down was refused as well.
+        """Return the state of all tiers in order; blocks that were dropped before their demotion count as refused.
 
-        Failures are the tiers' own: a call that hangs is one once it has come back. As a movement it has failed before
-        (`TierCounters.failures`).
+        The failures are the tiers' own count: a hanging call counts once it has returned. The hierarchy counted it as a
+        failed transfer before (`TierCounters.failures`).
         """
         return tuple(
             replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
@@ -102,7 +96,7 @@ class TransferExecutor:
         )
 
     def close(self) -> None:
-        """Nobody waits any more for what is under way. Threads that hang are left behind; they end with the process."""
+        """Stop waiting for the transfers under way. Hanging threads are left behind and end with the process."""
         for task in self._running:
             task.cancel()
         for threads in self._threads_by_tier:
@@ -115,9 +109,9 @@ class TransferExecutor:
             await asyncio.wait([call.outcome], timeout=seconds(max(transfer.deadline - started, 0)) + LATE_SECONDS)
             if not call.outcome.done():
                 if call.withdraw():
-                    raise TierFailed("what was begun before does not come back")
+                    raise TierFailed("all threads of the tier hang")
                 self._hierarchy.late(transfer, started, self._clock.now())
-                self._note_failure(transfer, "it does not answer in time")
+                self._note_failure(transfer, "no answer in time")
                 self._on_answer()
             tell = await call.outcome
             self._on_moved(
@@ -127,16 +121,16 @@ class TransferExecutor:
         except TierFailed as error:
             self._hierarchy.failed(transfer, started, self._clock.now())
             self._note_failure(transfer, str(error))
-        except Exception:  # supervisor: a bug in a tier costs its blocks, not the node
-            log.exception("a tier failed in a way that it should not")
+        except Exception:  # supervisor: a bug in a tier must not stop the node
+            log.exception("tier raised an unexpected error")
             self._hierarchy.failed(transfer, started, self._clock.now())
         finally:
-            call.withdraw()  # where the node stops
+            call.withdraw()  # if the node stops
             call.outcome.cancel()
         self._on_answer()
 
     def _call(self, transfer: TierTransfer) -> Tell:
-        """Have the tier do it, in whatever thread this is; what it returns tells the hierarchy."""
+        """Perform a transfer in the current thread; return a function that reports its result."""
         tier = self._tiers[transfer.tier]
         match transfer:
             case Find(promotion_id=promotion_id, keys=keys, deadline=deadline):
@@ -160,7 +154,7 @@ class TransferExecutor:
         if gone := tier.gone():
             self._hierarchy.gone(transfer.tier, gone)
         if (isinstance(transfer, Find) and tier.finds_in_memory) or self._clock.now() >= transfer.deadline:
-            return  # that says nothing of the disk, or nothing good
+            return  # a look-up in memory, or a late answer, does not show that the tier works
         if (direction := _direction(transfer)) in self._failing:
             self._failing.discard(direction)
             log.info("tier works again", extra={"tier": tier.name, "writing": direction[1]})

@@ -1,4 +1,4 @@
-"""Block names: the same in two processes and two languages, and never shared by two salts."""
+"""Block hashes: equal in two processes and two languages, and never shared by two salts."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ def test_tenants_share_a_salt_only_with_themselves(tenant, other, secret, other_
     assert len(mine) == 32
     assert (tenant_salt(secret, other) == mine) == (other == tenant)
     assert tenant_salt(secret, "") == b""
-    if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros
+    if other_secret.rstrip(b"\0") != secret.rstrip(b"\0"):  # HMAC pads keys with zeros, so these keys are equal
         assert tenant_salt(other_secret, tenant) != mine
 
 

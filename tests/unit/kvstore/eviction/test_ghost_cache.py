@@ -1,4 +1,4 @@
-"""Estimates from a sample, against replays of everything."""
+"""Ghost cache: estimates from a sample, compared with replays of all requests."""
 
 import hashlib
 

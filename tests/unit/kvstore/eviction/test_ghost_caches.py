@@ -1,4 +1,4 @@
-"""Which namespaces are looked at: those that are used, and no more than there are places for."""
+"""Ghost caches: the most used namespaces have one, within the limit."""
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.ghost_cache import HALF_LIFE
@@ -39,10 +39,10 @@ def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least(
     *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
     found = ghost_caches(*opened)
     for number, namespace in enumerate(first):
-        use(found, namespace, times=10 - number)  # the last one three times
+        use(found, namespace, times=10 - number)  # the last namespace is used three times
 
     use(found, newcomer, times=5)
-    assert newcomer.fingerprint not in looked_at(found), "not for less than twice as much"
+    assert newcomer.fingerprint not in looked_at(found), "it is used less than twice as much"
     use(found, newcomer)
 
     assert looked_at(found) == {each.fingerprint for each in (*first[:-1], newcomer)}
@@ -71,7 +71,7 @@ def test_what_was_used_long_ago_counts_less():
 
     use(found, newcomer, times=13, now=4 * HALF_LIFE)
 
-    assert newcomer.fingerprint in looked_at(found), "thirteen against a sixteenth of a hundred"
+    assert newcomer.fingerprint in looked_at(found), "13 uses against 100 uses that have lost 15/16 of their weight"
 
 
 def test_what_is_remembered_is_bounded_and_who_was_forgotten_is_found_again():

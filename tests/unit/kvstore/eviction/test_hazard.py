@@ -1,4 +1,4 @@
-"""The value-based policy: what it learns, and what it makes of it."""
+"""Hazard eviction: what the policy learns, and how it chooses."""
 
 import random
 
@@ -49,7 +49,7 @@ def test_hazards_are_those_of_the_traffic_although_most_blocks_are_never_used_ag
     ends = []
     for second in range(4000):
         cohort = times.used(0, 10, Nanos(second * SECOND))
-        if rng.random() < 0.4:  # of the uses, four in ten are followed by another, after 30 to 90 seconds
+        if rng.random() < 0.4:  # four of ten uses are followed by another one after 30 to 90 seconds
             ends.append((second + rng.uniform(30, 90), cohort))
         for end in [end for end in ends if end[0] <= second]:
             ends.remove(end)
@@ -125,7 +125,7 @@ def test_a_continuation_goes_before_what_it_continues_even_if_it_was_used_less_l
     rule = HazardEviction()
     use(rule, a_chain(2), 0)
     use(rule, a_chain(6), 100)
-    use(rule, a_chain(2), 200)  # another question about the same beginning
+    use(rule, a_chain(2), 200)  # another request with the same beginning
     gone = [evict(rule) for _ in range(6)]
 
     assert gone == a_chain(6)[::-1]
@@ -134,7 +134,7 @@ def test_a_continuation_goes_before_what_it_continues_even_if_it_was_used_less_l
 def test_a_continuation_goes_first_even_where_it_is_worth_more():
     rule = lives(random.Random(4), 2000)
     use(rule, a_chain(6), 3000)
-    use(rule, a_chain(2), 3058)  # just used, so its use is further away than that of what follows it
+    use(rule, a_chain(2), 3058)  # it was just used, so its next use is further away than that of its continuation
     assert rule._times.value(0, 58 * SECOND) > rule._times.value(rule._times.class_of(2, 1), 0)
 
     gone = [victim for victim in (evict(rule) for _ in range(406)) if victim in a_chain(6)]
@@ -179,7 +179,7 @@ def test_memory_stays_bounded_under_endless_new_blocks():
     assert sum(map(len, rule._rows.values())) <= 60
     cohorts = [cohort for row in rule._times._ageing for ageing in row for cohort in ageing]
     assert len(cohorts) <= 3000 + BUCKETS
-    assert sum(cohort.alive for cohort in cohorts) == 160, "what is forgotten is not at risk any more"
+    assert sum(cohort.alive for cohort in cohorts) == 160, "forgotten blocks are not at risk any more"
 
 
 def test_two_policies_that_saw_the_same_choose_the_same():

@@ -1,4 +1,4 @@
-"""Rules 1 to 4 of `kvstore.eviction.hit_savings`, and what the policy by value makes of them."""
+"""Hit savings: rules 1 to 4 of `kvstore.eviction.hit_savings`, and their effect on the policy by value."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_namespace
 
 SMALL, LARGE = a_namespace(model="small"), a_namespace(model="large")
 NAMESPACES = {each.digest: each for each in (SMALL, LARGE)}
-MEMORY = 2.0**30  # bytes a second
+MEMORY = 2.0**30  # bytes per second
 
 
 class Below:
@@ -41,8 +41,8 @@ def test_a_namespace_nobody_told_about_takes_what_settings_say_for_a_token():
 
 def test_the_most_that_was_told_of_late_is_believed():
     savings, _ = some_savings()
-    savings.told(SMALL.digest, 10, 5.0)  # all of the chain is to be computed
-    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of it
+    savings.told(SMALL.digest, 10, 5.0)  # the whole chain has to be computed
+    savings.told(SMALL.digest, 10, 1.0)  # the engine has most of the chain
     assert savings.computing(SMALL.digest) == 0.5
     assert savings.computing(LARGE.digest) == 32 * 0.0005
 

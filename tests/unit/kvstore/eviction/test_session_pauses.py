@@ -1,4 +1,4 @@
-"""Sessions that wait: what is held for them, what it costs when they go on."""
+"""Session pauses: what is kept for waiting sessions, and what their resumes cost."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_a_hold_ends_with_its_deadline():
 
     report = replayed(together(gone_for_long, scan(6000)), PausePolicy.HOLD)
 
-    assert report.overdue == 2  # the last one after nobody goes on any more
+    assert report.overdue == 2  # including the last pin, after which nobody resumes
     assert report.below_blocks + report.computed_blocks >= 10
 
 

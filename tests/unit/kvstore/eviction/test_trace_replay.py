@@ -1,4 +1,4 @@
-"""Replays of recorded traffic: against caches written down a second time, and against what can be reached at all."""
+"""Trace replay, compared with independent cache models and with the best possible hit rates."""
 
 import pytest
 

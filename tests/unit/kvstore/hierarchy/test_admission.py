@@ -1,4 +1,4 @@
-"""What may be written to a tier that wears out."""
+"""Tier admission: which blocks are written to a tier that wears out."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ LATER = Nanos(60 * SECOND)
 
 
 def budget(bytes_per_day=DAY // SECOND * 1000, burst=10_000, **state):
-    return WriteBudget(bytes_per_day, burst, now=Nanos(0), **state)  # 1,000 bytes a second
+    return WriteBudget(bytes_per_day, burst, now=Nanos(0), **state)  # 1,000 bytes per second
 
 
 def test_a_scan_that_comes_once_writes_nothing():

@@ -1,4 +1,4 @@
-"""What is worth keeping goes down, and what went there is asked about again."""
+"""Demotions to the backing tiers, and confirmations of what the tiers still have."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_no_more_moves_at_a_time_than_a_small_pool_can_spare():
     assert [len(keep.addresses) for keep in below.waiting] == [1] * MAX_DEMOTIONS
     assert below.store.reserve(a_chain(6, "b")).refused == 0
     below.perform_all()
-    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the rest made room before its turn came"
+    assert below.held[0] == set(a_chain(6)[:MAX_DEMOTIONS]), "the other blocks were evicted before their turn"
 
 
 def test_going_down_does_not_count_as_use():
@@ -164,7 +164,7 @@ def test_a_tier_is_asked_which_of_the_blocks_it_was_given_it_still_has_and_watch
     below.collect()
     assert all(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
     assert below.hierarchy.confirm(0, keys_of(below, chain[:2]), below.now)
-    assert below.hierarchy.commands() == [], "once at a time"
+    assert below.hierarchy.commands() == [], "a block is confirmed once at a time"
     below.perform_all()
 
     assert not any(below.hierarchy.is_being_confirmed(0, key) for key in keys_of(below, chain))
@@ -191,5 +191,5 @@ def test_what_a_tier_cannot_say_it_has_lost_and_it_is_not_asked_again_at_once(la
     )
     assert not below.hierarchy.confirm(0, keys_of(below, chain), below.now)
     assert below.hierarchy.counters(0).failures == 1
-    assert below.hierarchy.failed_writes(0) == 0, "it may still be written to"
+    assert below.hierarchy.failed_writes(0) == 0, "the tier may still be written to"
     below.hierarchy.check()

@@ -1,4 +1,4 @@
-"""Tiers that fail, and that nothing that moves between them and the pool is ever lost track of."""
+"""Hierarchy: failing tiers, and the bookkeeping of all transfers in random histories."""
 
 import hypothesis.strategies as st
 import pytest
@@ -85,7 +85,7 @@ def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
 
     below.prefetch(a_chain(2, "c"))
 
-    assert kinds(below) == before, "one attempt at a time"
+    assert kinds(below) == before, "only one trial at a time"
 
 
 def test_a_disk_that_cannot_be_written_can_still_be_read():
@@ -172,8 +172,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def who_watched_from_the_start_knows_what_a_newcomer_is_told(self):
         for change in self.below.hierarchy.changes():
-            assert not self.heard[change.tier].intersection(change.stored), "told twice"
-            assert self.heard[change.tier].issuperset(change.removed), "told of what nobody knew"
+            assert not self.heard[change.tier].intersection(change.stored), "a change was reported twice"
+            assert self.heard[change.tier].issuperset(change.removed), "the removal of an unknown block was reported"
             self.heard[change.tier].update(change.stored)
             self.heard[change.tier].difference_update(change.removed)
         for index, heard in enumerate(self.heard.values()):
@@ -190,7 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.below.hierarchy.is_idle
         stats = self.below.store.machine.stats()
         assert stats.pinned == 0
-        assert self.below.store.reserve(a_chain(7, "all"), self.below.now).refused == 0, "a place was lost"
+        assert self.below.store.reserve(a_chain(7, "all"), self.below.now).refused == 0, "a place in the pool was lost"
 
 
 TestAnyOrder = AnyOrder.TestCase

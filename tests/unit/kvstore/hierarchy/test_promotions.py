@@ -1,4 +1,4 @@
-"""What is wanted comes up, once, as far as it is worth waiting for."""
+"""Promotions: requested blocks come up to the pool once, within the max wait."""
 
 import pytest
 
@@ -102,7 +102,7 @@ def test_nothing_more_is_begun_after_the_deadline_but_what_is_under_way_arrives(
 
 def test_a_load_that_would_take_longer_than_computing_is_not_begun():
     below = HierarchyDriver(tiers=("ssd",))
-    for index, took in enumerate((1.0, 1.0)):  # two blocks a second
+    for index, took in enumerate((1.0, 1.0)):  # two blocks per second
         chain = a_chain(2, f"m{index}")
         below.held[0].update(chain)
         below.prefetch(chain)
@@ -125,7 +125,7 @@ def test_a_load_of_a_namespace_that_was_forgotten_meanwhile_is_over(held_below):
     below = HierarchyDriver(max_namespaces=1)
     below.held[0] |= set(a_chain(held_below))
     below.prefetch(a_chain(6))
-    below.store.machine.open(a_namespace(model="another"), below.now)  # the first has no blocks, and goes
+    below.store.machine.open(a_namespace(model="another"), below.now)  # the first namespace has no blocks and is closed
 
     below.perform_all()
 
@@ -178,11 +178,11 @@ def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():
     fetch = below.waiting.popleft()
     below.now = Nanos(60 * SECOND)
     below.hierarchy.late(fetch, Nanos(0), below.now)
-    assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0, "nobody waits for it"
-    assert below.store.reserve(a_chain(2, "b"), below.now).refused == 2, "the thread may still write there"
+    assert below.prefetch(a_chain(2), max_wait=Nanos(0)) == 0, "the max wait is over"
+    assert below.store.reserve(a_chain(2, "b"), below.now).refused == 2, "the thread may still write to these places"
     below.perform(fetch)
     assert below.store.reserve(a_chain(2, "b"), below.now).refused == 0
-    assert below.store.look(a_chain(2), below.now) == 0, "what came late is not trusted"
+    assert below.store.look(a_chain(2), below.now) == 0, "a late block is not published"
 
 
 def test_a_fetch_gets_some_time_even_when_little_patience_is_left():

@@ -1,4 +1,4 @@
-"""What is known of the tiers below a pool, and told to watchers."""
+"""Tier states: knowledge about the backing tiers, and what watchers learn of it."""
 
 import pytest
 
@@ -34,10 +34,10 @@ def test_what_a_shared_tier_has_lost_by_itself_is_noticed_when_it_is_missed_and_
     below.hierarchy = Hierarchy(below.store.machine, [TierRule(name="redis", admission=AdmitEverything())], BLOCK_BYTES)
     below.hold(a_chain(3))
     below.perform_all()
-    below.hold(a_chain(3, "b"))  # pushes the first chain out of the pool
+    below.hold(a_chain(3, "b"))  # evicts the first chain from the pool
     below.perform_all()
     below.hierarchy.changes()
-    below.held[0] = set(a_chain(left))  # restarted, or short of memory
+    below.held[0] = set(a_chain(left))  # the tier restarted, or is short of memory
 
     below.prefetch(a_chain(3))
     below.perform_all()
@@ -90,7 +90,7 @@ def test_watchers_hear_of_blocks_that_another_node_has_written():
     assert [set(each.stored) for each in below.hierarchy.changes()] == [set(a_chain(2))]
     below.prefetch([*a_chain(2), *a_chain(1, "more")])
     below.perform_all()
-    assert below.hierarchy.changes() == [], "what is known is not told again"
+    assert below.hierarchy.changes() == [], "a known block is not reported again"
 
 
 def test_a_tier_that_finds_in_memory_is_asked_what_it_holds_and_what_it_lacks_is_forgotten_one_by_one():

@@ -1,4 +1,4 @@
-"""An engine's blocks as the store keeps them, against the definition of a layout."""
+"""Conversion of an engine's blocks to the store's layout and back, compared with the definition of a layout."""
 
 import msgspec
 import numpy as np
@@ -44,7 +44,7 @@ def test_every_layout_and_number_of_ranks_gives_and_takes_the_same_block(layout,
 
 
 def test_ranks_that_hold_the_same_heads_all_get_them():
-    engine = an_engine(tp=8)  # of 4 heads
+    engine = an_engine(tp=8)  # more ranks than the 4 heads
     conversion, block = Conversion(engine), a_block(engine)
 
     held = conversion.read(block.reshape(-1))

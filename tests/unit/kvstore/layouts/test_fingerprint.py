@@ -109,7 +109,7 @@ def test_the_plans_of_an_answer_give_each_rank_its_bytes(written, read, seed):
 
 
 def test_the_cost_is_what_the_plans_do():
-    writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads: two ranks hold each
+    writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads, so two ranks hold each head
     shape = writer.shape
 
     answer = negotiate(writer=writer, reader=reader)

@@ -1,4 +1,4 @@
-"""What a rank holds of a block, and the checksum that all ranks make together."""
+"""Rank shards: the bytes of one rank, and the checksum that all ranks make together."""
 
 import msgspec
 import numpy as np

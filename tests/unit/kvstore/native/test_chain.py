@@ -1,4 +1,4 @@
-"""Names of blocks from the native module against those from Python's hashlib."""
+"""Block hashes of the native module, compared with Python's hashlib."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Checksums, and copies with checksums: native and not."""
+"""Checksums, and copies with checksums: the native module and its twin."""
 
 import ctypes
 import mmap
@@ -45,12 +45,12 @@ def test_every_size_and_alignment_gives_the_librarys_checksum_and_an_exact_copy(
 
 @each
 def test_a_copy_may_end_where_memory_does(module):
-    size = 192 << 10  # past the cache: what lies behind it is looked up ahead of the stores
+    size = 192 << 10  # larger than the cache, so the copy prefetches beyond its end
     memory = mmap.mmap(-1, size + mmap.PAGESIZE)
     data, into = np.frombuffer(random.Random(5).randbytes(size), np.uint8), np.frombuffer(memory, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
     behind = ctypes.c_void_p(into.ctypes.data + size)
-    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, "nobody may touch the page behind"
+    assert libc.mprotect(behind, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0, "the page behind must not be accessible"
 
     assert module.copy(0, data, into[:size]) == google_crc32c.value(data.tobytes())
     assert np.array_equal(into[:size], data)
@@ -119,7 +119,7 @@ def test_blocks_come_out_of_a_pool_where_they_are_their_own_and_whole(module):
     ]
     assert np.array_equal(parts[0], pool.block(4))
     assert np.array_equal(np.concatenate(pieces), pool.block(0))
-    assert not parts[1].any(), "nothing is copied from a place that is another's"
+    assert not parts[1].any(), "nothing is copied from a place of another block"
     assert not rest[0].any()
     assert not rest[1].any()
 

@@ -1,4 +1,4 @@
-"""The native kernels and their twin write the same bytes, and refuse the same sizes."""
+"""Native kernels and their twins: they write the same bytes and refuse the same sizes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The table of blocks: native and not, against a dict."""
+"""Table of blocks: the native module and its twin, compared with a dict."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ native = pytest.param(tables, marks=pytest.mark.skipif(not tables.BUILT, reason=
 each = pytest.mark.parametrize("module", [native, tables_twin])
 
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543211)
-NO_KEY = (0, 0)  # under which all names that begin with eight zeros collide
+NO_KEY = (0, 0)  # with this key, all hashes that begin with eight zeros collide
 
 
 class Block:
@@ -51,7 +51,7 @@ def test_a_block_takes_the_place_of_the_one_that_had_its_name(module):
     table.put(a_name(1), old)
     table.put(a_name(1), new)
 
-    assert sys.getrefcount(old) == before, "it is let go of"
+    assert sys.getrefcount(old) == before, "the table must release the block"
     assert len(table) == 1
     assert table.get(a_name(1)) is new
     assert table.slots(a_name(1)) == new.slot
@@ -122,7 +122,7 @@ def test_a_table_that_has_grown_and_shrunk_lets_go_of_what_it_does_not_hold(modu
 def test_names_that_are_chosen_by_somebody_who_does_not_know_the_key_do_not_collide(module):
     table = module.BlockTable((random.getrandbits(64), random.getrandbits(64)))
     block = Block(1)
-    for number in range(20_000):  # under a known key this would take minutes
+    for number in range(20_000):  # with a known key this would take minutes
         table.put(a_name(number), block)
 
     assert len(table.blocks(b"".join(map(a_name, range(20_000))))) == 20_000

@@ -1,4 +1,4 @@
-"""Cutting a stream into frames."""
+"""Decoding of a stream into frames."""
 
 from itertools import pairwise
 

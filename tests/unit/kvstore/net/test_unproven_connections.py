@@ -1,4 +1,4 @@
-"""Which connection gives way when another one comes."""
+"""Unproven connections: which one gives way to a new one."""
 
 from kvstore.net.unproven_connections import UnprovenConnections
 

@@ -85,7 +85,7 @@ def test_a_released_block_can_be_evicted_at_once():
     store.hold(chain)
     lease = store.match(chain).lease_id
     store.release(lease)
-    store.release(lease)  # again does nothing
+    store.release(lease)  # a second release does nothing
 
     assert store.hold(a_chain(2, "b")) == 2
     assert store.look(chain) == 0
@@ -141,7 +141,7 @@ def test_a_chain_that_was_read_still_loses_its_end_first():
     chain = a_chain(6)
     store.hold(chain)
     store.release(store.match(chain).lease_id)
-    store.match(chain, lease=1)  # this one ends by itself
+    store.match(chain, lease=1)  # this lease ends by its deadline
 
     store.machine.expire(Nanos(1))
     store.hold(a_chain(2, "b"), now=1)
@@ -237,11 +237,11 @@ def test_a_condemned_block_is_gone_but_its_place_waits_for_its_readers():
 
     assert store.machine.condemn(store.digest, name, generation, Nanos(0))
     assert store.look([name]) == 0
-    assert store.reserve([name]).refused == 1, "its place is in use"
+    assert store.reserve([name]).refused == 1, "its place is still in use"
     store.machine.check()
     store.release(lease)
     assert store.hold([name]) == 1
-    assert not store.machine.condemn(store.digest, name, generation, Nanos(0)), "that was another generation"
+    assert not store.machine.condemn(store.digest, name, generation, Nanos(0)), "the block has another generation"
     store.machine.check()
     assert store.machine.stats().corrupt == 1
 
@@ -309,7 +309,9 @@ def test_the_same_weights_in_another_layout_are_refused_by_name(field, value):
         store.machine.open(a_namespace(**{field: value}), Nanos(1))
 
     assert refused.value.fields == [field]
-    store.machine.open(a_namespace(**{field: value}), NAMESPACE_IDLE)  # nobody has used the other for a while
+    store.machine.open(
+        a_namespace(**{field: value}), NAMESPACE_IDLE
+    )  # the other namespace has been idle for long enough
 
 
 @pytest.mark.parametrize("field", ["model", "revision", "lora"])

@@ -1,4 +1,4 @@
-"""What a node does with its own pool: blocks come up from lower tiers and go down to them, in threads that may hang."""
+"""Pool machine, used by the node itself: promotions and demotions in threads that may hang."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def reserve(store: MachineDriver, chain, now: int = 0):
 
 
 def test_the_machine_is_the_pool_that_the_hierarchy_asks_for():
-    pool: HierarchyPool = MachineDriver().machine  # what mypy checks
+    pool: HierarchyPool = MachineDriver().machine  # mypy checks this assignment
 
     assert pool.block_bytes(MachineDriver().digest) == BLOCK_BYTES
 
@@ -35,7 +35,7 @@ def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
     assert store.reserve(a_chain(1, "b"), now=EVER).refused == 1
     assert store.machine.publish(reservation.reservation_id, {0: 7}, owner=NODE, now=EVER) == 1
     assert store.look(a_chain(2), now=EVER) == 1
-    assert len(store.reserve(a_chain(1, "b"), now=EVER).reserved) == 1, "what was not published is free"
+    assert len(store.reserve(a_chain(1, "b"), now=EVER).reserved) == 1, "places of unpublished blocks are free"
     store.machine.check()
 
 
@@ -122,7 +122,7 @@ def test_present_is_what_is_readable_or_being_written():
     (held,), (coming,), (absent,) = (keys(store, a_chain(1, of)) for of in "abc")
 
     assert [store.machine.is_present(key) for key in (held, coming, absent)] == [True, True, False]
-    assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has nothing"
+    assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has no blocks"
 
 
 def test_a_tenant_pays_for_what_comes_up_for_it():
@@ -143,7 +143,7 @@ def test_what_the_node_pins_is_released_by_no_client_that_guesses_its_id():
 
     store.machine.release([pinned.pin_id], Nanos(0))
 
-    assert store.reserve(a_chain(1, "b")).refused == 1, "a thread still copies from there"
+    assert store.reserve(a_chain(1, "b")).refused == 1, "a thread still reads this place"
     store.machine.unpin(pinned.pin_id, Nanos(0))
     assert len(store.reserve(a_chain(1, "b")).reserved) == 1
     store.machine.check()

@@ -1,4 +1,4 @@
-"""Tenants never share, and one that is over its quota makes room among its own blocks."""
+"""Tenant quotas: tenants share no blocks, and a tenant over its quota evicts its own blocks."""
 
 from kvstore.block import chain, tenant_salt
 from kvstore.clock import Nanos
@@ -42,8 +42,8 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own_blocks_only():
 
     assert store.hold(a_chain(2, "new"), tenant=ONE) == 2
 
-    assert store.look(a_chain(3, "old")) == 1, "the tail went first"
-    assert store.look(theirs) == store.look(nobodys) == 2, "older, and nobody's to take"
+    assert store.look(a_chain(3, "old")) == 1, "the end of the chain goes first"
+    assert store.look(theirs) == store.look(nobodys) == 2, "blocks of others stay although they are older"
     assert store.machine.stats().bytes == 7 * BLOCK_BYTES
     store.machine.check()
 
@@ -73,7 +73,7 @@ def test_a_chain_longer_than_the_quota_keeps_its_beginning():
     store = a_store(quota_blocks=3)
 
     assert store.hold(a_chain(5), tenant=ONE) == 3
-    assert store.hold(a_chain(5), tenant=ONE) == 0, "it does not push out its own beginning"
+    assert store.hold(a_chain(5), tenant=ONE) == 0, "the chain must not evict its own beginning"
     assert store.look(a_chain(5)) == 3
     store.machine.check()
 

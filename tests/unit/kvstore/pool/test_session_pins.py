@@ -1,4 +1,4 @@
-"""A session that waits keeps its blocks, under a quota and a deadline."""
+"""Session pins: waiting sessions keep their blocks within a limit and until a deadline."""
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_a_held_block_with_bad_bytes_is_let_go_at_once():
     assert store.look(chain) == 1
     assert store.machine.stats().held_bytes == BLOCK_BYTES
     store.machine.check()
-    assert store.hold(a_chain(1, "new")) == 1, "its place is free"
+    assert store.hold(a_chain(1, "new")) == 1, "its place must be free"
     assert store.machine.release_hold(store.digest, "one", Nanos(0)) == 1
     store.machine.check()
 
@@ -180,4 +180,4 @@ def test_holds_count_among_the_leases():
 
     with pytest.raises(Exhausted):
         store.match(a_chain(1))
-    assert hold(store, a_chain(1), now=1).blocks == 1, "it takes the place of its own"
+    assert hold(store, a_chain(1), now=1).blocks == 1, "it replaces the session's former pin"

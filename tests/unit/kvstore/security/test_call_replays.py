@@ -1,4 +1,4 @@
-"""Which calls are accepted once, for how long they are remembered, and what happens when there is no room."""
+"""Replay protection: each call is accepted once, remembered while its proof is valid, and refused when the memory is full."""
 
 import random
 
@@ -20,7 +20,7 @@ def test_call_is_accepted_once():
 
 def test_call_is_remembered_as_long_as_its_proof_is_valid():
     replays = CallReplays(callers=1)
-    ahead = NOW + SKEW_SECONDS  # by a clock that is as far ahead as it may be
+    ahead = NOW + SKEW_SECONDS  # time of a clock that is ahead as far as allowed
     assert replays.refusal(b"a", 0, ahead, NOW) == ""
 
     assert "can take no more" in replays.refusal(b"b", 0, ahead, ahead + SKEW_SECONDS)
@@ -64,6 +64,6 @@ def test_no_order_of_calls_has_one_accepted_twice(numbers, seed):
         refused = replays.refusal(b"a", number, NOW, NOW)
         assert refused or number not in accepted
         if refused and number not in accepted:
-            assert number <= max(accepted) - WINDOW  # only what nobody can know any more is refused for nothing
+            assert number <= max(accepted) - WINDOW  # a new call is refused only if its number left the window
         if not refused:
             accepted.append(number)

@@ -1,4 +1,4 @@
-"""What the settings of a node refuse."""
+"""Invalid settings of a node."""
 
 import msgspec
 import pytest

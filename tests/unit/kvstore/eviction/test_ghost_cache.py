@@ -33,7 +33,7 @@ def replayed_ghost_cache(trace, capacity_blocks, scenarios, sampled_blocks):
 
 @pytest.mark.parametrize(("trace", "share"), [(conversation, 0.1), (agentic, 0.05)])
 @pytest.mark.parametrize(("name", "error"), [("lru", 0.015), ("hazard", 0.03)])
-def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, share, name, error):
+def test_estimate_from_a_third_of_the_blocks_is_close(trace, share, name, error):
     requests, tokens = trace().requests, trace().block_tokens
     capacity_blocks = int(distinct_blocks(requests) * share)
     scenarios = [GhostCacheScenario(name, scale) for scale in SCALES]
@@ -47,7 +47,7 @@ def test_estimates_from_a_third_of_the_blocks_are_close_to_the_whole(trace, shar
         assert estimate.hit_rate == pytest.approx(whole.hit_rate, abs=error)
 
 
-def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
+def test_sufficient_pool_gains_nothing_by_growing():
     ghost_cache = GhostCache(1000, [GhostCacheScenario("lru", 1), GhostCacheScenario("lru", 4)], sample_numbers)
     for turn in range(10):
         ghost_cache.looked_up(range(500), Nanos(turn * SECOND))
@@ -59,7 +59,7 @@ def test_a_tier_that_is_large_enough_already_is_not_said_to_gain_by_growing():
     ]
 
 
-def test_a_small_capacity_is_looked_at_as_a_whole():
+def test_small_capacity_is_simulated_without_sampling():
     assert GhostCache(100, [], sample_numbers).share == 1
     assert GhostCache(1 << 20, [], sample_numbers, sampled_blocks=1 << 10).share == 1 / 1024
 
@@ -73,7 +73,7 @@ def test_memory_does_not_grow_with_the_capacity_or_the_traffic():
     assert len(cache._held) == 4 * 64
 
 
-def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
+def test_sampling_depends_only_on_the_hash_and_keeps_its_share():
     names = [hashlib.sha256(index.to_bytes(4)).digest()[:16] for index in range(20_000)]
 
     sampled = sample_names(names, 0.1)
@@ -85,7 +85,7 @@ def test_names_are_sampled_by_themselves_and_as_many_as_asked_for():
     assert len(sample_numbers(range(20_000), 0.1)) == pytest.approx(2000, rel=0.1)
 
 
-def test_what_was_long_ago_counts_less():
+def test_old_look_ups_lose_weight():
     ghost_cache = GhostCache(100, [GhostCacheScenario("lru")], sample_numbers)
     ghost_cache.looked_up(range(10), Nanos(FADE_EVERY))  # all missed
     ghost_cache.stored(range(10), Nanos(FADE_EVERY))
@@ -96,6 +96,6 @@ def test_what_was_long_ago_counts_less():
 
 
 @pytest.mark.parametrize(("scenario", "message"), [(("mru", 1), "'mru' is not one of"), (("lru", 0), "not positive")])
-def test_what_cannot_be_shadowed_is_refused(scenario, message):
+def test_invalid_scenario_is_refused(scenario, message):
     with pytest.raises(ValueError, match=message):
         GhostCache(100, [GhostCacheScenario(*scenario)], sample_numbers)

@@ -29,13 +29,13 @@ def use(ghost_caches: GhostCaches, namespace, times: int = 1, now: int = 0) -> N
         ghost_caches.stored(namespace.digest, CHAIN, Nanos(now))
 
 
-def test_the_first_namespaces_are_looked_at_at_once_and_no_more_than_there_are_places():
+def test_first_namespaces_get_a_ghost_cache_within_the_limit():
     opened = namespaces(MAX_GHOST_CACHES + 3)
 
     assert looked_at(ghost_caches(*opened)) == {each.fingerprint for each in opened[:MAX_GHOST_CACHES]}
 
 
-def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least():
+def test_busy_namespace_replaces_the_least_used_one():
     *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
     found = ghost_caches(*opened)
     for number, namespace in enumerate(first):
@@ -53,7 +53,7 @@ def test_a_namespace_that_is_used_takes_the_place_of_the_one_that_is_used_least(
     assert estimate.estimates[0].hit_rate > 0
 
 
-def test_two_that_are_used_alike_do_not_push_each_other_out():
+def test_equally_used_namespaces_do_not_replace_each_other():
     opened = namespaces(MAX_GHOST_CACHES + 1)
     found = ghost_caches(*opened)
     for _ in range(20):
@@ -63,7 +63,7 @@ def test_two_that_are_used_alike_do_not_push_each_other_out():
     assert looked_at(found) == {each.fingerprint for each in opened[:-1]}
 
 
-def test_what_was_used_long_ago_counts_less():
+def test_old_uses_of_a_namespace_lose_weight():
     *first, newcomer = opened = namespaces(MAX_GHOST_CACHES + 1)
     found = ghost_caches(*opened)
     for namespace in first:
@@ -74,7 +74,7 @@ def test_what_was_used_long_ago_counts_less():
     assert newcomer.fingerprint in looked_at(found), "13 uses against 100 uses that have lost 15/16 of their weight"
 
 
-def test_what_is_remembered_is_bounded_and_who_was_forgotten_is_found_again():
+def test_forgotten_namespace_can_return():
     opened = namespaces(MAX_NAMESPACES)
     found = ghost_caches(*opened)
     for namespace in opened[1:]:

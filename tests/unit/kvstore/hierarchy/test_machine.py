@@ -12,7 +12,7 @@ from tests.support.kvstore.builders import BLOCK_BYTES, a_chain
 from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, kinds
 
 
-def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
+def test_promotion_time_is_that_of_the_first_healthy_tier():
     below = HierarchyDriver()
     (known,), (unknown,) = a_chain(1), a_chain(1, "b")
     key = BlockKey(below.store.digest, known)
@@ -33,7 +33,7 @@ def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_kno
     assert below.hierarchy.promotion_seconds(key, BLOCK_BYTES) is None
 
 
-def test_a_failing_tier_is_left_alone_and_found_again():
+def test_failing_tier_is_skipped_until_it_recovers():
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0].update(a_chain(2))
     below.prefetch(a_chain(2))
@@ -49,7 +49,7 @@ def test_a_failing_tier_is_left_alone_and_found_again():
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(reads):
+def test_recovered_disk_is_retried_soon_after_a_long_hang(reads):
     below = HierarchyDriver(tiers=("ssd",))
     below.held[0] |= {*a_chain(2)}
     if reads:
@@ -72,7 +72,7 @@ def test_a_disk_that_has_hung_is_tried_again_soon_after_however_long_it_hung(rea
     below.hierarchy.check()
 
 
-def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
+def test_index_hit_does_not_close_the_circuit_breaker():
     below = HierarchyDriver(tiers=("ssd",), finds_in_memory=True)
     below.held[0] |= {*a_chain(2), *a_chain(2, "b"), *a_chain(2, "c")}
     below.prefetch(a_chain(2))

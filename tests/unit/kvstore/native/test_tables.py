@@ -27,7 +27,7 @@ def a_name(number: int) -> bytes:
 
 
 @each
-def test_the_longest_prefix_is_found_and_where_its_blocks_lie(module):
+def test_longest_prefix_is_found_with_its_slots(module):
     table = module.BlockTable(KEY)
     blocks = [Block(number) for number in range(100)]
     for number, block in enumerate(blocks):
@@ -44,7 +44,7 @@ def test_the_longest_prefix_is_found_and_where_its_blocks_lie(module):
 
 
 @each
-def test_a_block_takes_the_place_of_the_one_that_had_its_name(module):
+def test_put_replaces_the_block_of_the_same_hash(module):
     table = module.BlockTable(KEY)
     old, new = Block(1), Block(2)
     before = sys.getrefcount(old)
@@ -69,7 +69,7 @@ def test_a_block_takes_the_place_of_the_one_that_had_its_name(module):
         ("blocks", (b"x" * 15,)),
     ],
 )
-def test_what_is_no_name_or_slot_is_refused(module, call, arguments):
+def test_invalid_hash_or_slot_is_refused(module, call, arguments):
     table = module.BlockTable(KEY)
 
     with pytest.raises(ValueError, match="bytes"):
@@ -78,7 +78,7 @@ def test_what_is_no_name_or_slot_is_refused(module, call, arguments):
 
 
 @each
-def test_what_is_not_there_cannot_be_removed(module):
+def test_missing_block_cannot_be_removed(module):
     with pytest.raises(KeyError):
         module.BlockTable(KEY).remove(a_name(1))
 
@@ -92,7 +92,7 @@ def test_a_table_without_a_key_is_refused(arguments):
 
 @pytest.mark.skipif(not tables.BUILT, reason="the native module is not built")
 @pytest.mark.parametrize("block", [object(), type("Odd", (), {"slot": "x" * 20})()])
-def test_what_has_no_slot_is_refused(block):
+def test_block_without_a_slot_is_refused(block):
     table = tables.BlockTable(KEY)
 
     with pytest.raises((AttributeError, TypeError)):
@@ -101,7 +101,7 @@ def test_what_has_no_slot_is_refused(block):
 
 
 @each
-def test_a_table_that_has_grown_and_shrunk_lets_go_of_what_it_does_not_hold(module):
+def test_table_releases_removed_blocks(module):
     table, block = module.BlockTable(KEY), Block(7)
     before = sys.getrefcount(block)
     for number in range(5000):
@@ -119,7 +119,7 @@ def test_a_table_that_has_grown_and_shrunk_lets_go_of_what_it_does_not_hold(modu
 
 
 @each
-def test_names_that_are_chosen_by_somebody_who_does_not_know_the_key_do_not_collide(module):
+def test_forged_hashes_do_not_collide_without_the_key(module):
     table = module.BlockTable((random.getrandbits(64), random.getrandbits(64)))
     block = Block(1)
     for number in range(20_000):  # with a known key this would take minutes

@@ -3,7 +3,7 @@
 from kvstore.net.unproven_connections import UnprovenConnections
 
 
-def test_oldest_gives_way_when_the_share_is_full():
+def test_oldest_connection_gives_way_when_full():
     newcomers: UnprovenConnections[int] = UnprovenConnections(3)
     assert [newcomers.add(each, "a") for each in range(5)] == [None, None, None, 0, 1]
     assert len(newcomers) == 3

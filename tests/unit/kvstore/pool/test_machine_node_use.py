@@ -20,13 +20,13 @@ def reserve(store: MachineDriver, chain, now: int = 0):
     return store.machine.reserve(store.digest, chain, owner=NODE, lease=None, now=Nanos(now))
 
 
-def test_the_machine_is_the_pool_that_the_hierarchy_asks_for():
+def test_machine_implements_the_hierarchys_pool():
     pool: HierarchyPool = MachineDriver().machine  # mypy checks this assignment
 
     assert pool.block_bytes(MachineDriver().digest) == BLOCK_BYTES
 
 
-def test_a_place_that_a_thread_may_still_write_to_is_never_given_away():
+def test_place_reserved_by_the_node_is_never_reused():
     store = MachineDriver(blocks=2)
     reservation = reserve(store, a_chain(2))
 
@@ -46,7 +46,7 @@ def test_only_the_node_may_reserve_without_a_deadline():
         store.machine.reserve(store.digest, a_chain(1), owner="w", lease=None, now=Nanos(0))
 
 
-def test_what_the_node_reserves_is_published_by_nobody_else():
+def test_only_the_node_publishes_its_reservations():
     store = MachineDriver()
     reservation = reserve(store, a_chain(1))
 
@@ -54,7 +54,7 @@ def test_what_the_node_reserves_is_published_by_nobody_else():
     assert store.look(a_chain(1)) == 0
 
 
-def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
+def test_pin_returns_addresses_of_any_readable_blocks():
     store = MachineDriver(blocks=4)
     chain = a_chain(4)
     store.hold(chain)
@@ -72,7 +72,7 @@ def test_pins_are_taken_anywhere_in_a_chain_and_say_where_the_bytes_are():
     store.machine.check()
 
 
-def test_copying_a_block_is_no_use_of_it():
+def test_pin_of_the_node_does_not_count_as_a_use():
     store = MachineDriver(blocks=4)
     old, young = a_chain(2, "old"), a_chain(2, "young")
     store.hold(old)
@@ -84,7 +84,7 @@ def test_copying_a_block_is_no_use_of_it():
     assert (store.look(old, now=3), store.look(young, now=3)) == (0, 2)
 
 
-def test_a_block_that_was_chosen_while_it_was_pinned_may_go_afterwards():
+def test_block_chosen_while_pinned_can_be_evicted_later():
     store = MachineDriver(blocks=2)
     store.hold(a_chain(2))
     pinned = store.machine.pin(keys(store, a_chain(2)), Nanos(0))
@@ -105,7 +105,7 @@ def test_unpinning_twice_is_a_bug():
         store.machine.unpin(pinned.pin_id, Nanos(0))
 
 
-def test_what_the_node_grants_itself_takes_no_lease_from_clients():
+def test_pins_of_the_node_do_not_use_up_client_leases():
     store = MachineDriver(max_leases=1)
     reserve(store, a_chain(1, "up"))
     store.machine.pin([], Nanos(0))
@@ -115,7 +115,7 @@ def test_what_the_node_grants_itself_takes_no_lease_from_clients():
     store.machine.check()
 
 
-def test_present_is_what_is_readable_or_being_written():
+def test_readable_and_reserved_blocks_are_present():
     store = MachineDriver()
     store.hold(a_chain(1, "a"))
     store.reserve(a_chain(1, "b"))
@@ -125,7 +125,7 @@ def test_present_is_what_is_readable_or_being_written():
     assert not store.machine.is_present(BlockKey(b"?" * 16, held.name)), "an unknown namespace has no blocks"
 
 
-def test_a_tenant_pays_for_what_comes_up_for_it():
+def test_tenant_pays_for_its_promoted_blocks():
     store = MachineDriver(quotas=TenantQuotas(lambda _: LruEviction(), default_bytes=BLOCK_BYTES))
 
     reservation = store.machine.reserve(
@@ -136,7 +136,7 @@ def test_a_tenant_pays_for_what_comes_up_for_it():
     assert [row.bytes for row in store.machine.stats().tenants] == [BLOCK_BYTES]
 
 
-def test_what_the_node_pins_is_released_by_no_client_that_guesses_its_id():
+def test_clients_cannot_release_pins_of_the_node():
     store = MachineDriver(blocks=1)
     store.machine.publish(store.reserve(a_chain(1)).reservation_id, {0: 1}, owner="w", now=Nanos(0))
     pinned = store.machine.pin(keys(store, a_chain(1)), Nanos(0))

@@ -49,7 +49,7 @@ def test_number_far_ahead_costs_no_memory():
     assert "overtaken" in replays.refusal(b"a", 0, NOW, NOW)
 
 
-def test_callers_that_come_and_go_are_forgotten():
+def test_callers_with_expired_proofs_are_forgotten():
     replays = CallReplays()
     for second in range(20 * SKEW_SECONDS):
         assert replays.refusal(second.to_bytes(16), 0, NOW + second, NOW + second) == ""
@@ -57,7 +57,7 @@ def test_callers_that_come_and_go_are_forgotten():
 
 
 @given(st.lists(st.integers(0, 4 * WINDOW), max_size=200), st.integers())
-def test_no_order_of_calls_has_one_accepted_twice(numbers, seed):
+def test_no_call_order_accepts_a_call_twice(numbers, seed):
     replays, accepted = CallReplays(), []
     random.Random(seed).shuffle(numbers)
     for number in numbers:

@@ -229,6 +229,14 @@ class LeasedSlots(Struct, frozen=True, kw_only=True):
     slots: Slots
 
 
+class PinnedBlocks(Struct, frozen=True):
+    """Blocks of the pool that stay in place until `unpin`."""
+
+    pin_id: int
+    addresses: tuple[Address, ...]
+    checksums: tuple[int, ...]  # CRC-32C with which they were published
+
+
 class SessionPinResult(Struct, frozen=True, kw_only=True):
     """Result of pinning a session's chain."""
 

@@ -1,4 +1,4 @@
-"""Ports of the store: tiers, codecs, transports and eviction policies."""
+"""Ports of the store: tiers, codecs and transports."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -149,20 +149,3 @@ class Transport(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-class Eviction(Protocol):
-    """Says which block goes next. It knows published blocks; pinned ones stay admitted while there is enough space."""
-
-    def admit(self, key: BlockKey, size_bytes: int, now: Nanos) -> None:
-        """Admit a block that was in use until now; admitting it again means another use. Chains come from their end on."""
-
-    def withdraw(self, key: BlockKey) -> None:
-        """Remove an admitted block. Either it is gone, or it is pinned and is admitted again with its last pin."""
-
-    def choose(self) -> BlockKey | None:
-        """Return the block that goes next, which stays admitted; None when none may go."""
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, key: BlockKey) -> bool: ...

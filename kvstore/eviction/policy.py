@@ -14,17 +14,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """Says which key goes next, as `kvstore.ports.Eviction` does for block keys.
+    """Says which key goes next. A pool admits published blocks; pinned ones stay admitted while there is enough space."""
 
-    A key that is admitted again was used again. Chains are admitted from their end on. A chosen key stays admitted
-    until it is withdrawn.
-    """
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
+        """Admit a key that was in use until now; again means another use. Chains come from their end on."""
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None: ...
+    def withdraw(self, key: K) -> None:
+        """Remove an admitted key. Either it is gone, or it is pinned and is admitted again with its last pin."""
 
-    def withdraw(self, key: K) -> None: ...
-
-    def choose(self) -> K | None: ...
+    def choose(self) -> K | None:
+        """Return the key that goes next, which stays admitted; None if none may go."""
 
     def __len__(self) -> int: ...
 

@@ -9,34 +9,25 @@ A part of `kvstore.hierarchy.machine`. Rules:
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec import Struct
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.hierarchy.tier_states import TierState, TierStates
 from kvstore.hierarchy.transfer_queue import TransferQueue
-from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId, PinnedBlocks
-from kvstore.messages import BlockKey
+from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId
+from kvstore.messages import BlockKey, PinnedBlocks
+from kvstore.pool.machine import BlockMachine
 
 MAX_DEMOTIONS = 2  # batches for one tier at a time
 DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 
 
-class DemotionPool(Protocol):
-    """Methods of `kvstore.pool.machine.BlockMachine` that demotions use."""
-
-    def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
-        """Keep the readable ones among these blocks in place, without changing their order of eviction."""
-
-    def unpin(self, pin_id: int, now: Nanos) -> None: ...
-
-
 class Demotions:
     """Demotions of one node."""
 
-    def __init__(self, pool: DemotionPool, tiers: TierStates, queue: TransferQueue):
+    def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
         self._queue = queue

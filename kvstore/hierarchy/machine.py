@@ -11,24 +11,20 @@ tiers. Both share `kvstore.hierarchy.tier_states`, the knowledge about each tier
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
 from kvstore.errors import NamespaceUnknown
-from kvstore.hierarchy.demotions import DemotionPool, Demotions
-from kvstore.hierarchy.promotions import PromotionPool, Promotions
+from kvstore.hierarchy.demotions import Demotions
+from kvstore.hierarchy.promotions import Promotions
 from kvstore.hierarchy.tier_states import TierRule, TierStates
 from kvstore.hierarchy.transfer_queue import TransferQueue
 from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId, PromotionId, TierCounters, TierTransfer
 from kvstore.messages import BlockChanges, BlockKey, FetchResult
+from kvstore.pool.machine import BlockMachine
 
 BATCH_BYTES = 8 << 20
 """Bytes that one transfer moves: enough for a disk's full speed, and small enough that the first blocks arrive soon."""
-
-
-class HierarchyPool(PromotionPool, DemotionPool, Protocol):
-    """Methods of `kvstore.pool.machine.BlockMachine` that the hierarchy uses."""
 
 
 class Hierarchy:
@@ -37,7 +33,7 @@ class Hierarchy:
     After each call, perform `commands()` and tell the watchers of `changes()`.
     """
 
-    def __init__(self, pool: HierarchyPool, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
+    def __init__(self, pool: BlockMachine, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
         self._pool = pool
         self._tiers = TierStates(rules)
         self._queue = TransferQueue(batch_bytes)

@@ -14,8 +14,7 @@ Rules:
    does, and its places belong to it until it reports that it is done.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 from kvstore.block import BlockHash
 from kvstore.clock import SECOND, Nanos
@@ -23,56 +22,19 @@ from kvstore.errors import NamespaceUnknown
 from kvstore.hierarchy.tier_states import TierState, TierStates
 from kvstore.hierarchy.transfer_queue import TransferQueue
 from kvstore.hierarchy.transfers import Fetch, Find, PromotionId
-from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult, ReservationId, Slot, WriteReservation
+from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult, Slot, WriteReservation
+from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
 MAX_PROMOTION_BLOCKS = 4096  # in one promotion; the next request continues a longer chain
-MAX_UNREPORTED = (
-    1 << 16
-)  # promoted blocks that no client was told of; beyond this, the oldest count as found in the pool
+MAX_UNREPORTED = 1 << 16  # promoted blocks that no client was told of; older ones count as found in the pool
 FETCH_AT_LEAST = Nanos(1 * SECOND)  # least time for a batch that has begun, even if the max wait is shorter
-
-
-class PromotionPool(Protocol):
-    """Methods of `kvstore.pool.machine.BlockMachine` that promotions use."""
-
-    def block_bytes(self, digest: bytes) -> int:
-        """Return the size of the namespace's blocks.
-
-        Raises:
-            NamespaceUnknown: The namespace is not open, or has been forgotten.
-        """
-
-    def is_present(self, key: BlockKey) -> bool:
-        """Return whether the block is readable or is being written."""
-
-    def reserve(
-        self,
-        digest: bytes,
-        names: Sequence[BlockHash],
-        *,
-        owner: str,
-        lease: Nanos | None,
-        now: Nanos,
-        tenant: bytes = b"",
-    ) -> WriteReservation:
-        """Reserve places for those blocks that nobody holds or writes.
-
-        Raises:
-            NamespaceUnknown: The namespace has been forgotten; nothing was reserved.
-        """
-
-    def publish(
-        self, reservation_id: ReservationId, checksums: Mapping[int, int], *, owner: str, now: Nanos
-    ) -> int: ...
-
-    def writable(self, digest: bytes, slot: Slot) -> Address | None: ...
 
 
 class Promotions:
     """Promotions of one node."""
 
-    def __init__(self, pool: PromotionPool, tiers: TierStates, queue: TransferQueue):
+    def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
         self._queue = queue

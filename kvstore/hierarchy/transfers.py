@@ -55,14 +55,6 @@ OPERATIONS = {Find: "find", Fetch: "fetch", Demote: "keep", Confirm: "confirm"}
 """The label `operation` of the metric kvstore_tier_operation_seconds."""
 
 
-class PinnedBlocks(Struct, frozen=True):
-    """Blocks of the pool that stay in place until `unpin`."""
-
-    pin_id: int
-    addresses: tuple[Address, ...]
-    checksums: tuple[int, ...]  # CRC-32C with which they were published
-
-
 class TierCounters(Struct, kw_only=True):
     """Counters of the hierarchy for one tier since the node started. Only their owner changes them."""
 

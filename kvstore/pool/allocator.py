@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
+from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import (
     SLOT,
     Address,
@@ -24,7 +25,6 @@ from kvstore.pool.extents import FreeExtents, occupied_bytes
 from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBlock
 from kvstore.pool.quotas import TenantAccount
-from kvstore.ports import Eviction
 
 RESERVED, HELD = BlockState.RESERVED, BlockState.HELD
 """Enum members, looked up once: the look-up takes longer than the work that follows it for each block."""
@@ -35,7 +35,9 @@ EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 class PoolAllocator:
     """Places of all blocks in one pool."""
 
-    def __init__(self, capacity_bytes: int, eviction: Eviction, max_namespaces: int, table_key: tuple[int, int]):
+    def __init__(
+        self, capacity_bytes: int, eviction: EvictionPolicy[BlockKey], max_namespaces: int, table_key: tuple[int, int]
+    ):
         self._extents = FreeExtents(capacity_bytes)
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
@@ -235,7 +237,7 @@ class PoolAllocator:
             account.evicted += 1
         return True
 
-    def _choose(self, policy: Eviction) -> StoredBlock | None:
+    def _choose(self, policy: EvictionPolicy[BlockKey]) -> StoredBlock | None:
         """Return the next unpinned block that a policy gives up, or None."""
         while (key := policy.choose()) is not None:
             block = self.namespaces.find(key)
@@ -262,6 +264,6 @@ class PoolAllocator:
         self._commands.append(Discard(address))
         return address.offset
 
-    def _policies(self, block: StoredBlock) -> tuple[Eviction, ...]:
+    def _policies(self, block: StoredBlock) -> tuple[EvictionPolicy[BlockKey], ...]:
         """Return the policies that may choose the block."""
         return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvstore.block import HASH_BYTES, BlockHash
 from kvstore.clock import Nanos
-from kvstore.hierarchy.transfers import PinnedBlocks
+from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import (
     NO_LEASE,
     NO_RESERVATION,
@@ -41,6 +41,7 @@ from kvstore.messages import (
     BlockKey,
     LeasedSlots,
     LeaseId,
+    PinnedBlocks,
     ReservationId,
     SessionPinResult,
     Slot,
@@ -56,7 +57,6 @@ from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advanc
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 from kvstore.pool.quotas import TenantQuotas
 from kvstore.pool.session_pins import SessionPins
-from kvstore.ports import Eviction
 
 KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 """Hash key of the block table in replays and tests, where nobody forges colliding hashes and equal histories must give
@@ -77,7 +77,7 @@ class BlockMachine:
     def __init__(
         self,
         capacity_bytes: int,
-        eviction: Eviction,
+        eviction: EvictionPolicy[BlockKey],
         *,
         epoch: int,
         max_leases: int = 65_536,

@@ -13,8 +13,8 @@ Rules:
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 
-from kvstore.messages import TenantStats
-from kvstore.ports import Eviction
+from kvstore.eviction.policy import EvictionPolicy
+from kvstore.messages import BlockKey, TenantStats
 
 MAX_ACCOUNTS = 1024
 """Most accounts without blocks that are remembered for their counters. Accounts with blocks are never forgotten."""
@@ -25,7 +25,7 @@ class TenantAccount:
 
     __slots__ = ("bytes", "evicted", "eviction", "hits", "limit_bytes", "misses", "refused", "tenant")
 
-    def __init__(self, tenant: bytes, limit_bytes: int, eviction: Eviction):
+    def __init__(self, tenant: bytes, limit_bytes: int, eviction: EvictionPolicy[BlockKey]):
         self.tenant = tenant
         self.limit_bytes = limit_bytes
         self.eviction = eviction
@@ -50,7 +50,7 @@ class TenantQuotas:
 
     def __init__(
         self,
-        make_eviction: Callable[[int], Eviction],
+        make_eviction: Callable[[int], EvictionPolicy[BlockKey]],
         *,
         default_bytes: int = 0,
         by_tenant: Mapping[bytes, int] | None = None,

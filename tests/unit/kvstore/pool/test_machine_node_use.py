@@ -4,7 +4,6 @@ import pytest
 
 from kvstore.clock import Nanos
 from kvstore.eviction.lru import LruEviction
-from kvstore.hierarchy.machine import HierarchyPool
 from kvstore.messages import NODE, BlockKey
 from kvstore.pool.quotas import TenantQuotas
 from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_chain
@@ -18,12 +17,6 @@ def keys(store: MachineDriver, chain) -> list[BlockKey]:
 
 def reserve(store: MachineDriver, chain, now: int = 0):
     return store.machine.reserve(store.digest, chain, owner=NODE, lease=None, now=Nanos(now))
-
-
-def test_machine_implements_the_hierarchys_pool():
-    pool: HierarchyPool = MachineDriver().machine  # mypy checks this assignment
-
-    assert pool.block_bytes(MachineDriver().digest) == BLOCK_BYTES
 
 
 def test_place_reserved_by_the_node_is_never_reused():

@@ -4,7 +4,7 @@ Pieces follow each other in the block. Copies release the interpreter lock, so o
 are CRC-32C, which runs at memory speed and costs next to nothing beside a copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -27,6 +27,9 @@ ByteArray: TypeAlias = NDArray[np.uint8]
 """One contiguous piece as bytes; shares the memory of the original."""
 
 _BYTE = np.dtype(np.uint8)
+
+IOV_MAX = 1024
+"""Most buffers per call on Linux (limits.h)."""
 
 
 def pieces(block: Block) -> list[ByteArray]:
@@ -90,3 +93,41 @@ def _as_bytes(part: Piece) -> ByteArray:
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)
+
+
+class BufferRun:
+    """Consecutive buffers, and how many of their bytes are done."""
+
+    def __init__(self, buffers: Iterable[memoryview]):
+        """Take contiguous buffers of single bytes."""
+        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._next = 0  # index of the first buffer that is not finished
+        self._start = 0  # bytes of that buffer that are finished
+        self.left = sum(len(buffer) for buffer in self._buffers)
+
+    def front(self, limit_bytes: int) -> list[memoryview]:
+        """Return the next buffers, at most `limit_bytes` and at most as many buffers as the system takes."""
+        if not self._start and self.left <= limit_bytes:  # the usual case: nothing to cut
+            return self._buffers[self._next : self._next + IOV_MAX]
+        taken: list[memoryview] = []
+        start = self._start
+        for buffer in self._buffers[self._next : self._next + IOV_MAX]:
+            view = buffer[start : start + limit_bytes]
+            taken.append(view)
+            limit_bytes -= len(view)
+            if not limit_bytes:
+                break
+            start = 0
+        return taken
+
+    def advance(self, count: int) -> None:
+        """Mark so many bytes as done."""
+        assert 0 <= count <= self.left, (count, self.left)
+        self.left -= count
+        if not self.left:
+            self._next, self._start = len(self._buffers), 0
+            return
+        self._start += count
+        while self._next < len(self._buffers) and self._start >= len(self._buffers[self._next]):
+            self._start -= len(self._buffers[self._next])
+            self._next += 1

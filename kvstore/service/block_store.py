@@ -22,7 +22,7 @@ from kvstore.block import HASH_BYTES, BlockHash, split
 from kvstore.buffers import crc32c
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
 from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
-from kvstore.eviction.ghost_caches import GhostCaches
+from kvstore.eviction.ghost_cache import GhostCaches
 from kvstore.eviction.hit_savings import HitSavings
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.messages import Claim, EvacuationResult, ReservationId, Slot, Stats

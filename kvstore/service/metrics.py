@@ -10,7 +10,7 @@ from msgspec import Struct
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvstore.eviction.ghost_caches import NamespaceEstimates
+from kvstore.eviction.ghost_cache import NamespaceEstimates
 from kvstore.hierarchy.transfers import TierCounters
 from kvstore.messages import POOL_TIER, Stats, TierStatus
 

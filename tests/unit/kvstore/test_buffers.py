@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.buffer_runs import IOV_MAX, BufferRun
+from kvstore.buffers import IOV_MAX, BufferRun
 
 
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 50), st.data())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.native import checksums
+from kvstore.native import checksums, checksums_twin
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -23,7 +23,7 @@ Block: TypeAlias = "Piece | Sequence[Piece]"
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
-ByteArray: TypeAlias = NDArray[np.uint8]
+ByteArray: TypeAlias = checksums_twin.ByteArray
 """One contiguous piece as bytes; shares the memory of the original."""
 
 _BYTE = np.dtype(np.uint8)

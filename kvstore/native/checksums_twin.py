@@ -1,10 +1,14 @@
 """Twin of `checksum.c`, by google-crc32c and numpy: it defines the results and runs where the C is not built."""
 
 import struct
+from typing import TypeAlias
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
+
+ByteArray: TypeAlias = NDArray[np.uint8]
+"""One contiguous piece as bytes; shares the memory of the original."""
 
 CHUNK_BYTES = 256 << 10  # small enough that a chunk stays in the processor's cache
 
@@ -13,12 +17,12 @@ MOVED, GONE, CORRUPT = range(3)
 """Outcome of a block, as in `kvstore.messages.BlockOutcome`."""
 
 
-def extend(crc32c: int, data: NDArray[np.uint8], /) -> int:
+def extend(crc32c: int, data: ByteArray, /) -> int:
     """Return the CRC-32C of the bytes with checksum `crc32c` (0 for none) followed by `data`."""
     return int(google_crc32c.extend(crc32c, data))
 
 
-def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8], /) -> int:
+def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int:
     """Copy bytes and extend the checksum by those that arrived, even if the source changes meanwhile.
 
     Raises:
@@ -34,12 +38,12 @@ def copy(crc32c: int, source: NDArray[np.uint8], destination: NDArray[np.uint8],
 
 
 def get_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> bytes:
     """Copy blocks out of a pool; return one byte per block with its outcome.
@@ -76,12 +80,12 @@ def get_blocks(
 
 
 def put_blocks(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     slots: bytes,
     block_bytes: int,
-    parts: list[NDArray[np.uint8]],
+    parts: list[ByteArray],
     /,
 ) -> tuple[bytes, list[int]]:
     """Copy blocks into a pool; return MOVED or GONE for each block, and the CRC-32C of the bytes that arrived.
@@ -104,7 +108,7 @@ def put_blocks(
     return bytes(outcomes), checksums
 
 
-def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> list[int]:
+def sums(count: int, block_bytes: int, parts: list[ByteArray], /) -> list[int]:
     """Return the CRC-32C of each of `count` blocks; parts and errors are those of `get_blocks`."""
     blocks = _blocks(parts, block_bytes)
     assert len(blocks) == count, f"parts do not make {count} blocks of {block_bytes} bytes"
@@ -117,8 +121,8 @@ def sums(count: int, block_bytes: int, parts: list[NDArray[np.uint8]], /) -> lis
     return checksums
 
 
-def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArray[np.uint8]]]:
-    blocks: list[list[NDArray[np.uint8]]] = []
+def _blocks(parts: list[ByteArray], block_bytes: int) -> list[list[ByteArray]]:
+    blocks: list[list[ByteArray]] = []
     left = 0
     for part in parts:
         flat = part.reshape(-1).view(np.uint8)
@@ -134,13 +138,13 @@ def _blocks(parts: list[NDArray[np.uint8]], block_bytes: int) -> list[list[NDArr
 
 
 def _place(
-    pool: NDArray[np.uint8],
+    pool: ByteArray,
     stamps: NDArray[np.uint64],
     page_bytes: int,
     offset: int,
     generation: int,
     block_bytes: int,
-) -> NDArray[np.uint8] | None:
+) -> ByteArray | None:
     """Return the bytes of a block; None if the place belongs to another block, or does not exist."""
     page = offset // page_bytes
     if page >= len(stamps) or offset + block_bytes > pool.nbytes or int(stamps[page]) != generation:

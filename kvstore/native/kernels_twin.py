@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.buffers import ByteArray
+from kvstore.native.checksums_twin import ByteArray
 from kvstore.native.float_formats import HalfFormat
 
 COPY_AXES = 5

@@ -169,7 +169,7 @@ def test_even_a_block_that_was_kept_as_it_is_belongs_to_one_codec():
         Int8Codec(namespace).decode(key, Fp8Codec(namespace).encode(key, block), np.empty_like(block))
 
 
-def test_a_layout_that_is_none_is_refused_by_field():
+def test_invalid_layout_is_refused_by_field():
     with pytest.raises(LayoutMismatch) as refused:
         Fp8Codec(a_typed_namespace(layout="NHD"))
 

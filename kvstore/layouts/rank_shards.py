@@ -81,7 +81,7 @@ class RankShard:
         Raises:
             LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
         """
-        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.share(tp, rank))])
+        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.shard_box(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
         rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
@@ -143,12 +143,12 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     return checksum
 
 
-def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Checksums of the blocks that every rank has put, by index, from what each told of its own."""
     return {
-        index: whole_checksums(block_bytes, [sums[index] for sums in told])
-        for index in told[0]
-        if all(index in sums for sums in told)
+        index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
+        for index in sums_by_rank[0]
+        if all(index in sums for sums in sums_by_rank)
     }
 
 

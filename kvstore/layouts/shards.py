@@ -130,7 +130,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
             raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be shared out among {tp} ranks")
         return max(1, tp // self.kv_heads)
 
-    def share(self, tp: int, rank: int) -> Box:
+    def shard_box(self, tp: int, rank: int) -> Box:
         """What one rank holds (rule 2).
 
         Raises:
@@ -150,4 +150,4 @@ def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockSha
         LayoutMismatch: The heads cannot be shared out among `tp` ranks.
     """
     shape.replicas(tp)
-    return [BlockShard(layout, shape.share(tp, rank)) for rank in range(tp)]
+    return [BlockShard(layout, shape.shard_box(tp, rank)) for rank in range(tp)]

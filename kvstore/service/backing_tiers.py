@@ -128,8 +128,8 @@ class BackingTiers:
     def depart_to(self, tier: int) -> None:
         """Blocks go to a `refuge` now. A node whose blocks go to its peers has left them from then on."""
         refuge = self.tiers[tier]
-        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerBackend):
-            refuge.shelf.leave()
+        if isinstance(refuge, RemoteTier) and isinstance(refuge.backend, PeerBackend):
+            refuge.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's budget of writes; False where nothing is left of it."""

@@ -29,7 +29,7 @@ class Fence:
     def is_closed(self) -> bool:
         return self._closed_until is not None
 
-    def opens(self, now: Nanos) -> bool:
+    def reopen(self, now: Nanos) -> bool:
         """Open a closed fence whose pause is over; returns whether that was done."""
         if self._closed_until is None or now < self._closed_until:
             return False
@@ -37,7 +37,7 @@ class Fence:
         self._score = LIMIT - DAMAGE
         return True
 
-    def saw(self, *, sound: int, damaged: int, now: Nanos) -> bool:
+    def record(self, *, sound: int, damaged: int, now: Nanos) -> bool:
         """Note blocks that were read; returns whether the fence closes because of them."""
         self._score = max(0, self._score - sound)
         if not self._score:

@@ -64,7 +64,7 @@ class MemoryBackingTier:
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
         self._gate.require_open()
         answers = [self._get(key, buffer, deadline) for key, buffer in zip(keys, into, strict=True)]
-        self._statistics.fetched(answers, into)
+        self._statistics.count_fetched(answers, into)
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
@@ -119,7 +119,7 @@ class MemoryBackingTier:
             self._kept[key] = kept
             self._bytes += content.nbytes
             self._statistics.count(bytes_written=content.nbytes)
-            self._statistics.present([key])
+            self._statistics.mark_present([key])
         return True
 
     def _get(self, key: BlockKey, into: ByteArray, deadline: Nanos) -> FetchResult:
@@ -145,7 +145,7 @@ class MemoryBackingTier:
     def _drop(self, key: BlockKey) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.content.nbytes
-            self._statistics.missed([key])
+            self._statistics.mark_gone([key])
 
 
 class _StoredContent(Struct, frozen=True, kw_only=True):

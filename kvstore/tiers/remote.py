@@ -4,7 +4,7 @@ Rules:
 
 1. A call that is cut short answers with what it got; one that got nothing has failed. Either is counted once, here.
 2. Nothing is begun once the tier is closed, nor after the deadline of a call, which is a failure.
-3. What a shelf does not take (its namespace is not open here) it is not asked about: it is refused, or a miss.
+3. What a backend does not take (its namespace is not open here) it is not asked about: it is refused, or a miss.
 4. What was asked for and is not there has gone, and is told so once.
 5. What is found bad is read again before it is removed, since it may have been damaged on its way here, and others use the
    same server (`kvstore.tiers.second_reading`). A server whose answers are damaged often is fenced (`kvstore.tiers.fence`):
@@ -56,7 +56,7 @@ class BlockRead(Struct, frozen=True):
 
 
 class BackendHealth(Struct, frozen=True):
-    """The counts of a shelf that judges blocks itself."""
+    """The counts of a backend that judges blocks itself."""
 
     corrupt: int = 0
     damaged: int = 0
@@ -104,7 +104,7 @@ class TierBackend(Protocol):
         ...
 
     def health(self) -> "BackendHealth":
-        """Return what the shelf has seen of its servers, as far as it judges blocks itself."""
+        """Return what the backend has seen of its servers, as far as it judges blocks itself."""
         ...
 
     def close(self) -> None:
@@ -120,18 +120,18 @@ class RemoteTier(Generic[S]):
 
     finds_in_memory = False
 
-    def __init__(self, shelf: S, tally: TierStatistics, clock: Clock):
-        """A tier with that shelf.
+    def __init__(self, backend: S, statistics: TierStatistics, clock: Clock):
+        """A tier with that backend.
 
         Args:
-            shelf: Closed with the tier.
-            tally: Of the tier; the shelf counts bytes and refusals in it.
+            backend: Closed with the tier.
+            statistics: Of the tier; the backend counts bytes and refusals in it.
             clock: Of the deadlines.
         """
-        self.shelf = shelf
-        self._statistics = tally
+        self.backend = backend
+        self._statistics = statistics
         self._clock = clock
-        self._gate = TierGate(tally, clock)
+        self._gate = TierGate(statistics, clock)
         self._guard = threading.Lock()
         self._fence = Fence()
 
@@ -141,19 +141,19 @@ class RemoteTier(Generic[S]):
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         self._require_open()
-        known = next((index for index, key in enumerate(keys) if not self.shelf.takes(key)), len(keys))
+        known = next((index for index, key in enumerate(keys) if not self.backend.takes(key)), len(keys))
         if not known or self._gate.is_late(deadline):
             return 0
-        return self._counted(lambda: self.shelf.find(keys[:known], deadline))
+        return self._counted(lambda: self.backend.find(keys[:known], deadline))
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         self._require_open()
-        known = list(dict.fromkeys(key for key in keys if self.shelf.takes(key)))
+        known = list(dict.fromkeys(key for key in keys if self.backend.takes(key)))
         if not known:
             return [False] * len(keys)
         if self._gate.is_late(deadline):
             raise TierFailed(f"the {self.name} tier was asked too late")
-        answers = self._counted(lambda: self.shelf.holds(known, deadline))
+        answers = self._counted(lambda: self.backend.holds(known, deadline))
         there = {key for key, is_there in zip(known, answers, strict=True) if is_there}
         return [key in there for key in keys]
 
@@ -169,12 +169,12 @@ class RemoteTier(Generic[S]):
         work = {
             key: BlockWrite(block, checksum)
             for key, block, checksum in zip(keys, blocks, checksums, strict=True)
-            if self.shelf.takes(key, block.nbytes)
+            if self.backend.takes(key, block.nbytes)
         }
         self._statistics.count(refused=len(set(keys)) - len(work))
         if work and not self._gate.is_late(deadline):
-            self._as_far_as_it_goes(lambda: self.shelf.put(work, there, deadline), there)
-        self._statistics.present(key for key, is_there in there.items() if is_there)
+            self._as_far_as_it_goes(lambda: self.backend.put(work, there, deadline), there)
+        self._statistics.mark_present(key for key, is_there in there.items() if is_there)
         return [there.get(key, False) for key in keys]
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
@@ -183,13 +183,13 @@ class RemoteTier(Generic[S]):
         work = {
             index: BlockRead(key, buffer)
             for index, (key, buffer) in enumerate(zip(keys, into, strict=True))
-            if self.shelf.takes(key, buffer.nbytes)
+            if self.backend.takes(key, buffer.nbytes)
         }
         if work and not self._gate.is_late(deadline):
-            self._as_far_as_it_goes(lambda: self.shelf.get(work, answers, deadline), answers)
+            self._as_far_as_it_goes(lambda: self.backend.get(work, answers, deadline), answers)
         fetched = [answers.get(index, GONE) for index in range(len(keys))]
-        self._statistics.fetched(fetched, into)
-        self._statistics.missed(
+        self._statistics.count_fetched(fetched, into)
+        self._statistics.mark_gone(
             keys[index] for index in sorted(answers) if answers[index].outcome is not BlockOutcome.MOVED
         )
         corrupt = {
@@ -204,9 +204,9 @@ class RemoteTier(Generic[S]):
     def discard(self, keys: Sequence[BlockKey]) -> None:
         if not keys or self._gate.is_closed:
             return
-        self._statistics.missed(keys)
+        self._statistics.mark_gone(keys)
         try:
-            self._counted(lambda: self.shelf.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
+            self._counted(lambda: self.backend.remove(keys, Nanos(self._clock.now() + REMOVE_WITHIN)))
         except TierFailed:
             return  # counted; what is bad is found bad again
 
@@ -219,7 +219,7 @@ class RemoteTier(Generic[S]):
 
     def status(self) -> TierStatus:
         status = self._statistics.status()
-        health = self.shelf.health()
+        health = self.backend.health()
         return replace(
             status,
             corrupt=status.corrupt + health.corrupt,
@@ -229,7 +229,7 @@ class RemoteTier(Generic[S]):
 
     def close(self) -> None:
         self._gate.close()
-        self.shelf.close()
+        self.backend.close()
 
     def _require_open(self) -> None:
         """Begin nothing on a tier that is closed or fenced.
@@ -239,7 +239,7 @@ class RemoteTier(Generic[S]):
         """
         self._gate.require_open()
         with self._guard:
-            opens = self._fence.opens(self._clock.now())
+            opens = self._fence.reopen(self._clock.now())
             is_fenced = self._fence.is_closed
         if opens:
             log.info("tier is tried again after damaged answers", extra={"tier": self.name})
@@ -253,7 +253,7 @@ class RemoteTier(Generic[S]):
         lie_bad, damaged = [], 0
         for key in list(corrupt)[:EXAMINED]:
             try:
-                verdict = self.shelf.examine(key, corrupt[key], until)
+                verdict = self.backend.examine(key, corrupt[key], until)
             except TierFailed as error:  # too little time is left, or the server is away: no sign of damage
                 verdict = ReadingVerdict.UNREAD
                 log.warning(
@@ -275,7 +275,7 @@ class RemoteTier(Generic[S]):
     def _note(self, *, sound: int, damaged: int) -> None:
         """Tell the fence what was read."""
         with self._guard:
-            closes = self._fence.saw(sound=sound, damaged=damaged, now=self._clock.now())
+            closes = self._fence.record(sound=sound, damaged=damaged, now=self._clock.now())
         if closes:
             log.warning("tier is fenced, since its answers are damaged on their way", extra={"tier": self.name})
 

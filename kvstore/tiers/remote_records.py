@@ -137,15 +137,15 @@ def _fitting(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
 class RecordFramer:
     """Frames blocks and takes them out of their frames, for one tier. Thread-safe."""
 
-    def __init__(self, codecs: Callable[[bytes], Codec], tally: TierStatistics):
+    def __init__(self, codecs: Callable[[bytes], Codec], statistics: TierStatistics):
         """Binds a tier to the codecs of its namespaces.
 
         Args:
             codecs: By namespace digest; `NamespaceUnknown` where nobody has opened it.
-            tally: Of the tier; corrupt values are counted here.
+            statistics: Of the tier; corrupt values are counted here.
         """
         self._codecs = codecs
-        self._statistics = tally
+        self._statistics = statistics
         self._lock = threading.Lock()
         self._newer_seen = False
 
@@ -165,7 +165,7 @@ class RecordFramer:
         payload, payload_checksum = found
         return FramedRecord(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
 
-    def standing(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
+    def key_state(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
         """What the first bytes of a value say of it.
 
         Args:

@@ -25,21 +25,21 @@ class TierStatistics:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number
 
-    def fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
+    def count_fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
         """Count what `BackingTier.get` answers."""
         hits = [
             buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is BlockOutcome.MOVED
         ]
         self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
-    def missed(self, keys: Iterable[BlockKey]) -> None:
+    def mark_gone(self, keys: Iterable[BlockKey]) -> None:
         """These are not there, or not any more."""
         with self._lock:
             self._gone.update(dict.fromkeys(keys))
             while len(self._gone) > GONE_KEYS:
                 del self._gone[next(iter(self._gone))]
 
-    def present(self, keys: Iterable[BlockKey]) -> None:
+    def mark_present(self, keys: Iterable[BlockKey]) -> None:
         """These are there now."""
         with self._lock:
             for key in keys:

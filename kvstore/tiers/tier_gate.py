@@ -8,8 +8,8 @@ from kvstore.tiers.statistics import TierStatistics
 class TierGate:
     """Of one tier. Thread-safe."""
 
-    def __init__(self, tally: TierStatistics, clock: Clock):
-        self._statistics = tally
+    def __init__(self, statistics: TierStatistics, clock: Clock):
+        self._statistics = statistics
         self._clock = clock
         self._closed = False
 

@@ -1,4 +1,4 @@
-"""Blocks in the memory of other nodes, fetched with their leases and over their data plane: a shelf of `kvstore.tiers.remote`.
+"""Blocks in the memory of other nodes, fetched with their leases and over their data plane: a backend of `kvstore.tiers.remote`.
 
 Rules:
 
@@ -48,9 +48,9 @@ def open_peers(
         namespaces: By digest; `NamespaceUnknown` where nobody has opened it here.
         clock: Of the deadlines; the one of the connections.
     """
-    tally = TierStatistics("peer")
-    shelf = PeerBackend(settings, connect, namespaces, tally, clock)
-    return RemoteTier(shelf, tally, clock)
+    statistics = TierStatistics("peer")
+    backend = PeerBackend(settings, connect, namespaces, statistics, clock)
+    return RemoteTier(backend, statistics, clock)
 
 
 class PeerBackend:
@@ -61,18 +61,18 @@ class PeerBackend:
         settings: PeerSettings,
         connect: Connect,
         namespaces: Callable[[bytes], KvNamespace],
-        tally: TierStatistics,
+        statistics: TierStatistics,
         clock: Clock,
     ):
         self._settings = settings
         self._connect = connect
         self._namespaces = namespaces
-        self._statistics = tally
+        self._statistics = statistics
         self._clock = clock
         self._hints = PeerHints()
-        self._doubts = SuspectBlocks()
+        self._suspects = SuspectBlocks()
         self._lock = threading.Lock()
-        self._links: dict[tuple[str, bytes], PeerNodeConnection] = {}
+        self._connections: dict[tuple[str, bytes], PeerNodeConnection] = {}
         self._left = False
         self._closed = False
 
@@ -80,7 +80,7 @@ class PeerBackend:
         """What was found bad is not asked for again for a while."""
         namespace = self._namespace(key.digest)
         fits = namespace is not None and block_bytes in (None, namespace.block_bytes)
-        return fits and not self._doubts.has(key, self._clock.now())
+        return fits and not self._suspects.has(key, self._clock.now())
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
         namespace = self._namespace(keys[0].digest)
@@ -92,7 +92,7 @@ class PeerBackend:
             if asked == self._settings.look_ups or longest == len(names):
                 break
             try:
-                found = self._link(address, namespace).look(names, self._share(deadline, asked))
+                found = self._connection(address, namespace).look_up(names, self._share(deadline, asked))
             except TierFailed as error:
                 failure = error
                 continue
@@ -113,7 +113,7 @@ class PeerBackend:
         for (holder, digest), theirs in asked.items():
             if (namespace := self._namespace(digest)) is None:
                 continue
-            held = self._link(holder, namespace).holds([key.name for key in theirs], deadline)
+            held = self._connection(holder, namespace).holds([key.name for key in theirs], deadline)
             there.update(key for key, is_there in zip(theirs, held, strict=True) if is_there)
         return [key in there for key in keys]
 
@@ -142,7 +142,7 @@ class PeerBackend:
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks nobody
         """They are the peers' to forget; here they are not asked for again for a while."""
-        self._doubts.note(keys, self._clock.now())
+        self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks nobody
@@ -150,7 +150,7 @@ class PeerBackend:
         return ReadingVerdict.UNREAD
 
     def health(self) -> BackendHealth:
-        each = [link.health for link in self._all_links()]
+        each = [connection.health for connection in self._all_connections()]
         return BackendHealth(
             corrupt=sum(one.corrupt for one in each),
             damaged=sum(one.damaged for one in each),
@@ -169,8 +169,8 @@ class PeerBackend:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        for link in self._all_links():
-            link.close()
+        for connection in self._all_connections():
+            connection.close()
 
     def _give(
         self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
@@ -210,7 +210,7 @@ class PeerBackend:
             until = deadline if hinted else self._share(deadline, asked)
             names, into = [each.key.name for each in missing.values()], [each.into for each in missing.values()]
             try:
-                fetched = self._link(address, namespace).fetch(names, into, until)
+                fetched = self._connection(address, namespace).fetch(names, into, until)
             except TierFailed as error:
                 failure = error
                 continue
@@ -257,9 +257,9 @@ class PeerBackend:
         *first, last = owners
         for owner in first:
             with suppress(TierFailed):
-                return owner, *self._link(owner, namespace).push(names, blocks, deadline)
+                return owner, *self._connection(owner, namespace).push(names, blocks, deadline)
             self._statistics.count(failures=1)
-        return last, *self._link(last, namespace).push(names, blocks, deadline)
+        return last, *self._connection(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
         """Of the time left, one part for each look-up that may follow."""
@@ -279,21 +279,21 @@ class PeerBackend:
         except NamespaceUnknown:
             return None
 
-    def _link(self, address: str, namespace: KvNamespace) -> PeerNodeConnection:
+    def _connection(self, address: str, namespace: KvNamespace) -> PeerNodeConnection:
         with self._lock:
             if self._closed:
                 raise TierFailed("the peer tier is closed")
-            link = self._links.get((address, namespace.digest))
-            if link is None:
-                link = PeerNodeConnection(
+            connection = self._connections.get((address, namespace.digest))
+            if connection is None:
+                connection = PeerNodeConnection(
                     address, namespace, self._connect, nanos(self._settings.connect_seconds), self._clock
                 )
-                self._links[address, namespace.digest] = link
-            return link
+                self._connections[address, namespace.digest] = connection
+            return connection
 
-    def _all_links(self) -> list[PeerNodeConnection]:
+    def _all_connections(self) -> list[PeerNodeConnection]:
         with self._lock:
-            return list(self._links.values())
+            return list(self._connections.values())
 
 
 def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:

@@ -70,7 +70,7 @@ class PeerNodeConnection:
         self._closed = False
         self._guard = threading.Lock()  # of the fence
         self._fence = Fence()
-        self._told_damaged = 0
+        self._reported_damaged = 0
 
     @property
     def health(self) -> BackendHealth:
@@ -84,7 +84,7 @@ class PeerNodeConnection:
         counters = store.counters()
         return BackendHealth(counters.corrupt, counters.damaged, int(self._fence.is_closed))
 
-    def look(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
+    def look_up(self, names: Sequence[BlockHash], deadline: Nanos) -> int:
         """How many leading blocks the peer has in its memory.
 
         Raises:
@@ -121,14 +121,14 @@ class PeerNodeConnection:
         """Tell the fence what was read."""
         damaged = store.counters().damaged
         with self._guard:
-            more, self._told_damaged = max(damaged - self._told_damaged, 0), damaged
-            closes = self._fence.saw(sound=sum(good), damaged=more, now=self._clock.now())
+            more, self._reported_damaged = max(damaged - self._reported_damaged, 0), damaged
+            closes = self._fence.record(sound=sum(good), damaged=more, now=self._clock.now())
         if closes:
             log.warning("peer is fenced, since its answers are damaged on their way", extra={"peer": self._address})
 
     def _require_unfenced(self) -> None:
         with self._guard:
-            opens = self._fence.opens(self._clock.now())
+            opens = self._fence.reopen(self._clock.now())
             is_closed = self._fence.is_closed
         if opens:
             log.info("peer is tried again after damaged answers", extra={"peer": self._address})

@@ -8,8 +8,8 @@ from kvstore.messages import BlockKey
 from kvstore.recent_map import RecentMap
 
 HINTS = 1 << 16  # blocks of which it is remembered who has them
-DOUBTS = 4096  # blocks that were found bad of late
-DOUBTED_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
+SUSPECTS = 4096  # blocks that were found bad of late
+SUSPECT_FOR = Nanos(60 * SECOND)  # then the peers have had the time to write them anew
 
 
 class PeerHints:
@@ -39,12 +39,12 @@ class SuspectBlocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._until: RecentMap[BlockKey, Nanos] = RecentMap(DOUBTS)
+        self._until: RecentMap[BlockKey, Nanos] = RecentMap(SUSPECTS)
 
     def note(self, keys: Iterable[BlockKey], now: Nanos) -> None:
         with self._lock:
             for key in keys:
-                self._until.note(key, Nanos(now + DOUBTED_FOR))
+                self._until.note(key, Nanos(now + SUSPECT_FOR))
 
     def has(self, key: BlockKey, now: Nanos) -> bool:
         until = self._until.get(key)

@@ -1,4 +1,4 @@
-"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``: a shelf of `kvstore.tiers.remote`.
+"""Blocks in a Redis or Valkey server, one value each under ``prefix:namespace:name``: a backend of `kvstore.tiers.remote`.
 
 Rules:
 
@@ -48,20 +48,22 @@ def open_redis(
         raise StoreNotStarted("kind: redis needs its client: pip install 'fleet-serving[redis]'") from error
     except OSError as error:
         raise StoreNotStarted(f"password_file: {settings.password_file}: {error.strerror}") from error
-    tally = TierStatistics("redis")
-    return RemoteTier(RedisBackend(settings, connections, RecordFramer(codecs, tally), tally), tally, clock)
+    statistics = TierStatistics("redis")
+    return RemoteTier(
+        RedisBackend(settings, connections, RecordFramer(codecs, statistics), statistics), statistics, clock
+    )
 
 
 class RedisBackend:
     """See `kvstore.tiers.remote`, and the module. Made by `open_redis`."""
 
     def __init__(
-        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, tally: TierStatistics
+        self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, statistics: TierStatistics
     ):
         self._settings = settings
         self._connections = connections
         self._records = records
-        self._statistics = tally
+        self._statistics = statistics
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
         return self._records.knows(key)
@@ -114,7 +116,7 @@ class RedisBackend:
 
     def _there(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
-        return [self._records.standing(key, head) is RemoteKeyState.HELD for key, head in heads]
+        return [self._records.key_state(key, head) is RemoteKeyState.HELD for key, head in heads]
 
     def _heads(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bytes]:
         """The first bytes of the values under these keys; empty where there is none."""
@@ -142,7 +144,7 @@ class RedisBackend:
         missing = []
         heads = self._heads(pipe, list(work))
         for (key, given), head in zip(work.items(), heads, strict=True):
-            match self._records.standing(key, head, given.block.nbytes):
+            match self._records.key_state(key, head, given.block.nbytes):
                 case RemoteKeyState.HELD:
                     there[key] = True
                 case RemoteKeyState.FREE:

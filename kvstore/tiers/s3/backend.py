@@ -1,4 +1,4 @@
-"""Blocks in an S3-compatible object store, one object each under ``prefix/namespace/name``: a shelf of `kvstore.tiers.remote`.
+"""Blocks in an S3-compatible object store, one object each under ``prefix/namespace/name``: a backend of `kvstore.tiers.remote`.
 
 Rules:
 
@@ -26,7 +26,7 @@ from kvstore.messages import GONE, BlockKey, BlockOutcome, FetchResult
 from kvstore.ports import Codec
 from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTier
 from kvstore.tiers.remote_records import HEAD_BYTES, RecordFramer, RemoteKeyState
-from kvstore.tiers.s3.clients import Body, S3Clients, code_of
+from kvstore.tiers.s3.clients import S3Body, S3Clients, error_code
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.s3.sightings import S3Sightings, leading
 from kvstore.tiers.s3.threads import S3Threads
@@ -61,7 +61,7 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
         clients = S3Clients(settings)
     except ImportError as error:
         raise StoreNotStarted("kind: s3 needs its client: pip install 'fleet-serving[s3]'") from error
-    clients.look_at_bucket()
+    clients.check_bucket()
     return tier_with(settings, clients, codecs=codecs, clock=clock)
 
 
@@ -69,20 +69,22 @@ def tier_with(
     settings: S3Settings, clients: S3Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
 ) -> "RemoteTier[S3Backend]":
     """As `open_s3`, without a look at the bucket first."""
-    tally = TierStatistics("s3")
-    return RemoteTier(S3Backend(settings, clients, RecordFramer(codecs, tally), tally, clock), tally, clock)
+    statistics = TierStatistics("s3")
+    return RemoteTier(
+        S3Backend(settings, clients, RecordFramer(codecs, statistics), statistics, clock), statistics, clock
+    )
 
 
 class S3Backend:
     """See `kvstore.tiers.remote`, and the module. Made by `open_s3`."""
 
     def __init__(
-        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, tally: TierStatistics, clock: Clock
+        self, settings: S3Settings, clients: S3Clients, records: RecordFramer, statistics: TierStatistics, clock: Clock
     ):
         self._settings = settings
         self._clients = clients
         self._records = records
-        self._statistics = tally
+        self._statistics = statistics
         self._clock = clock
         self._seen = S3Sightings(nanos(settings.known_seconds), nanos(settings.missing_seconds))
         self._conditional = True
@@ -138,8 +140,8 @@ class S3Backend:
     def _look(self, client: Any, key: BlockKey) -> bool:
         try:
             client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING:
                 raise
             return self._saw(key, is_there=False)
         return self._saw(key, is_there=True)
@@ -151,9 +153,9 @@ class S3Backend:
             return False
         conditional = self._conditional
         if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
-            standing = self._records.standing(key, self._head(client, key, deadline), given.block.nbytes)
-            if standing is not RemoteKeyState.FREE:
-                return standing is RemoteKeyState.HELD
+            key_state = self._records.key_state(key, self._head(client, key, deadline), given.block.nbytes)
+            if key_state is not RemoteKeyState.FREE:
+                return key_state is RemoteKeyState.HELD
             conditional = False
         body = bytearray(framed.nbytes)
         body[:HEAD_BYTES] = framed.head
@@ -161,8 +163,8 @@ class S3Backend:
         condition = {"IfNoneMatch": "*"} if conditional else {}
         try:
             client.put_object(Bucket=self._settings.bucket, Key=self._name(key), Body=body, **condition)
-        except self._clients.Refused as error:
-            code = code_of(error)
+        except self._clients.client_error as error:
+            code = error_code(error)
             if code in UNCONDITIONAL_ONLY and conditional:
                 self._conditional = False
                 return self._put(client, item, deadline=deadline)
@@ -181,12 +183,12 @@ class S3Backend:
         key = wanted.key
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key))
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING:
                 raise
             self._saw(key, is_there=False)
             return GONE
-        with Body(answer, self._clock, deadline) as body:
+        with S3Body(answer, self._clock, deadline) as body:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
             self._saw(key, is_there=True)
@@ -201,11 +203,11 @@ class S3Backend:
         where = f"bytes=0-{HEAD_BYTES - 1}"
         try:
             answer = client.get_object(Bucket=self._settings.bucket, Key=self._name(key), Range=where)
-        except self._clients.Refused as error:
-            if code_of(error) not in MISSING | {"416", "InvalidRange"}:
+        except self._clients.client_error as error:
+            if error_code(error) not in MISSING | {"416", "InvalidRange"}:
                 raise
             return b""
-        with Body(answer, self._clock, deadline) as body:
+        with S3Body(answer, self._clock, deadline) as body:
             head = bytearray(min(body.left, HEAD_BYTES))
             body.fill(memoryview(head))
             return bytes(head)
@@ -221,8 +223,8 @@ class S3Backend:
                 raise TierFailed(f"{self._place}: too little time is left")
             try:
                 head = client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
-            except self._clients.Refused as error:
-                if code_of(error) not in MISSING:
+            except self._clients.client_error as error:
+                if error_code(error) not in MISSING:
                     raise
                 yield None
                 return
@@ -295,7 +297,7 @@ class S3Backend:
             try:
                 return act(client, item)
             except self._clients.errors as error:
-                if is_last or not isinstance(error, self._clients.Closed):  # rule 1
+                if is_last or not isinstance(error, self._clients.connection_closed):  # rule 1
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
 
@@ -318,7 +320,7 @@ class ObjectReading:
 
     def read(self, start: int, stop: int) -> bytes:
         answer = self._ask(Range=f"bytes={start}-{stop - 1}")
-        with Body(answer, self._clock, self._deadline) as body:
+        with S3Body(answer, self._clock, self._deadline) as body:
             expected = f"bytes {start}-{stop - 1}/{self.length}"
             if body.left != stop - start or answer.get("ContentRange") != expected:
                 raise ReadingsDiffer(f"{answer.get('ContentRange')} instead of {expected}")

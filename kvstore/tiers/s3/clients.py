@@ -30,8 +30,8 @@ class S3Clients:
         from botocore import config, exceptions, parsers  # noqa: PLC0415
         from urllib3 import exceptions as http  # noqa: PLC0415 - comes with it
 
-        self.Refused: type[Exception] = exceptions.ClientError
-        self.Closed: type[Exception] = exceptions.ConnectionClosedError
+        self.client_error: type[Exception] = exceptions.ClientError
+        self.connection_closed: type[Exception] = exceptions.ConnectionClosedError
         self.errors: tuple[type[Exception], ...] = (
             exceptions.ClientError,
             exceptions.BotoCoreError,
@@ -59,7 +59,7 @@ class S3Clients:
         self._lock = threading.Lock()
         self._clients: dict[float, Any] = {}
 
-    def look_at_bucket(self) -> None:
+    def check_bucket(self) -> None:
         """Refuse what cannot work.
 
         Raises:
@@ -70,8 +70,8 @@ class S3Clients:
             self._client(self._settings.start_seconds / 2).head_bucket(Bucket=bucket)
         except self._no_credentials as error:
             raise StoreNotStarted(f"profile: no credentials: {error}") from error
-        except self.Refused as error:
-            match code_of(error):
+        except self.client_error as error:
+            match error_code(error):
                 case "404" | "NoSuchBucket":
                     raise StoreNotStarted(f"bucket: {bucket!r} does not exist there; create it first") from error
                 case "403" | "AccessDenied":
@@ -142,7 +142,7 @@ class S3Clients:
         )
 
 
-class Body:
+class S3Body:
     """See `kvstore.tiers.remote_records.RecordSource`. Its connection is kept when it was taken as a whole."""
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):
@@ -175,7 +175,7 @@ class Body:
         self._stream.close()
 
 
-def code_of(error: Any) -> str:
+def error_code(error: Any) -> str:
     """Of the store's refusal; the HTTP status where it gives none."""
     found: Iterable[Any] = (
         error.response.get("Error", {}).get("Code"),

@@ -65,7 +65,7 @@ class DiskThreads:
         self._clock = clock
         self._threads = threads
         self._scratch: queue.LifoQueue[Scratch] = queue.LifoQueue()
-        self._calls: queue.SimpleQueue[tuple[_CrewCall, Nanos] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[_JobGroup, Nanos] | None] = queue.SimpleQueue()
         for _ in range(threads):
             self._scratch.put(Scratch())
         for index in range(threads - 1):
@@ -77,7 +77,7 @@ class DiskThreads:
         Raises:
             Exception: What a job raised; others may have been left undone.
         """
-        call = _CrewCall(jobs)
+        call = _JobGroup(jobs)
         for _ in range(min(len(jobs), self._threads) - 1):
             self._calls.put((call, deadline))
         self._work(call, deadline)
@@ -93,7 +93,7 @@ class DiskThreads:
             self._work(*entry)
             del entry  # holds the buffers of a call that is over
 
-    def _work(self, call: "_CrewCall", deadline: Nanos) -> None:
+    def _work(self, call: "_JobGroup", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:
             try:
                 scratch = self._scratch.get(timeout=seconds(left))
@@ -106,7 +106,7 @@ class DiskThreads:
                 self._scratch.put(scratch)
 
 
-class _CrewCall:
+class _JobGroup:
     """Jobs that one caller waits for."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:

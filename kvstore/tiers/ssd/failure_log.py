@@ -15,13 +15,13 @@ class FailureLog:
         self._folder = folder
         self._lasts = False
 
-    def began(self, error: Exception | str) -> None:
+    def failed(self, error: Exception | str) -> None:
         if not self._lasts:
             self._lasts = True
             cause = error if isinstance(error, str) else reason(error)
             log.warning("SSD tier: %s", self._what, extra={"folder": self._folder, "error": cause})
 
-    def over(self) -> None:
+    def worked(self) -> None:
         if self._lasts:
             self._lasts = False
             log.info("SSD tier: no longer: %s", self._what, extra={"folder": self._folder})

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_volumes(
-    settings: SsdSettings, held: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
+    settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
     """One volume a directory, with what was found there in the index.
 
@@ -38,7 +38,7 @@ def open_volumes(
         for number, folder in enumerate(settings.directories):
             disk = _take(disks, f"directories[{number}]", folder)
             stack.callback(disk.close)
-            volume = Volume(disk, settings, held, clock, score, admit_rewrite)
+            volume = Volume(disk, settings, state, clock, score, admit_rewrite)
             if volume.can_hold < MIN_SEGMENTS:
                 raise StoreNotStarted(
                     f"capacity_bytes: beside the other files in {folder} there is room for {volume.can_hold} segments "
@@ -46,12 +46,12 @@ def open_volumes(
                 )
             volumes.append(volume)
         _warn_of_little_room(settings, volumes)
-        for volume, found in zip(volumes, _recover(volumes, settings.threads, held), strict=True):
+        for volume, found in zip(volumes, _recover(volumes, settings.threads, state), strict=True):
             volume.restore(found, clock.now())
         stack.pop_all()
     log.info(
         "SSD tier open",
-        extra={"blocks": len(held.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
+        extra={"blocks": len(state.index), "seconds": seconds(clock.now() - began), "folders": settings.directories},
     )
     return volumes
 
@@ -105,7 +105,7 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
 
 
 def _recover(
-    volumes: Sequence[Volume], threads: int, held: SsdState
+    volumes: Sequence[Volume], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
     """What lies in each volume's files, read several at a time."""
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
@@ -114,20 +114,20 @@ def _recover(
     found: list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]] = []
     for volume, files in zip(volumes, opened, strict=True):
         found.append([])
-        for name, file, life in files:
-            if isinstance(life, UnreadableSegment):
+        for name, file, recovered in files:
+            if isinstance(recovered, UnreadableSegment):
                 log.warning(
                     "a segment cannot be read; it will be written over when space is needed",
-                    extra={"folder": volume.disk.folder, "file": name, "reason": life.reason},
+                    extra={"folder": volume.disk.folder, "file": name, "reason": recovered.reason},
                 )
             else:
-                held.sequence = max(held.sequence, life.last_sequence)
+                state.sequence = max(state.sequence, recovered.last_sequence)
             if file is None:
                 volume.give_up(name)
                 continue
-            segment = Segment(held.index.slot(), volume.disk.folder, name, file)
-            held.index.enroll(segment)
-            found[-1].append((segment, life))
+            segment = Segment(state.index.slot(), volume.disk.folder, name, file)
+            state.index.enroll(segment)
+            found[-1].append((segment, recovered))
     return found
 
 

@@ -24,11 +24,11 @@ class SsdReader:
     """Reads blocks from all volumes, and drops those that turn out bad."""
 
     def __init__(
-        self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], crew: DiskThreads, clock: Clock
+        self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], disk_threads: DiskThreads, clock: Clock
     ) -> None:
-        self._held = held
+        self._state = state
         self._volumes = {volume.disk.folder: volume for volume in volumes}
-        self._crew = crew
+        self._disk_threads = disk_threads
         self._clock = clock
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
@@ -44,12 +44,12 @@ class SsdReader:
                 for batch in batches([wanted.place.length for wanted in found], self._batch_bytes, self._threads)
                 for run in _runs(found[batch])
             ]
-            self._crew.run(jobs, deadline)
+            self._disk_threads.run(jobs, deadline)
             for landed in call.landed:
                 self._judge(landed)
         finally:
             for wanted in found:
-                self._held.release(wanted.place.segment)
+                self._state.release(wanted.place.segment)
         answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
         if call.errors and not call.landed:
             raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
@@ -58,26 +58,26 @@ class SsdReader:
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """See `kvstore.ports.BackingTier.discard`."""
         for key in keys:
-            with self._held.lock:
-                place = self._held.index.find(flat(key))
+            with self._state.lock:
+                place = self._state.index.find(flat(key))
                 if place is None:
                     continue
-                self._held.pin(place.segment)
+                self._state.pin(place.segment)
             try:
                 self._condemn(place)
             finally:
-                self._held.release(place.segment)
+                self._state.release(place.segment)
 
     def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[RecordRead]:
         """The blocks that are there and can be decoded; their segments stay until they are released."""
-        codecs = {digest: self._held.codec(digest) for digest in {key.digest for key in keys}}
+        codecs = {digest: self._state.codec(digest) for digest in {key.digest for key in keys}}
         found = []
-        with self._held.lock:
+        with self._state.lock:
             for index, key in enumerate(keys):
-                place = self._held.index.find(flat(key))
+                place = self._state.index.find(flat(key))
                 codec = codecs[key.digest]
                 if place is not None and codec is not None:
-                    self._held.pin(place.segment)
+                    self._state.pin(place.segment)
                     found.append(RecordRead(index, key, place, codec, into[index]))
         return found
 
@@ -91,29 +91,29 @@ class SsdReader:
             landed = read(segment.file, segment.nonce, run, scratch)
         except OSError as failure:
             error = failure
-            volume.reading.began(failure)
+            volume.read_failures.failed(failure)
             for wanted in run:  # they would fail again, after as long a time
-                self._held.drop(wanted.place)
+                self._state.drop(wanted.place)
         else:
-            volume.reading.over()
+            volume.read_failures.worked()
         now = self._clock.now()
-        with self._held.lock:
+        with self._state.lock:
             call.done += 1
             call.late |= now > deadline
             call.landed += (
                 landed if now <= deadline else [each for each in landed if each.finding is not RecordFinding.GOOD]
             )
             call.errors += [error] if error is not None else []
-            self._held.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
+            self._state.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
 
     def _judge(self, landed: RecordReadResult) -> None:
         place = landed.wanted.place
         match landed.finding:
             case RecordFinding.GOOD:
-                with self._held.lock:
+                with self._state.lock:
                     place.segment.hit(place.ordinal, self._clock.now())
             case RecordFinding.DISCARDED:
-                self._held.drop(place)
+                self._state.drop(place)
             case RecordFinding.BAD:
                 self._report(place)
                 self._condemn(place)
@@ -123,7 +123,7 @@ class SsdReader:
     def _report(self, place: RecordLocation) -> None:
         """One line for each file; the counter tells how many blocks it were."""
         segment = place.segment
-        with self._held.lock:
+        with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True
         if is_first:
             log.warning(
@@ -133,21 +133,21 @@ class SsdReader:
 
     def _condemn(self, place: RecordLocation) -> None:
         """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
-        if not self._held.drop(place):
+        if not self._state.drop(place):
             return
         volume = self._volumes[place.segment.folder]
         try:
             volume.overwrite_header(place)
         except OSError as error:
-            volume.writing.began(error)
+            volume.write_failures.failed(error)
 
     def _count(self, call: "_ReadCall", asked: int, *, is_late: bool) -> list[FetchResult]:
         answers = [GONE] * asked
         for landed in call.landed:
             answers[landed.wanted.index] = landed.fetched
         hits = sum(answer.outcome is BlockOutcome.MOVED for answer in answers)
-        with self._held.lock:
-            count = self._held.count
+        with self._state.lock:
+            count = self._state.count
             count.hits += hits
             count.misses += asked - hits
             count.corrupt += sum(answer.outcome is BlockOutcome.CORRUPT for answer in answers)

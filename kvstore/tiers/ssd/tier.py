@@ -50,15 +50,15 @@ def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - an `AdmitRewrite
 class SsdTier:
     """See the module, and `kvstore.ports.BackingTier`; made by `SsdTier.open`."""
 
-    def __init__(self, settings: SsdSettings, held: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
+    def __init__(self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
-        self._held = held
+        self._state = state
         self._volumes = volumes
         self._clock = clock
-        self._crew = DiskThreads(NAME, settings.threads, clock)
-        self._putting = SsdWriter(settings, held, volumes, self._crew, clock)
-        self._getting = SsdReader(settings, held, volumes, self._crew, clock)
-        self._calls = 0  # under way; guarded by the lock of `held`
+        self._disk_threads = DiskThreads(NAME, settings.threads, clock)
+        self._writer = SsdWriter(settings, state, volumes, self._disk_threads, clock)
+        self._reader = SsdReader(settings, state, volumes, self._disk_threads, clock)
+        self._calls = 0  # under way; guarded by the lock of `state`
         self._closed = False
 
     @classmethod
@@ -85,16 +85,16 @@ class SsdTier:
         Raises:
             StoreNotStarted: A setting cannot be obeyed here; the message begins with its name. Nothing is left open.
         """
-        held = SsdState(codecs)
+        state = SsdState(codecs)
         volumes = open_volumes(
             settings,
-            held,
+            state,
             clock,
             disks=disks or (lambda folder: open_disk(folder, direct=settings.direct)),
             score=score or SCORES[settings.eviction],
             admit_rewrite=admit_rewrite,
         )
-        return cls(settings, held, volumes, clock)
+        return cls(settings, state, volumes, clock)
 
     @property
     def name(self) -> str:
@@ -107,8 +107,8 @@ class SsdTier:
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
         if self._closed:
             raise TierFailed("the SSD tier is closed")
-        known = {digest for digest in {key.digest for key in keys} if self._held.codec(digest) is not None}
-        return self._held.index.leading(keys, known)
+        known = {digest for digest in {key.digest for key in keys} if self._state.codec(digest) is not None}
+        return self._state.index.leading(keys, known)
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         return [self.find([key], deadline) == 1 for key in keys]
@@ -123,7 +123,7 @@ class SsdTier:
         assert len(keys) == len(blocks), (len(keys), len(blocks))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
-                return self._putting.put(keys, blocks, deadline, checksums)
+                return self._writer.put(keys, blocks, deadline, checksums)
             self._note_failure()
             return [False] * len(keys)
 
@@ -131,33 +131,33 @@ class SsdTier:
         assert len(keys) == len(into), (len(keys), len(into))
         with self._call() as is_admitted:
             if is_admitted and self._clock.now() < deadline:
-                return self._getting.get(keys, into, deadline)
+                return self._reader.get(keys, into, deadline)
             self._note_failure(misses=len(keys))
             return [GONE] * len(keys)
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        with self._held.lock:
+        with self._state.lock:
             if self._closed:
                 return
             self._calls += 1
         try:
-            self._getting.discard(keys)
+            self._reader.discard(keys)
         finally:
             self._leave()
 
     def gone(self) -> list[BlockKey]:
-        return self._held.gone()
+        return self._state.gone()
 
     def held(self) -> list[BlockKey]:
-        return [block_key(key) for key in self._held.index.names()]
+        return [block_key(key) for key in self._state.index.names()]
 
     def status(self) -> TierStatus:
-        with self._held.lock:
-            count = self._held.count
+        with self._state.lock:
+            count = self._state.count
             return TierStatus(
                 name=NAME,
-                blocks=len(self._held.index),
-                bytes=self._held.index.live_pages * PAGE_BYTES,
+                blocks=len(self._state.index),
+                bytes=self._state.index.live_pages * PAGE_BYTES,
                 capacity_bytes=self._settings.capacity_bytes,
                 hits=count.hits,
                 misses=count.misses,
@@ -172,16 +172,16 @@ class SsdTier:
     @property
     def rescued(self) -> int:
         """Blocks that were copied out of segments that went."""
-        return self._held.count.rescued
+        return self._state.count.rescued
 
     def close(self) -> None:
         """Let the directories go, with footers in all segments; waits a few seconds for calls that are under way."""
-        with self._held.lock:
+        with self._state.lock:
             if self._closed:
                 return
             self._closed = True
-            is_idle = self._held.lock.wait_for(lambda: not self._calls, CLOSE_SECONDS)
-        self._crew.close()
+            is_idle = self._state.lock.wait_for(lambda: not self._calls, CLOSE_SECONDS)
+        self._disk_threads.close()
         if not is_idle:  # a file that is read from must not be closed: its number could become another file's
             log.warning("SSD tier: closed while the disk hangs; its files stay open until the process ends")
             return
@@ -190,10 +190,10 @@ class SsdTier:
 
     def check(self) -> None:
         """Asserts what always holds while no call is under way; for tests."""
-        with self._held.lock:
+        with self._state.lock:
             segments = [segment for volume in self._volumes for segment in volume.segments]
-            self._held.index.check(segments)
-            assert not self._held.writing, self._held.writing
+            self._state.index.check(segments)
+            assert not self._state.writing, self._state.writing
             assert not self._calls, self._calls
             for segment in segments:
                 assert not segment.readers, segment.name
@@ -202,7 +202,7 @@ class SsdTier:
     @contextmanager
     def _call(self) -> Iterator[bool]:
         """A call under way; false when there are too many already."""
-        with self._held.lock:
+        with self._state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")
             is_admitted = self._calls < self._settings.max_calls
@@ -213,11 +213,11 @@ class SsdTier:
             self._leave()
 
     def _leave(self) -> None:
-        with self._held.lock:
+        with self._state.lock:
             self._calls -= 1
-            self._held.lock.notify_all()
+            self._state.lock.notify_all()
 
     def _note_failure(self, misses: int = 0) -> None:
-        with self._held.lock:
-            self._held.count.failures += 1
-            self._held.count.misses += misses
+        with self._state.lock:
+            self._state.count.failures += 1
+            self._state.count.misses += misses

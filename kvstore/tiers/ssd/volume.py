@@ -69,16 +69,22 @@ class Volume:
     """See the module."""
 
     def __init__(
-        self, disk: Disk, settings: SsdSettings, held: SsdState, clock: Clock, score: Score, admit_rewrite: AdmitRewrite
+        self,
+        disk: Disk,
+        settings: SsdSettings,
+        state: SsdState,
+        clock: Clock,
+        score: Score,
+        admit_rewrite: AdmitRewrite,
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
         self.breaker = CircuitBreaker()  # of writing
-        self.reading = FailureLog("reading fails; blocks are misses", disk.folder)
-        self.writing = FailureLog("writing fails; blocks are not kept", disk.folder)
-        self._growing = FailureLog("no further segment can be made; going on with those there are", disk.folder)
+        self.read_failures = FailureLog("reading fails; blocks are misses", disk.folder)
+        self.write_failures = FailureLog("writing fails; blocks are not kept", disk.folder)
+        self._growth_failures = FailureLog("no further segment can be made; going on with those there are", disk.folder)
         self._settings = settings
-        self._held = held
+        self._state = state
         self._clock = clock
         self._score = score
         self._admit_rewrite = admit_rewrite
@@ -106,19 +112,19 @@ class Volume:
 
         Segments that do not fit under the cap any more are removed, the unreadable ones first, then the oldest.
         """
-        for segment, life in sorted(found, key=_age):
+        for segment, recovered in sorted(found, key=_age):
             self.segments.append(segment)
             self._bytes += footprint(segment.size_bytes)
-            if isinstance(life, RecoveredSegment):
-                segment.begin(life.nonce, life.sequence, now)
-                segment.restore(life.keys, life.pages, life.lengths, life.next_page)
+            if isinstance(recovered, RecoveredSegment):
+                segment.begin(recovered.nonce, recovered.sequence, now)
+                segment.restore(recovered.keys, recovered.pages, recovered.lengths, recovered.next_page)
                 segment.state = SegmentState.SEALED
         for segment in list(self.segments):
             if self._bytes > self._limit_bytes:
                 self._remove(segment)
         readable = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         for segment in readable:
-            self._held.index.restore(segment)
+            self._state.index.restore(segment)
         if readable:
             self._resume(readable[-1])
 
@@ -129,7 +135,7 @@ class Volume:
         try:  # what is appended is not in the footer, so there must be none
             newest.file.write([aligned(PAGE_BYTES)], newest.size_bytes - PAGE_BYTES)
         except OSError as error:
-            self.writing.began(error)
+            self.write_failures.failed(error)
             return
         newest.state = SegmentState.ACTIVE
         self._active = newest
@@ -173,14 +179,14 @@ class Volume:
 
     def _reserve(self, records: Sequence[int], deadline: Nanos) -> RecordRun:
         while True:
-            with self._held.lock:
+            with self._state.lock:
                 if (run := self._take(records)) is not None:
                     return run
             left = deadline - self._clock.now()
             if left <= 0 or not self._rotation.acquire(timeout=seconds(left)):
                 raise VolumeFull
             try:
-                with self._held.lock:
+                with self._state.lock:
                     if (run := self._take(records)) is not None:
                         return run  # somebody else has just made room
                 self._rotate(records[0], deadline)
@@ -194,7 +200,7 @@ class Volume:
         if not count:
             return None
         segment.writers += 1
-        return RecordRun(segment, first_page, self._held.take_sequences(count), count)
+        return RecordRun(segment, first_page, self._state.take_sequences(count), count)
 
     def _append(self, run: RecordRun, payloads: Sequence[SsdWrite], scratch: Scratch) -> None:
         segment = run.segment
@@ -202,18 +208,18 @@ class Volume:
         segment.file.write(pieces, run.first_page * PAGE_BYTES)
         if self._settings.sync is Sync.WRITE:
             segment.file.sync()
-        with self._held.lock:
+        with self._state.lock:
             page = run.first_page
             for payload in payloads:
                 length = payload.content.nbytes
-                self._held.index.add(segment, payload.key, page, length)
+                self._state.index.add(segment, payload.key, page, length)
                 page += record_pages(length)
-            self._held.count.bytes_written += (page - run.first_page) * PAGE_BYTES
+            self._state.count.bytes_written += (page - run.first_page) * PAGE_BYTES
             segment.used_at = self._clock.now()
 
     def _leave(self, segment: Segment) -> None:
         """A writer is through with the segment; the last one of a full segment seals it."""
-        with self._held.lock:
+        with self._state.lock:
             segment.writers -= 1
             is_last = segment.state is SegmentState.FULL and not segment.writers
         if is_last:
@@ -233,29 +239,29 @@ class Volume:
         try:
             segment = self._begin(rescued, needed_pages, deadline)
         finally:
-            with self._held.lock:
-                self._held.rescuing.difference_update(payload.key for payload in rescued)
-        with self._held.lock:
+            with self._state.lock:
+                self._state.rescuing.difference_update(payload.key for payload in rescued)
+        with self._state.lock:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
         """A segment to append to, with what was rescued to make it free; raises as `_rotate` does."""
         segment = self._free_segment(rescued, needed_pages, deadline)
-        segment.begin(secrets.token_bytes(NONCE_BYTES), self._held.take_sequences(), self._clock.now())
+        segment.begin(secrets.token_bytes(NONCE_BYTES), self._state.take_sequences(), self._clock.now())
         try:
             self._write_head(segment)
             self._write_rescued(segment, rescued)
         except OSError:
-            with self._held.lock:
-                self._held.drop_all(segment)
+            with self._state.lock:
+                self._state.drop_all(segment)
                 segment.state = SegmentState.LEAVING
-                self._held.release(segment, readers=0)
+                self._state.release(segment, readers=0)
             raise
         return segment
 
     def _fill(self) -> None:
         """Append nothing more to the active segment."""
-        with self._held.lock:
+        with self._state.lock:
             segment, self._active = self._active, None
             if segment is None:
                 return
@@ -271,10 +277,10 @@ class Volume:
             if self._settings.sync is not Sync.NEVER:
                 segment.file.sync()
         except OSError as error:
-            self.writing.began(error)
-        with self._held.lock:
+            self.write_failures.failed(error)
+        with self._state.lock:
             segment.state = SegmentState.SEALED
-            self._held.lock.notify_all()
+            self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
         """A segment that can be begun; what was worth rescuing from another's blocks to make it one is added."""
@@ -283,7 +289,7 @@ class Volume:
         while True:
             if (segment := self._grow()) is not None:
                 return segment
-            with self._held.lock:
+            with self._state.lock:
                 free = next((segment for segment in self.segments if segment.state is SegmentState.FREE), None)
                 victim = None if free is not None else self._choose()
                 if victim is not None:
@@ -297,19 +303,19 @@ class Volume:
             elif victim is not None:
                 try:
                     rescued += self._rescued(victim, hot, share_bytes, deadline)
-                    with self._held.lock:
-                        self._held.rescuing.update(payload.key for payload in rescued)
+                    with self._state.lock:
+                        self._state.rescuing.update(payload.key for payload in rescued)
                 finally:
                     self._drop(victim)
             else:
                 self._wait_for_room(deadline)
 
     def _wait_for_room(self, deadline: Nanos) -> None:
-        with self._held.lock:
+        with self._state.lock:
             left = deadline - self._clock.now()
             if left <= 0 or not self.segments:
                 raise VolumeFull
-            self._held.lock.wait_for(
+            self._state.lock.wait_for(
                 lambda: any(segment.state in (SegmentState.FREE, SegmentState.SEALED) for segment in self.segments),
                 seconds(left),
             )
@@ -324,16 +330,16 @@ class Volume:
         try:
             file = self.disk.create(name, size_bytes)
         except OSError as error:
-            self._growing.began(error)
+            self._growth_failures.failed(error)
             if not self.segments:
                 raise
             return None
-        self._growing.over()
+        self._growth_failures.worked()
         self._names.add(name)
         self._bytes += footprint(size_bytes)
-        with self._held.lock:
-            segment = Segment(self._held.index.slot(), self.disk.folder, name, file)
-            self._held.index.enroll(segment)
+        with self._state.lock:
+            segment = Segment(self._state.index.slot(), self.disk.folder, name, file)
+            self._state.index.enroll(segment)
             self.segments.append(segment)
         return segment
 
@@ -348,9 +354,9 @@ class Volume:
         )
 
     def _drop(self, victim: Segment) -> None:
-        with self._held.lock:
-            self._held.count.evicted += self._held.drop_all(victim)
-            self._held.release(victim)
+        with self._state.lock:
+            self._state.count.evicted += self._state.drop_all(victim)
+            self._state.release(victim)
 
     def _remove(self, segment: Segment) -> None:
         """Give a file that nobody uses back to the file system."""
@@ -358,10 +364,10 @@ class Volume:
         try:
             self.disk.remove(segment.name)
         except OSError as error:
-            self.writing.began(error)
+            self.write_failures.failed(error)
             return
         finally:
-            with self._held.lock:
+            with self._state.lock:
                 self.segments = [other for other in self.segments if other is not segment]
         self._names.discard(segment.name)
         self._bytes -= footprint(segment.size_bytes)
@@ -373,7 +379,7 @@ class Volume:
         if not self._settings.rescue_hits:
             return []
         hits = victim.record_hits
-        hot = [p for p in self._held.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
+        hot = [p for p in self._state.index.live(victim) if hits[p.ordinal] >= self._settings.rescue_hits]
         return sorted(hot, key=lambda place: (-hits[place.ordinal], place.ordinal))
 
     def _rescued(
@@ -391,7 +397,7 @@ class Volume:
             try:
                 count = victim.file.read([pages], place.page * PAGE_BYTES)
             except OSError as error:
-                self.reading.began(error)
+                self.read_failures.failed(error)
                 break
             record = read_record_header(pages, victim.nonce, place.page) if count == size_bytes else None
             content = pages[PAGE_BYTES : PAGE_BYTES + place.length]
@@ -404,12 +410,12 @@ class Volume:
     def _write_rescued(self, segment: Segment, rescued: Sequence[SsdWrite]) -> None:
         for first in range(0, len(rescued), BATCH_RECORDS):
             batch = rescued[first : first + BATCH_RECORDS]
-            with self._held.lock:
+            with self._state.lock:
                 records = [record_pages(payload.content.nbytes) for payload in batch]
                 first_page, count = segment.take(records)
-                run = RecordRun(segment, first_page, self._held.take_sequences(count), count)
+                run = RecordRun(segment, first_page, self._state.take_sequences(count), count)
             self._append(run, batch[:count], self._scratch)
-            self._held.count.rescued += count
+            self._state.count.rescued += count
 
     # Bytes of a segment's own
 
@@ -422,7 +428,7 @@ class Volume:
         footer = SegmentFooter(
             nonce=segment.nonce,
             sequence=segment.sequence,
-            last_sequence=self._held.take_sequences(),
+            last_sequence=self._state.take_sequences(),
             entries=len(segment.keys),
             next_page=segment.next_page,
             table_pages=len(rows) // PAGE_BYTES,
@@ -448,5 +454,5 @@ def _page(structure: bytes) -> ByteArray:
 
 
 def _age(found: tuple[Segment, RecoveredSegment | UnreadableSegment]) -> int:
-    life = found[1]
-    return life.sequence if isinstance(life, RecoveredSegment) else -1
+    recovered = found[1]
+    return recovered.sequence if isinstance(recovered, RecoveredSegment) else -1

@@ -135,7 +135,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty(), soon(2))
-            eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
+            eventually(lambda: tier.backend._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -310,7 +310,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
 def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)  # which takes long to make
+        tier.backend._clients.within(0.5)  # which takes long to make
 
         with at_most(1.5), pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty(1), soon(0.5))
@@ -321,8 +321,8 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
 def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)
-        tier.shelf._seen.doubt(KEYS[0])
+        tier.backend._clients.within(0.5)
+        tier.backend._seen.doubt(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             keep(tier, KEYS[:1], BLOCKS[:1], soon(0.5))
@@ -335,7 +335,7 @@ import sys, threading, time
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
 from tests.support.kvstore.builders import soon
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
-tier.shelf._clients.within(10)  # which takes long to make
+tier.backend._clients.within(10)  # which takes long to make
 threading.Thread(target=tier.holds, args=(KEYS[:1], soon(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()

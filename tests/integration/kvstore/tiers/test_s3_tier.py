@@ -198,7 +198,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
 
     assert tier.status().corrupt == 1
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["block is corrupt"]
+    assert warnings == ["block corrupt"]
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
     assert tier.find(KEYS, soon()) == 1

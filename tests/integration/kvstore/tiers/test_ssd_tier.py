@@ -51,7 +51,7 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 def abandon(tier: SsdTier) -> None:
     """Let a tier's directories go as a killed process does: nothing more is written."""
-    tier._crew.close()
+    tier._disk_threads.close()
     for volume in tier._volumes:
         for segment in volume.segments:
             segment.file.close()

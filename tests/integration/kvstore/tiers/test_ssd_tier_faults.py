@@ -245,7 +245,7 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     put(tier, keys)
     faults.before_read = gate
     stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
-    eventually(tier._crew._scratch.empty)
+    eventually(tier._disk_threads._scratch.empty)
 
     with at_most(5):
         assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4

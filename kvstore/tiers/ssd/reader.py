@@ -1,4 +1,4 @@
-"""How blocks come from disk: records that lie side by side are read at once, several such runs at a time."""
+"""SSD reader: reads adjacent records in one operation, and several such runs at a time."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class SsdReader:
-    """Reads blocks from all volumes, and drops those that turn out bad."""
+    """Reads blocks from all volumes, and drops bad blocks."""
 
     def __init__(
         self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], disk_threads: DiskThreads, clock: Clock
@@ -38,20 +38,20 @@ class SsdReader:
         call = _ReadCall()
         found = self._pin(keys, into)
         try:
-            found.sort(key=lambda wanted: (wanted.place.segment.slot, wanted.place.page))
+            found.sort(key=lambda read: (read.place.segment.slot, read.place.page))
             jobs: list[Job] = [
                 partial(self._read, run, deadline, call)
-                for batch in batches([wanted.place.length for wanted in found], self._batch_bytes, self._threads)
+                for batch in batches([each.place.length for each in found], self._batch_bytes, self._threads)
                 for run in _runs(found[batch])
             ]
             self._disk_threads.run(jobs, deadline)
-            for landed in call.landed:
-                self._judge(landed)
+            for result in call.results:
+                self._judge(result)
         finally:
-            for wanted in found:
-                self._state.release(wanted.place.segment)
+            for each in found:
+                self._state.release(each.place.segment)
         answers = self._count(call, len(keys), is_late=call.late or call.done < len(jobs))
-        if call.errors and not call.landed:
+        if call.errors and not call.results:
             raise TierFailed(f"nothing can be read: {reason(call.errors[0])}") from call.errors[0]
         return answers
 
@@ -69,7 +69,7 @@ class SsdReader:
                 self._state.release(place.segment)
 
     def _pin(self, keys: Sequence[BlockKey], into: Sequence[ByteArray]) -> list[RecordRead]:
-        """The blocks that are there and can be decoded; their segments stay until they are released."""
+        """Find the blocks that are stored and can be decoded, and pin their segments."""
         codecs = {digest: self._state.codec(digest) for digest in {key.digest for key in keys}}
         found = []
         with self._state.lock:
@@ -82,33 +82,33 @@ class SsdReader:
         return found
 
     def _read(self, run: Sequence[RecordRead], deadline: Nanos, call: "_ReadCall", scratch: Scratch) -> None:
-        """One operation on disk."""
+        """Read adjacent records with one disk operation."""
         segment = run[0].place.segment
         volume = self._volumes[segment.folder]
-        landed: list[RecordReadResult] = []
+        results: list[RecordReadResult] = []
         error: OSError | None = None
         try:
-            landed = read(segment.file, segment.nonce, run, scratch)
+            results = read(segment.file, segment.nonce, run, scratch)
         except OSError as failure:
             error = failure
             volume.read_failures.failed(failure)
-            for wanted in run:  # they would fail again, after as long a time
-                self._state.drop(wanted.place)
+            for each in run:  # another read would fail again, after as long a time
+                self._state.drop(each.place)
         else:
             volume.read_failures.worked()
         now = self._clock.now()
         with self._state.lock:
             call.done += 1
             call.late |= now > deadline
-            call.landed += (
-                landed if now <= deadline else [each for each in landed if each.finding is not RecordFinding.GOOD]
+            call.results += (
+                results if now <= deadline else [each for each in results if each.finding is not RecordFinding.GOOD]
             )
             call.errors += [error] if error is not None else []
-            self._state.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in landed)
+            self._state.count.bytes_read += sum(record_pages(each.wanted.place.length) * PAGE_BYTES for each in results)
 
-    def _judge(self, landed: RecordReadResult) -> None:
-        place = landed.wanted.place
-        match landed.finding:
+    def _judge(self, result: RecordReadResult) -> None:
+        place = result.wanted.place
+        match result.finding:
             case RecordFinding.GOOD:
                 with self._state.lock:
                     place.segment.hit(place.ordinal, self._clock.now())
@@ -121,18 +121,18 @@ class SsdReader:
                 self._condemn(place)
 
     def _report(self, place: RecordLocation) -> None:
-        """One line for each file; the counter tells how many blocks it were."""
+        """Log the first bad block of a segment; the counter has the number of bad blocks."""
         segment = place.segment
         with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True
         if is_first:
             log.warning(
-                "SSD tier: blocks fail their checksum or cannot be decoded; they are misses",
+                "SSD tier: blocks corrupt or undecodable, they are misses",
                 extra={"folder": segment.folder, "file": segment.name, "offset": place.page * PAGE_BYTES},
             )
 
     def _condemn(self, place: RecordLocation) -> None:
-        """Drop a block, and see to it that no footer brings it back. The caller has pinned the segment."""
+        """Drop a block, and overwrite its header so that no footer restores it. The caller has pinned the segment."""
         if not self._state.drop(place):
             return
         volume = self._volumes[place.segment.folder]
@@ -143,8 +143,8 @@ class SsdReader:
 
     def _count(self, call: "_ReadCall", asked: int, *, is_late: bool) -> list[FetchResult]:
         answers = [GONE] * asked
-        for landed in call.landed:
-            answers[landed.wanted.index] = landed.fetched
+        for result in call.results:
+            answers[result.wanted.index] = result.fetched
         hits = sum(answer.outcome is BlockOutcome.MOVED for answer in answers)
         with self._state.lock:
             count = self._state.count
@@ -156,17 +156,17 @@ class SsdReader:
 
 
 class _ReadCall:
-    """What came of one call's operations."""
+    """The results of one call's operations."""
 
     def __init__(self) -> None:
-        self.done = 0  # operations
+        self.done = 0  # finished operations
         self.late = False
-        self.landed: list[RecordReadResult] = []
+        self.results: list[RecordReadResult] = []
         self.errors: list[OSError] = []
 
 
 def _runs(found: Sequence[RecordRead]) -> list[Sequence[RecordRead]]:
-    """Cut where records do not follow each other in one segment."""
+    """Divide records into runs that are adjacent in one segment."""
     runs, first = [], 0
     for index in range(1, len(found) + 1):
         if index < len(found):

@@ -1,13 +1,14 @@
-"""The segments of one directory: where records are appended, and how space is won back.
+"""SSD volume: the segments of one directory, where records are appended and space is freed.
 
 Rules:
 
-1. All segments together, with what the file system needs for them, stay under the cap. A new file is only begun when
-   it fits; otherwise a segment has to go as a whole.
-2. A segment that goes loses its blocks first, under the lock; its file is begun anew when nobody reads from it any
-   more. Blocks that are in demand are read out of it before, and written to the next segment, as far as the budget admits.
-3. The file system is only asked outside of the lock. Whoever needs a segment makes room; others wait for their deadline.
-4. What fails is not tried again at once: a breaker spares callers a directory that cannot be written to.
+1. All segments together, with the file system's own blocks for them, stay under the cap. A new file is made only if it
+   fits; otherwise a whole segment is evicted.
+2. An evicted segment first loses its blocks, under the lock. Its file is reused when no call reads from it any more.
+   Blocks in demand are read from it before, and written to the next segment, if the write budget allows it.
+3. The file system is used only outside the lock. The call that needs a segment makes room; others wait until their
+   deadline.
+4. A circuit breaker keeps calls away from a directory that cannot be written to.
 """
 
 import itertools
@@ -46,14 +47,14 @@ from kvstore.tiers.ssd.settings import FOLDER_BYTES, SsdSettings, Sync, footprin
 from kvstore.tiers.ssd.state import SsdState
 
 RESUME_SHARE = 8
-"""A segment is appended to after a restart when at least one part in so many is free."""
+"""After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""
 
 AdmitRewrite = Callable[[int], bool]
-"""Whether so many bytes may be written that nobody asked to be written; see `SsdSettings.rescue_hits`."""
+"""Decides whether that many bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
 
 
 class RecordRun(Struct, frozen=True):
-    """Places for some records that follow each other."""
+    """Places for adjacent records."""
 
     segment: Segment
     first_page: int
@@ -66,7 +67,7 @@ class VolumeFull(Exception):
 
 
 class Volume:
-    """See the module."""
+    """The segments of one directory; the rules are in the module's docstring."""
 
     def __init__(
         self,
@@ -79,10 +80,10 @@ class Volume:
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = CircuitBreaker()  # of writing
-        self.read_failures = FailureLog("reading fails; blocks are misses", disk.folder)
-        self.write_failures = FailureLog("writing fails; blocks are not kept", disk.folder)
-        self._growth_failures = FailureLog("no further segment can be made; going on with those there are", disk.folder)
+        self.breaker = CircuitBreaker()  # for writes
+        self.read_failures = FailureLog("reads fail, blocks are misses", disk.folder)
+        self.write_failures = FailureLog("writes fail, blocks are not kept", disk.folder)
+        self._growth_failures = FailureLog("no further segment can be made, using the existing ones", disk.folder)
         self._settings = settings
         self._state = state
         self._clock = clock
@@ -92,25 +93,25 @@ class Volume:
         self._bytes = 0
         self._active: Segment | None = None
         self._rotation = threading.Lock()
-        self._scratch = Scratch()  # of whoever holds `_rotation`
+        self._scratch = Scratch()  # belongs to the holder of `_rotation`
         self._names = set(disk.segments())
 
-    # At the start
+    # Start
 
     def give_up(self, name: str) -> None:
-        """A file cannot even be opened: its space is lost, and its blocks."""
+        """Count the space of a file that cannot be opened; its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
 
     @property
     def can_hold(self) -> int:
-        """Segments of the set size that fit under the cap."""
+        """Number of segments of the configured size that fit under the cap."""
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
-        """Take over the segments that were found, the oldest first, and make the newest one writable again.
+        """Take over the recovered segments, the oldest first, and append to the newest one again.
 
-        Segments that do not fit under the cap any more are removed, the unreadable ones first, then the oldest.
+        Segments that no longer fit under the cap are removed, the unreadable ones first, then the oldest.
         """
         for segment, recovered in sorted(found, key=_age):
             self.segments.append(segment)
@@ -132,7 +133,7 @@ class Volume:
         free_pages = newest.size_pages - newest.next_page
         if newest.size_bytes != self._settings.segment_bytes or free_pages * RESUME_SHARE < newest.size_pages:
             return
-        try:  # what is appended is not in the footer, so there must be none
+        try:  # the footer would lack the new records, so remove it
             newest.file.write([aligned(PAGE_BYTES)], newest.size_bytes - PAGE_BYTES)
         except OSError as error:
             self.write_failures.failed(error)
@@ -143,15 +144,15 @@ class Volume:
     # Writing
 
     def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
-        """Append records, and make them readable; returns how many of them, in order, before room or time were used up.
+        """Append records and make them readable; return how many were written before room or time ran out.
 
         Args:
-            payloads: At most `BATCH_RECORDS`, each fitting into a segment.
-            scratch: Buffers of the caller's.
-            deadline: How long to wait for room; what is being written is not cut short.
+            payloads: At most `BATCH_RECORDS`; each fits into a segment.
+            scratch: The caller's buffers.
+            deadline: Limits the wait for room; a running write is not interrupted.
 
         Raises:
-            OSError: The rest could not be written.
+            OSError: The remaining records could not be written.
         """
         written = 0
         while written < len(payloads):
@@ -168,10 +169,10 @@ class Volume:
         return written
 
     def overwrite_header(self, place: RecordLocation) -> None:
-        """See rule 7 of `kvstore.tiers.ssd.segments.record_format`. The caller has pinned the segment.
+        """Overwrite the header of a bad block (rule 7 of `record_format`). The caller has pinned the segment.
 
         Raises:
-            OSError: The record is as it was, or is not.
+            OSError: The header may not have been overwritten.
         """
         page = aligned(PAGE_BYTES)
         page[: len(DISCARDED)] = np.frombuffer(DISCARDED, np.uint8)
@@ -188,7 +189,7 @@ class Volume:
             try:
                 with self._state.lock:
                     if (run := self._take(records)) is not None:
-                        return run  # somebody else has just made room
+                        return run  # another call has just made room
                 self._rotate(records[0], deadline)
             finally:
                 self._rotation.release()
@@ -218,7 +219,7 @@ class Volume:
             segment.used_at = self._clock.now()
 
     def _leave(self, segment: Segment) -> None:
-        """A writer is through with the segment; the last one of a full segment seals it."""
+        """Note that a writer has finished; the last writer of a full segment seals it."""
         with self._state.lock:
             segment.writers -= 1
             is_last = segment.state is SegmentState.FULL and not segment.writers
@@ -228,11 +229,11 @@ class Volume:
     # Segments
 
     def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
-        """Replace the active segment by one that has room for a record of so many pages.
+        """Replace the active segment by one with room for a record of that many pages.
 
         Raises:
-            NoRoom: None became free by the deadline.
-            OSError: It could not be begun.
+            VolumeFull: No segment became free by the deadline.
+            OSError: The new segment could not be written.
         """
         self._fill()
         rescued: list[SsdWrite] = []
@@ -245,7 +246,7 @@ class Volume:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """A segment to append to, with what was rescued to make it free; raises as `_rotate` does."""
+        """Prepare a segment for appending, and write rescued blocks to it; raises the errors of `_rotate`."""
         segment = self._free_segment(rescued, needed_pages, deadline)
         segment.begin(secrets.token_bytes(NONCE_BYTES), self._state.take_sequences(), self._clock.now())
         try:
@@ -260,7 +261,7 @@ class Volume:
         return segment
 
     def _fill(self) -> None:
-        """Append nothing more to the active segment."""
+        """Stop appending to the active segment."""
         with self._state.lock:
             segment, self._active = self._active, None
             if segment is None:
@@ -271,7 +272,7 @@ class Volume:
             self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        """Write the footer; without one, opening the tier takes longer, and that is all."""
+        """Write the footer; without it, opening the tier only takes longer."""
         try:
             self._write_footer(segment)
             if self._settings.sync is not Sync.NEVER:
@@ -283,7 +284,7 @@ class Volume:
             self._state.lock.notify_all()
 
     def _free_segment(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """A segment that can be begun; what was worth rescuing from another's blocks to make it one is added."""
+        """Find or make a free segment; blocks rescued from an evicted segment are added to `rescued`."""
         spare_bytes = self._settings.segment_bytes * 15 // 16 - needed_pages * PAGE_BYTES
         share_bytes = int(min(self._settings.rescue_share * self._settings.segment_bytes, spare_bytes))
         while True:
@@ -294,12 +295,12 @@ class Volume:
                 victim = None if free is not None else self._choose()
                 if victim is not None:
                     victim.state = SegmentState.LEAVING
-                    victim.readers += 1  # ours
+                    victim.readers += 1  # this call
                 hot = self._hot(victim) if victim is not None and not rescued else []
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # of another size: its space becomes a file of the set one
+                self._remove(free)  # its space is needed for a file of the configured size
             elif victim is not None:
                 try:
                     rescued += self._rescued(victim, hot, share_bytes, deadline)
@@ -321,7 +322,7 @@ class Volume:
             )
 
     def _grow(self) -> Segment | None:
-        """One more file, when it fits under the cap and on the device."""
+        """Make one more file, if it fits under the cap and on the device."""
         size_bytes = self._settings.segment_bytes
         if self._bytes + footprint(size_bytes) > self._limit_bytes:
             return None
@@ -344,7 +345,7 @@ class Volume:
         return segment
 
     def _choose(self) -> Segment | None:
-        """The segment that goes next; those that nobody reads from are preferred, being free at once."""
+        """Choose the segment to evict; segments without readers come first, because they are free at once."""
         now = self._clock.now()
         sealed = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         return min(
@@ -359,7 +360,7 @@ class Volume:
             self._state.release(victim)
 
     def _remove(self, segment: Segment) -> None:
-        """Give a file that nobody uses back to the file system."""
+        """Delete the file of an unused segment."""
         segment.file.close()
         try:
             self.disk.remove(segment.name)
@@ -372,10 +373,10 @@ class Volume:
         self._names.discard(segment.name)
         self._bytes -= footprint(segment.size_bytes)
 
-    # Blocks that outlive their segment
+    # Blocks rescued from an evicted segment
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
-        """Blocks worth rescuing, those read most often first."""
+        """Return the blocks that are worth rescuing, the most often read ones first."""
         if not self._settings.rescue_hits:
             return []
         hits = victim.record_hits
@@ -385,7 +386,7 @@ class Volume:
     def _rescued(
         self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
     ) -> list[SsdWrite]:
-        """Contents of blocks, as far as share, budget and time reach; those that cannot be read or are bad are left out."""
+        """Read blocks to rescue, within share, write budget and time; leave out bad ones."""
         left_bytes = share_bytes
         payloads = []
         for place in hot:
@@ -417,7 +418,7 @@ class Volume:
             self._append(run, batch[:count], self._scratch)
             self._state.count.rescued += count
 
-    # Bytes of a segment's own
+    # Head and footer of a segment
 
     def _write_head(self, segment: Segment) -> None:
         head = SegmentHead(nonce=segment.nonce, sequence=segment.sequence, file_bytes=segment.size_bytes)
@@ -440,7 +441,7 @@ class Volume:
         segment.file.write([pages], segment.size_bytes - pages.nbytes)
 
     def close(self) -> None:
-        """Write the footer of the active segment, and let everything go. Nothing is read or written meanwhile."""
+        """Write the footer of the active segment, and close all files. No call may be running."""
         self._fill()
         for segment in self.segments:
             segment.file.close()

@@ -1,4 +1,4 @@
-"""How blocks get onto disk: what is new is cut into batches, which are encoded and written side by side."""
+"""SSD writer: divides new blocks into batches, which are encoded and written in parallel."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +35,7 @@ class SsdWriter:
         self._threads = settings.threads
         self._batch_bytes = settings.batch_bytes
         self._largest_bytes = largest_payload_bytes(settings.segment_bytes)
-        self._too_large = FailureLog("blocks are larger than a segment; raise segment_bytes", settings.directories[0])
+        self._too_large = FailureLog("blocks larger than a segment, raise segment_bytes", settings.directories[0])
         self._turn = 0
 
     def put(
@@ -68,7 +68,7 @@ class SsdWriter:
         return there
 
     def _begin(self, names: Sequence[Key]) -> list[int]:
-        """Indices of the blocks that this call writes: nobody has them, and no other call is at it."""
+        """Return the indices of blocks that are neither stored nor being written, and mark them as being written."""
         new = []
         with self._state.lock:
             for index, name in enumerate(names):
@@ -86,7 +86,7 @@ class SsdWriter:
         return items
 
     def _write(self, items: Sequence["_Item"], deadline: Nanos, call: "_WriteCall", scratch: Scratch) -> None:
-        """One batch: encode, and append to one of the volumes."""
+        """Encode one batch, and append it to one of the volumes."""
         payloads = [payload for item in items if (payload := self._payload(item)) is not None]
         with self._state.lock:
             self._state.count.corrupt += len(items) - len(payloads)
@@ -97,7 +97,7 @@ class SsdWriter:
         began = self._clock.now()
         volume = self._next_volume(began)
         if volume is None:
-            call.errors.append(OSError("no directory can be written to; it will be tried again"))
+            call.errors.append(OSError("no directory can be written to, will try again later"))
         elif fitting:
             try:
                 volume.write(fitting, scratch, deadline)
@@ -115,7 +115,7 @@ class SsdWriter:
                 call.late.update(payload.key for payload in fitting)
 
     def _payload(self, item: "_Item") -> SsdWrite | None:
-        """None when the block is not what its checksum says."""
+        """Encode a block; return None if its checksum does not match."""
         found = encoded(item.codec, item.key, item.block, item.checksum)
         return SsdWrite(flat(item.key), found[0], item.codec.codec_id, found[1]) if found is not None else None
 
@@ -140,9 +140,9 @@ class _Item(Struct, frozen=True):
 
 
 class _WriteCall:
-    """What came of one call's batches."""
+    """The results of one call's batches."""
 
     def __init__(self) -> None:
-        self.done = 0  # batches
-        self.late: set[Key] = set()  # written, or not, after the deadline
+        self.done = 0  # finished batches
+        self.late: set[Key] = set()  # blocks of batches that ended after the deadline
         self.errors: list[OSError] = []

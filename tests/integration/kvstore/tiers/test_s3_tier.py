@@ -147,7 +147,7 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
     with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
-        assert [record.message for record in caplog.records] == ["object store does not answer yet"]
+        assert [record.message for record in caplog.records] == ["object store unreachable"]
         with pytest.raises(TierFailed):
             tier.find(KEYS, soon(30))
 

@@ -81,7 +81,7 @@ class RankShard:
     @classmethod
     def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
         """Return the shard of one rank, in the order of the store; raise LayoutMismatch if there is no such rank."""
-        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.share(tp, rank))])
+        plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.shard_box(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
         rows = sorted(plan.runs().tolist(), key=lambda row: row[there])
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
@@ -143,12 +143,12 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     return checksum
 
 
-def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Return the checksums of those blocks that all ranks have written, by index, from the contributions of each rank."""
     return {
-        index: whole_checksums(block_bytes, [sums[index] for sums in told])
-        for index in told[0]
-        if all(index in sums for sums in told)
+        index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
+        for index in sums_by_rank[0]
+        if all(index in sums for sums in sums_by_rank)
     }
 
 

@@ -123,7 +123,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
             raise LayoutMismatch("tp", f"tp: {self.kv_heads} heads cannot be shared out among {tp} ranks")
         return max(1, tp // self.kv_heads)
 
-    def share(self, tp: int, rank: int) -> Box:
+    def shard_box(self, tp: int, rank: int) -> Box:
         """Return the layers and heads of one rank (rule 2); raise LayoutMismatch if there is no such rank."""
         replicas = self.replicas(tp)
         if not 0 <= rank < tp:
@@ -135,4 +135,4 @@ class BlockShape(Struct, frozen=True, kw_only=True):
 def shards_by_rank(shape: BlockShape, layout: str, tp: int) -> Sequence[BlockShard]:
     """Return the objects of all ranks of an engine in order of rank; raise LayoutMismatch if `tp` is impossible."""
     shape.replicas(tp)
-    return [BlockShard(layout, shape.share(tp, rank)) for rank in range(tp)]
+    return [BlockShard(layout, shape.shard_box(tp, rank)) for rank in range(tp)]

@@ -118,8 +118,8 @@ class BackingTiers:
     def depart_to(self, tier: int) -> None:
         """Note that blocks are evacuated to this tier. A node that evacuates to its peers leaves their group."""
         refuge = self.tiers[tier]
-        if isinstance(refuge, RemoteTier) and isinstance(refuge.shelf, PeerBackend):
-            refuge.shelf.leave()
+        if isinstance(refuge, RemoteTier) and isinstance(refuge.backend, PeerBackend):
+            refuge.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's write budget; return False if it is used up."""

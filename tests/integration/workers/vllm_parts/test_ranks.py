@@ -72,7 +72,7 @@ def a_model(seed: int) -> list:
 
 def a_part(model: list, ranks: int, rank: int) -> list:
     """What one rank holds of it."""
-    heads = BlockShape.of(NAMESPACE).share(ranks, rank).heads
+    heads = BlockShape.of(NAMESPACE).shard_box(ranks, rank).heads
     return [layer[:, heads.first : heads.end].contiguous() for layer in model]
 
 

@@ -115,7 +115,7 @@ def test_cost_adds_up_the_plans():
     answer = negotiate(writer=writer, reader=reader)
 
     assert isinstance(answer, Convertible)
-    a_share = shape.bytes_of(shape.share(8, 0))
+    a_share = shape.bytes_of(shape.shard_box(8, 0))
     runs = shape.layers
     assert answer.cost == ConversionCost(bytes=8 * a_share, runs=8 * runs, bytes_a_rank=a_share, runs_a_rank=runs)
     assert answer.cost.seconds(bytes_per_second=a_share, seconds_per_run=2.0) == 1 + 2 * runs

@@ -76,7 +76,7 @@ def test_rank_reads_its_heads_into_one_tensor_per_layer(shape, at_rest, layout, 
     whole = index_by_index(shape, block, BlockShard(at_rest, shape.everything))
 
     for rank in range(tp):
-        tensors = one_part_per_layer(layout, shape.share(tp, rank))
+        tensors = one_part_per_layer(layout, shape.shard_box(tp, rank))
         filled = objects(shape, tensors)
         read_shard(shape, at_rest, tensors).perform([whole], filled)
 
@@ -105,7 +105,7 @@ def test_the_runs_of_a_plan_say_what_it_does(shape, layout, other, tp):
 def test_heads_outermost_make_a_shard_one_run():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "HLND", [BlockShard("HLND", shape.shard_box(tp=4, rank=1))])
 
     assert plan.runs().tolist() == [[0, plan.bytes, 0, 0, plan.bytes]]
 
@@ -113,7 +113,7 @@ def test_heads_outermost_make_a_shard_one_run():
 def test_heads_before_tokens_make_one_run_per_layer():
     shape = a_shape(layers=4, kv_heads=8)
 
-    plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.share(tp=4, rank=1))])
+    plan = read_shard(shape, "LHND", [BlockShard("LHND", shape.shard_box(tp=4, rank=1))])
 
     assert plan.run_count == 4
 
@@ -122,7 +122,7 @@ def test_replicated_heads_come_from_the_first_replica():
     shape = a_shape(kv_heads=2)
     sources = shards_by_rank(shape, "LHND", tp=8)
 
-    plan = plan_fill(shape, sources, [BlockShard("LHND", shape.share(tp=8, rank=6))], first=6)
+    plan = plan_fill(shape, sources, [BlockShard("LHND", shape.shard_box(tp=8, rank=6))], first=6)
 
     assert {copy.source for copy in plan.copies} == {6}
 
@@ -161,7 +161,7 @@ def test_keys_apart_from_values_need_an_even_number_of_elements():
 )
 def test_indivisible_heads_are_refused_by_field(heads, tp, rank, field):
     with pytest.raises(LayoutMismatch) as refused:
-        a_shape(kv_heads=heads).share(tp, rank)
+        a_shape(kv_heads=heads).shard_box(tp, rank)
 
     assert refused.value.field == field
 

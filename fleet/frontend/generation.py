@@ -182,7 +182,7 @@ class Generation:
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # With a seed, since nobody else could go on with an answer whose tokens are not known.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
-        return structs.replace(self._arrived(request, card, tokens, told), second_hand=True)
+        return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
     async def _generate(self, request: GenerateRequest, measured: "_RequestTimes") -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)

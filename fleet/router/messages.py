@@ -170,7 +170,7 @@ WorkerEvent = (
 
 
 @final
-class Arrived(Struct, frozen=True, kw_only=True):
+class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):  # recordings keep the old name
     """A validated, tokenised request."""
 
     request_id: RequestId
@@ -189,7 +189,7 @@ class Arrived(Struct, frozen=True, kw_only=True):
     among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
     adapter: LoraAdapter | None = None  # to run with; `salt` keeps its blocks apart
     expected_tokens: int = 0  # of the answer, as the client believes; 0: it does not say
-    second_hand: bool = (
+    external: bool = (
         False  # its progress is told by others than workers, at times of their own: nothing is learned of it
     )
     keys: Mapping[int, tuple[int, ...]] = {}  # of the prompt's full blocks by block size, where the front knows them

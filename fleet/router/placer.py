@@ -33,32 +33,34 @@ from fleet.router.state.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
 class Placer:
     """Of one router."""
 
-    def __init__(self, settings: RouterSettings, policy: PlacementPolicy, chance: RandomSource) -> None:
+    def __init__(self, settings: RouterSettings, policy: PlacementPolicy, rng: RandomSource) -> None:
         """Nothing is remembered.
 
         Args:
             settings: The router's.
             policy: That chooses workers.
-            chance: Where ties get their luck from.
+            rng: Where ties get their luck from.
         """
         self.settings = settings
         self._policy = policy
-        self._chance = chance
+        self._rng = rng
         self.sessions = SessionTable(
             settings.session_ttl_seconds, settings.max_sessions, telling=bool(settings.replicas_listen)
         )
-        self._crossover = PrefillBreakEven()
+        self._break_even = PrefillBreakEven()
 
-    def choose(self, live: LiveRequest, standings: CandidateTable, now: Nanos) -> Decision | WaitForRoom | Rejection:
+    def choose(
+        self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
+    ) -> Decision | WaitForRoom | Rejection:
         """Who serves a request from its beginning, or once more; `taken` is to follow where somebody does."""
-        settings, crossover = self.settings, self._crossover
-        asked = self._asked(live, now)
-        counts = settings.learn_remote_prefill and (crossover.measured or not live.arrived.second_hand)
-        learned = crossover if counts else None
-        outcome = decide(asked, standings, self._policy, settings, self._chance, learned)
+        settings, break_even = self.settings, self._break_even
+        placement_request = self.with_session(live, now)
+        counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
+        learned = break_even if counts else None
+        outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
         if isinstance(outcome, Rejection) and live.failures:  # rule 2
-            free = structs.replace(asked, placement=Placement.AUTO, kv_path=None, pin=None)
-            outcome = decide(free, standings, self._policy, settings, self._chance, learned)
+            free = structs.replace(placement_request, placement=Placement.AUTO, kv_path=None, pin=None)
+            outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
             if isinstance(outcome, Rejection):
                 message = f"its worker was lost; {outcome.message}"
                 outcome = structs.replace(outcome, reason=Reason.WORKER_LOST, message=message, field="")
@@ -67,10 +69,17 @@ class Placer:
         return outcome
 
     def choose_decode(
-        self, live: LiveRequest, standings: CandidateTable, prefill: WorkerDescription, kv_path: KvPath, now: Nanos
+        self,
+        live: LiveRequest,
+        candidate_table: CandidateTable,
+        prefill: WorkerDescription,
+        kv_path: KvPath,
+        now: Nanos,
     ) -> WorkerId | None:
         """Who fetches what `prefill` has computed, when the chosen one went away; None when nobody can."""
-        return decide_decode(prefill, kv_path, live.asked(now), standings, self._policy, self.settings, self._chance)
+        return decide_decode(
+            prefill, kv_path, live.placement_request(now), candidate_table, self._policy, self.settings, self._rng
+        )
 
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
         """A request goes where it was decided."""
@@ -79,8 +88,8 @@ class Placer:
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
         """The decode worker has begun to answer with what it was handed."""
-        if not live.arrived.second_hand:
-            self._crossover.handed_over(Nanos(now - live.handed_over_at))
+        if not live.arrived.external:
+            self._break_even.handed_over(Nanos(now - live.handed_over_at))
 
     def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
         """What was measured of when another worker computes a prompt, whether it counts or not.
@@ -88,26 +97,26 @@ class Placer:
         Args:
             paces: Of all that answer: requests there, and the seconds that a prompt token takes.
         """
-        crossover = self._crossover
+        break_even = self._break_even
         return RemotePrefillSnapshot(
             learned=self.settings.learn_remote_prefill,
-            handoffs=crossover.samples,
-            handoff_seconds=crossover.handoff_seconds,
+            handoffs=break_even.samples,
+            handoff_seconds=break_even.handoff_seconds,
             workers=tuple(
                 BreakEvenSnapshot(
                     worker_id=worker_id,
                     requests=requests,
                     token_seconds=seconds,
-                    min_tokens=crossover.even_tokens(seconds, requests),
+                    min_tokens=break_even.even_tokens(seconds, requests),
                 )
                 for worker_id, requests, seconds in paces
             ),
         )
 
-    def _asked(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
+    def with_session(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
         """By rule 1."""
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:
-            return live.asked(now)
+            return live.placement_request(now)
         bound = self.sessions.bound(live.session_key, now)
-        return live.asked(now, bound=bound, must_keep=affinity == "hard" and bound is not None)
+        return live.placement_request(now, bound=bound, must_keep=affinity == "hard" and bound is not None)

@@ -18,17 +18,17 @@ from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest,
 
 
 class Filter(Protocol):
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
         """Whom to keep, a flag for each candidate; None keeps all."""
         ...
 
 
 class Scorer(Protocol):
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         """A cost for each candidate, finite, in an array of its own; lower is better.
 
         Args:
-            asked: The request.
+            request: The request.
             candidates: At least one.
             phase: AGGREGATED where the worker would do everything, PREFILL where it would compute the prompt only.
         """
@@ -39,7 +39,7 @@ class Scorer(Protocol):
 class ItemizedScorer(Protocol):
     """A scorer that can say what its costs are made of."""
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         """Arrays by name that add up to `costs`."""
         ...
 
@@ -48,7 +48,7 @@ class ItemizedScorer(Protocol):
 class RankingScorer(Protocol):
     """A scorer that can say whose cost is the lowest in less time than all costs take."""
 
-    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
+    def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
         """Places of the lowest of `costs`, in order.
 
         Raises:
@@ -58,7 +58,7 @@ class RankingScorer(Protocol):
 
 
 class Picker(Protocol):
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:
         """The place of the chosen one."""
         ...
 
@@ -70,12 +70,12 @@ class PlacementPolicy(Protocol):
     def name(self) -> str: ...
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> "tuple[int, PlacementPolicy]":
         """The place of the chosen one, and the policy that chose: another than this one, where this one failed."""
         ...
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         """What each candidate's cost is made of, by name: for explanations, worked out when somebody asks."""
         ...
 

@@ -306,7 +306,7 @@ class RouterServer:
             case Reject():
                 if (stream := self._streams.get(command.request_id)) is not None:
                     self._forget(command.request_id)
-                    stream.put(_refused(command))
+                    stream.put(_rejection(command))
             case CacheDriftChanged():
                 _warn_of_drift(command)
             case _:
@@ -346,7 +346,7 @@ def _going_away() -> RequestRejected:
     )
 
 
-def _refused(command: Reject) -> RequestRejected:
+def _rejection(command: Reject) -> RequestRejected:
     return RequestRejected(
         command.reason,
         command.message,

@@ -66,19 +66,19 @@ class RouterStatistics:
         Returns:
             What to tell, if the worker's cache begins to drift by that, or does no more.
         """
-        truth, prompt = worker.truth, decision.asked.prompt_tokens
+        accuracy, prompt = worker.accuracy, decision.request.prompt_tokens
         predicted = prompt - decision.prefill_tokens
         compared = compare(prompt, predicted, reported_tokens, worker.description.block_tokens)
-        self._compared[truth.knowledge] += compared
-        self._prompts_compared[truth.knowledge] += 1
-        if not truth.note(compared):
+        self._compared[accuracy.knowledge] += compared
+        self._prompts_compared[accuracy.knowledge] += 1
+        if not accuracy.note(compared):
             return None
         return CacheDriftChanged(
             worker_id=worker.description.worker_id,
-            knowledge=truth.knowledge,
-            drifting=truth.drifting,
-            precision=truth.recent.precision,
-            recall=truth.recent.recall,
+            knowledge=accuracy.knowledge,
+            drifting=accuracy.drifting,
+            precision=accuracy.recent.precision,
+            recall=accuracy.recent.recall,
         )
 
     def explain(self, request_id: RequestId) -> Explanation | None:

@@ -317,7 +317,7 @@ class Relay:
             read = read_prompt(body, reader, path)
         await admit_with_peers(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
-        return structs.replace(arrived, second_hand=True)
+        return structs.replace(arrived, external=True)
 
     # From requests
 

@@ -25,10 +25,10 @@ class AssumedCache:
             capacity_blocks: What its cache holds.
         """
         self._chains = chains
-        self._capacity = capacity_blocks
+        self.capacity = capacity_blocks
         self._held = ChainHolder(bit)
         self._sent: OrderedDict[int, Chain] = OrderedDict()  # by last key
-        self._listed = 0
+        self.listed = 0
 
     def __len__(self) -> int:
         """Blocks."""
@@ -36,7 +36,7 @@ class AssumedCache:
 
     def sent(self, keys: Keys, until: Nanos) -> None:
         """Note a prompt, as far as there is room for it; times never go back."""
-        keys = keys[: self._capacity]
+        keys = keys[: self.capacity]
         if not keys:
             return
         if (known := self._sent.pop(keys[-1], None)) is not None:
@@ -44,14 +44,14 @@ class AssumedCache:
         elif (begun := self._chains.continued(self._held, keys)) is not None:
             chain = begun
             del self._sent[chain.keys[-1]]
-            self._listed += len(keys) - len(chain.keys)
+            self.listed += len(keys) - len(chain.keys)
             self._chains.extend(chain, keys)
         else:
             chain = self._chains.add(self._held, keys)
-            self._listed += len(keys)
+            self.listed += len(keys)
         chain.until = until
         self._sent[keys[-1]] = chain
-        while self._held.blocks > self._capacity or self._listed > MAX_LISTED_FACTOR * self._capacity:
+        while self._held.blocks > self.capacity or self.listed > MAX_LISTED_FACTOR * self.capacity:
             self._forget_first()
 
     def expire(self, now: Nanos) -> None:
@@ -65,7 +65,7 @@ class AssumedCache:
 
     def _forget_first(self) -> None:
         _, chain = self._sent.popitem(last=False)
-        self._listed -= len(chain.keys)
+        self.listed -= len(chain.keys)
         self._chains.remove(chain)
 
     def chains(self) -> list[Chain]:
@@ -74,6 +74,6 @@ class AssumedCache:
 
     def check(self) -> None:
         """Assert that it keeps to its bounds."""
-        assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self._capacity
-        assert self._listed == sum(len(chain.keys) for chain in self.chains())
+        assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self.capacity
+        assert self.listed == sum(len(chain.keys) for chain in self.chains())
         assert all(chain.keys[-1] == last for last, chain in self._sent.items())

@@ -142,16 +142,18 @@ def marks(keys: Keys) -> tuple[int, ...]:
     return marked if _GRID[count - 1] == total else (*marked, keys[-1])
 
 
-def deeper(booked: list[tuple[int, int]], foretold: RadixTree, keys: Keys) -> list[tuple[int, int]]:
+def deeper(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
     """Whose leading blocks of a prompt end where, with what was foretold.
 
     Args:
         booked: The same without, as `fleet.router.kv_index.prefix_index.runs` has it.
-        foretold: Chains of marks.
+        peer_prompts: Chains of marks.
         keys: Of all full blocks of the prompt.
     """
     marked = marks(keys)
-    told = [(len(keys) if depth == len(marked) else _GRID[depth - 1], mask) for depth, mask in foretold.runs(marked)]
+    told = [
+        (len(keys) if depth == len(marked) else _GRID[depth - 1], mask) for depth, mask in peer_prompts.runs(marked)
+    ]
     found: list[tuple[int, int]] = []
     seen = 0
     for depth, mask in sorted(booked + told, reverse=True):

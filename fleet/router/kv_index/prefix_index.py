@@ -89,7 +89,7 @@ class PrefixIndex:
         self._held: dict[Holder, set[int]] = {}
         self._bits: dict[Holder, int] = {}
         self._capacities: dict[Holder, int] = {}
-        self._holders: dict[int, Holder] = {}  # by bit
+        self.holders: dict[int, Holder] = {}  # by bit
         self._free_bits: list[int] = []
         self.overflowed = 0
 
@@ -109,7 +109,7 @@ class PrefixIndex:
         assert holder not in self._bits, holder
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bits)
         self._bits[holder] = bit
-        self._holders[bit] = holder
+        self.holders[bit] = holder
         self._held[holder] = set()
         self._capacities[holder] = capacity
 
@@ -117,7 +117,7 @@ class PrefixIndex:
         """Forget a holder and all its blocks."""
         self.cleared(holder)
         bit = self._bits.pop(holder)
-        del self._holders[bit], self._held[holder], self._capacities[holder]
+        del self.holders[bit], self._held[holder], self._capacities[holder]
         if self._bits:
             self._free_bits.append(bit)
         else:
@@ -168,7 +168,7 @@ class PrefixIndex:
     def _credit(self, bits: int, depth: int, depths: dict[Holder, int]) -> None:
         while bits:
             bit = bits & -bits
-            depths[self._holders[bit]] = depth
+            depths[self.holders[bit]] = depth
             bits ^= bit
 
     def _unmark(self, bit: int, keys: AbstractSet[int]) -> None:
@@ -178,8 +178,8 @@ class PrefixIndex:
     def check(self) -> None:
         """Assert that both views of the same facts agree."""
         assert len(set(self._bits.values())) == len(self._bits)
-        assert not set(self._free_bits) & set(self._holders)
-        assert {bit: holder for holder, bit in self._bits.items()} == self._holders
+        assert not set(self._free_bits) & set(self.holders)
+        assert {bit: holder for holder, bit in self._bits.items()} == self.holders
         expected: dict[int, int] = {}
         for holder, held in self._held.items():
             assert len(held) <= self._capacities[holder], holder

@@ -67,7 +67,7 @@ class RadixTree:
     """All chains of some holders, each with a bit of its own."""
 
     def __init__(self) -> None:
-        self._pieces: dict[int, RadixNode] = {}  # by their first key
+        self.nodes: dict[int, RadixNode] = {}  # by their first key
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -77,27 +77,27 @@ class RadixTree:
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
         """Note a chain; one that has the same keys as another is another all the same."""
         chain = Chain(holder, keys)
-        pieces, depth, total = self._pieces, 0, len(keys)
+        nodes, depth, total = self.nodes, 0, len(keys)
         above: RadixNode | None = None
         whole = 0  # pieces that go on in one way only, as far as they are known
         while depth < total:
-            piece = pieces.get(keys[depth])
-            if piece is None:
-                chain.last = pieces[keys[depth]] = RadixNode(above, depth, keys[depth:], holder.bit, chain)
+            node = nodes.get(keys[depth])
+            if node is None:
+                chain.last = nodes[keys[depth]] = RadixNode(above, depth, keys[depth:], holder.bit, chain)
                 self._blocks += total - depth
                 holder.blocks += total - depth
                 break
-            if piece.above is not above:
+            if node.above is not above:
                 break  # rule 5
             if above is not None and above.count == 1:
                 whole += 1
-            depth += len(piece.keys)
-            if depth > total or piece.keys[-1] != keys[depth - 1]:  # it does not have all of them
-                common = _common(piece, keys)
-                depth = piece.start + common
-                if (piece := self._divide(piece, common)) is None:
+            depth += len(node.keys)
+            if depth > total or node.keys[-1] != keys[depth - 1]:  # it does not have all of them
+                common = _common(node, keys)
+                depth = node.start + common
+                if (node := self._divide(node, common)) is None:
                     break  # rule 5
-            above = piece
+            above = node
         if chain.last is None:
             chain.last = above
         if above is not None:
@@ -109,14 +109,14 @@ class RadixTree:
 
     def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
         """The holder's chain that `keys` begins with, if nobody has its end too."""
-        pieces, total = self._pieces, len(keys)
+        nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0
-        while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is last:
-            if _common(piece, keys) < len(piece.keys):
+        while depth < total and (node := nodes.get(keys[depth])) is not None and node.above is last:
+            if _common(node, keys) < len(node.keys):
                 return None
-            last = piece
-            depth = piece.end
+            last = node
+            depth = node.end
         if last is None or last.mask != holder.bit or last.count > 1:
             return None
         return last.chain
@@ -133,74 +133,74 @@ class RadixTree:
 
     def remove(self, chain: Chain) -> None:
         """Forget a chain that was added, once."""
-        holder, piece = chain.holder, chain.last
-        if piece is not None and piece.chain is chain:
-            piece.chain = None  # they are not to hold each other
-            if piece.on is None:  # it goes with the chain
-                del self._pieces[piece.keys[0]]
-                self._blocks -= len(piece.keys)
-                holder.blocks -= len(piece.keys)
-                piece = piece.above
+        holder, node = chain.holder, chain.last
+        if node is not None and node.chain is chain:
+            node.chain = None  # they are not to hold each other
+            if node.on is None:  # it goes with the chain
+                del self.nodes[node.keys[0]]
+                self._blocks -= len(node.keys)
+                holder.blocks -= len(node.keys)
+                node = node.above
         fewer = True  # chains that end in the piece, or next pieces
-        while piece is not None:
-            on = _on(piece)
+        while node is not None:
+            on = _on(node)
             if fewer:
-                piece.count -= 1
+                node.count -= 1
             if on[holder] > 1:
                 on[holder] -= 1
                 return
             del on[holder]
-            holder.blocks -= len(piece.keys)
-            piece.mask &= ~holder.bit
+            holder.blocks -= len(node.keys)
+            node.mask &= ~holder.bit
             if fewer := not on:
-                del self._pieces[piece.keys[0]]
-                self._blocks -= len(piece.keys)
-            piece = piece.above
+                del self.nodes[node.keys[0]]
+                self._blocks -= len(node.keys)
+            node = node.above
 
     def begins(self, key: int) -> bool:
         """Whether some chain's first block is this one."""
-        return key in self._pieces
+        return key in self.nodes
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
         """Whose leading blocks of a prompt end where, as `fleet.router.kv_index.prefix_index.runs` has it."""
-        if not keys or keys[0] not in self._pieces:
+        if not keys or keys[0] not in self.nodes:
             return []
-        pieces, total = self._pieces, len(keys)
+        nodes, total = self.nodes, len(keys)
         found: list[tuple[int, int]] = []
         above: RadixNode | None = None
         depth = mask = 0
-        while depth < total and (piece := pieces.get(keys[depth])) is not None and piece.above is above:
-            if piece.mask != mask:
-                if gone := mask & ~piece.mask:
+        while depth < total and (node := nodes.get(keys[depth])) is not None and node.above is above:
+            if node.mask != mask:
+                if gone := mask & ~node.mask:
                     found.append((depth, gone))
-                mask = piece.mask
-            end = depth + len(piece.keys)
-            if end > total or piece.keys[-1] != keys[end - 1]:  # it does not have all of them
-                depth += _common(piece, keys)
+                mask = node.mask
+            end = depth + len(node.keys)
+            if end > total or node.keys[-1] != keys[end - 1]:  # it does not have all of them
+                depth += _common(node, keys)
                 break
-            above = piece
+            above = node
             depth = end
         if mask:
             found.append((depth, mask))
         return found
 
-    def _divide(self, piece: RadixNode, length: int) -> RadixNode | None:
+    def _divide(self, node: RadixNode, length: int) -> RadixNode | None:
         """Divide a piece; returns the beginning, which is new, so that chains still end where they did. None: keys collide."""
-        begins = piece.keys[0]
-        if piece.keys[length] in self._pieces:
+        begins = node.keys[0]
+        if node.keys[length] in self.nodes:
             return None
-        on = dict.fromkeys(_on(piece), 1)
-        first = RadixNode(piece.above, piece.start, piece.keys[:length], piece.mask, None, on)
-        piece.above = first
-        piece.start += length
-        piece.keys = piece.keys[length:]
-        self._pieces[begins] = first
-        self._pieces[piece.keys[0]] = piece
+        on = dict.fromkeys(_on(node), 1)
+        first = RadixNode(node.above, node.start, node.keys[:length], node.mask, None, on)
+        node.above = first
+        node.start += length
+        node.keys = node.keys[length:]
+        self.nodes[begins] = first
+        self.nodes[node.keys[0]] = node
         return first
 
-    def _join(self, piece: RadixNode) -> None:
+    def _join(self, node: RadixNode) -> None:
         """Put together, on the way to a piece, those that go on in one way only."""
-        last: RadixNode | None = piece
+        last: RadixNode | None = node
         while last is not None:
             parts, above = [last], last.above
             while above is not None and above.count == 1:
@@ -208,78 +208,78 @@ class RadixTree:
                 above = above.above
             if len(parts) > 1:  # the last one stays, so that chains still end where they did
                 for part in parts:
-                    del self._pieces[part.keys[0]]
+                    del self.nodes[part.keys[0]]
                 last.start, last.above = parts[-1].start, above
                 last.keys = tuple(one_after_another.from_iterable(part.keys for part in reversed(parts)))
-                self._pieces[last.keys[0]] = last
+                self.nodes[last.keys[0]] = last
             last = above
 
     def check(self, chains: Sequence[Chain]) -> None:
         """Assert that these are all chains, and that what is noted follows from them."""
         ends: dict[int, dict[int, int]] = {}
         through: dict[int, set[int]] = {}
-        pieces: dict[int, RadixNode] = {}
+        nodes: dict[int, RadixNode] = {}
         held: dict[int, set[int]] = {}
         for chain in chains:
             keys: list[int] = []
-            piece = chain.last
-            if piece is not None:
-                counts = ends.setdefault(id(piece), {})
+            node = chain.last
+            if node is not None:
+                counts = ends.setdefault(id(node), {})
                 counts[id(chain.holder)] = counts.get(id(chain.holder), 0) + 1
-            while piece is not None:
-                through.setdefault(id(piece), set()).add(id(chain.holder))
-                pieces[id(piece)] = piece
-                keys[:0] = piece.keys
-                assert piece.start == (0 if piece.above is None else piece.above.end)
-                piece = piece.above
+            while node is not None:
+                through.setdefault(id(node), set()).add(id(chain.holder))
+                nodes[id(node)] = node
+                keys[:0] = node.keys
+                assert node.start == (0 if node.above is None else node.above.end)
+                node = node.above
             assert keys == list(chain.keys)
             held.setdefault(id(chain.holder), set()).update(keys)
-        assert {piece.keys[0]: id(piece) for piece in pieces.values()} == {
-            key: id(piece) for key, piece in self._pieces.items()
+        assert {node.keys[0]: id(node) for node in nodes.values()} == {
+            key: id(node) for key, node in self.nodes.items()
         }
-        expected = {place: ends.get(place, {}) for place in pieces}
+        expected = {place: ends.get(place, {}) for place in nodes}
         counted = {place: sum(counts.values()) for place, counts in expected.items()}
-        for place, piece in pieces.items():
-            if piece.above is not None:
-                counted[id(piece.above)] += 1
-                before = expected[id(piece.above)]
+        for place, node in nodes.items():
+            if node.above is not None:
+                counted[id(node.above)] += 1
+                before = expected[id(node.above)]
                 for holder in through[place]:
                     before[holder] = before.get(holder, 0) + 1
-        for place, piece in pieces.items():
-            assert expected[place] == {id(holder): count for holder, count in _on(piece).items()}
-            assert piece.mask == sum(holder.bit for holder in _on(piece))
-            assert piece.count == counted[place]
-            assert piece.chain is None or piece.chain.last is piece
+        for place, node in nodes.items():
+            assert expected[place] == {id(holder): count for holder, count in _on(node).items()}
+            assert node.mask == sum(holder.bit for holder in _on(node))
+            assert node.count == counted[place]
+            assert node.chain is None or node.chain.last is node
         for chain in chains:
             assert chain.holder.blocks == len(held[id(chain.holder)])
-        assert self._blocks == sum(len(piece.keys) for piece in pieces.values())
+        assert self._blocks == sum(len(node.keys) for node in nodes.values())
 
 
-def _on(piece: RadixNode) -> dict[ChainHolder, int]:
+def _on(node: RadixNode) -> dict[ChainHolder, int]:
     """What counts how chains go on from a piece, from now on."""
-    if piece.on is None:
-        assert piece.chain is not None
-        piece.on = {piece.chain.holder: 1}
-    return piece.on
+    if node.on is None:
+        assert node.chain is not None
+        node.on = {node.chain.holder: 1}
+    return node.on
 
 
 def _enter(first: RadixNode, holder: ChainHolder) -> None:
     """One more of a holder's chains goes on from a piece, or ends there."""
-    piece: RadixNode | None = first
-    while piece is not None:
-        on = _on(piece)
+    node: RadixNode | None = first
+    while node is not None:
+        on = _on(node)
         if holder in on:
             on[holder] += 1
             return
         on[holder] = 1
-        piece.mask |= holder.bit
-        holder.blocks += len(piece.keys)
-        piece = piece.above
+        node.mask |= holder.bit
+        holder.blocks += len(node.keys)
+        node = node.above
 
 
-def _common(piece: RadixNode, keys: Keys) -> int:
+def _common(node: RadixNode, keys: Keys) -> int:
     """How many of a piece's blocks a prompt has that has the first of them."""
-    own, start = piece.keys, piece.start
+    own, start = node.keys, node.start
     end = min(len(own), len(keys) - start)
     if own[end - 1] == keys[start + end - 1]:
         return end

@@ -101,8 +101,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     uncached_tokens: int
     min_tokens: int
     prefill_tokens: int
-    asked: PlacementRequest
-    standings: CandidateTable
+    request: PlacementRequest
+    candidate_table: CandidateTable
     rows: Rows  # of the candidates
     policy: PlacementPolicy
     prefill_rows: Rows | None = None
@@ -110,11 +110,11 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     def explained(self) -> DecisionExplanation:
         """The decision with the terms of all candidates."""
-        candidates = self.standings.candidates(self.rows)
+        candidates = self.candidate_table.candidates(self.rows)
         partners: tuple[CostTerms, ...] = ()
         if self.prefill_rows is not None and self.prefill_policy is not None:
-            able = self.standings.candidates(self.prefill_rows)
-            partners = _terms(self.prefill_policy, self.asked, able, Phase.PREFILL)
+            able = self.candidate_table.candidates(self.prefill_rows)
+            partners = _terms(self.prefill_policy, self.request, able, Phase.PREFILL)
         return DecisionExplanation(
             decode=self.decode,
             prefill=self.prefill,
@@ -125,69 +125,69 @@ class Decision(Struct, frozen=True, kw_only=True):
             uncached_tokens=self.uncached_tokens,
             min_tokens=self.min_tokens,
             prefill_tokens=self.prefill_tokens,
-            candidates=_terms(self.policy, self.asked, candidates, Phase.AGGREGATED),
+            candidates=_terms(self.policy, self.request, candidates, Phase.AGGREGATED),
             prefill_candidates=partners,
-            unfit=tuple(unfit(self.asked, self.standings, set(candidates.worker_ids)).items()),
+            unfit=tuple(unfit(self.request, self.candidate_table, set(candidates.worker_ids)).items()),
         )
 
     def next_best(self, most: int) -> tuple[WorkerId, ...]:
         """Who else could have answered, the best first."""
-        terms = _terms(self.policy, self.asked, self.standings.candidates(self.rows), Phase.AGGREGATED)
+        terms = _terms(self.policy, self.request, self.candidate_table.candidates(self.rows), Phase.AGGREGATED)
         others = sorted((each for each in terms if each.worker_id != self.decode), key=lambda each: each.cost)
         return tuple(each.worker_id for each in others[:most])
 
 
 def decide(
-    asked: PlacementRequest,
-    standings: CandidateTable,
+    request: PlacementRequest,
+    candidate_table: CandidateTable,
     policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: RandomSource,
-    crossover: PrefillBreakEven | None = None,
+    rng: RandomSource,
+    break_even: PrefillBreakEven | None = None,
 ) -> Decision | WaitForRoom | Rejection:
     """Place one request on the workers of its model (all of them, in any state).
 
     Args:
-        asked: The request.
-        standings: The workers.
+        request: The request.
+        candidate_table: The workers.
         policy: That chooses among those who can.
         settings: The router's.
-        chance: For ties.
-        crossover: What was learned of hand-offs, where that counts.
+        rng: For ties.
+        break_even: What was learned of hand-offs, where that counts.
     """
-    members, columns = standings.members, standings.columns
-    rows = eligible(asked, standings)
+    members, columns = candidate_table.members, candidate_table.columns
+    rows = eligible(request, candidate_table)
     if len(rows) == 0:
-        return explain_no_candidate(asked, standings)
-    place, by = policy.choose(asked, standings.candidates(rows), _WHOLE, chance)
+        return explain_no_candidate(request, candidate_table)
+    place, by = policy.choose(request, candidate_table.candidates(rows), _WHOLE, rng)
     row: int = rows.item(place)
-    uncached, to_compute = _uncached(asked, standings, row)
+    uncached, to_compute = _uncached(request, candidate_table, row)
 
     min_tokens = settings.remote_prefill_min_tokens
-    if crossover is not None:
-        min_tokens = crossover.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
-    if asked.placement is _AUTO and uncached < min_tokens:
+    if break_even is not None:
+        min_tokens = break_even.min_tokens(token_seconds(columns, row), int(columns[REQUESTS, row]), min_tokens)
+    if request.placement is _AUTO and uncached < min_tokens:
         splitting, why = False, _SHORT
-    elif asked.placement is Placement.AGGREGATED:
+    elif request.placement is Placement.AGGREGATED:
         splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
-        partners = members.partners(row, asked.placement, asked.kv_path)
-        pairing = paired(asked, standings, row) if len(partners.pool) else partners.rows
+        partners = members.partners(row, request.placement, request.kv_path)
+        pairing = paired(request, candidate_table, row) if len(partners.pool) else partners.rows
         prefill_rows = pairing
         if len(pairing):
-            prefill_rows = at_home(standings, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
+            prefill_rows = at_home(candidate_table, pairing[columns[REQUESTS, pairing] < columns[LIMIT, pairing]])
         splitting, why = split(
-            asked.placement,
+            request.placement,
             uncached,
             min_tokens,
-            pool=_pool(standings, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
+            pool=_pool(candidate_table, partners.pool) if len(partners.pool) else PrefillPoolState.EMPTY,
             paired=len(pairing) > 0,
             free=len(prefill_rows) > 0,
         )
-        if why is PlacementReason.NO_COMPATIBLE_PAIR and asked.kv_path is not None:
-            return reject_without_pair(asked)
+        if why is PlacementReason.NO_COMPATIBLE_PAIR and request.kv_path is not None:
+            return reject_without_pair(request)
         if splitting:
-            place, prefill_by = policy.choose(asked, standings.candidates(prefill_rows), Phase.PREFILL, chance)
+            place, prefill_by = policy.choose(request, candidate_table.candidates(prefill_rows), Phase.PREFILL, rng)
             prefill_row = int(prefill_rows[place])
             return Decision(
                 decode=members.worker_ids[row],
@@ -196,9 +196,9 @@ def decide(
                 why=why,
                 uncached_tokens=uncached,
                 min_tokens=min_tokens,
-                prefill_tokens=_uncached(asked, standings, prefill_row)[1],
-                asked=asked,
-                standings=standings,
+                prefill_tokens=_uncached(request, candidate_table, prefill_row)[1],
+                request=request,
+                candidate_table=candidate_table,
                 rows=rows,
                 policy=by,
                 prefill_rows=prefill_rows,
@@ -210,8 +210,8 @@ def decide(
         uncached_tokens=uncached,
         min_tokens=min_tokens,
         prefill_tokens=to_compute,
-        asked=asked,
-        standings=standings,
+        request=request,
+        candidate_table=candidate_table,
         rows=rows,
         policy=by,
     )
@@ -220,18 +220,18 @@ def decide(
 def decide_decode(
     prefill: WorkerDescription,
     kv_path: KvPath,
-    asked: PlacementRequest,
-    standings: CandidateTable,
+    request: PlacementRequest,
+    candidate_table: CandidateTable,
     policy: PlacementPolicy,
     settings: RouterSettings,
-    chance: RandomSource,
+    rng: RandomSource,
 ) -> WorkerId | None:
     """Another worker to fetch what `prefill` has computed, when the chosen one went away; None when nobody can.
 
     Limits give way here: the work is already under way, and a queue would only keep its blocks from being freed.
     """
-    members, columns = standings.members, standings.columns
-    able = capable(asked, members, standings.answering, asked.answer_tokens)
+    members, columns = candidate_table.members, candidate_table.columns
+    able = capable(request, members, candidate_table.answering, request.answer_tokens)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
@@ -244,8 +244,8 @@ def decide_decode(
     roomy = rows[columns[REQUESTS, rows] < columns[LIMIT, rows]]
     if len(roomy) > 0:
         rows = roomy
-    rows = at_home(standings, rows)
-    place, _ = policy.choose(asked, standings.candidates(rows), Phase.AGGREGATED, chance)
+    rows = at_home(candidate_table, rows)
+    place, _ = policy.choose(request, candidate_table.candidates(rows), Phase.AGGREGATED, rng)
     return members.worker_ids[int(rows[place])]
 
 
@@ -285,35 +285,35 @@ def split(
     return True, PlacementReason.PROMPT_LONG_UNCACHED
 
 
-def _pool(standings: CandidateTable, rows: Rows) -> PrefillPoolState:
-    alive = rows[~standings.draining[rows]]
+def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
+    alive = rows[~candidate_table.draining[rows]]
     if len(alive) == 0:
         return PrefillPoolState.EMPTY
-    if standings.failed is not None and bool(standings.failed[alive].all()):
+    if candidate_table.failed is not None and bool(candidate_table.failed[alive].all()):
         return PrefillPoolState.ALL_FAILED
     return PrefillPoolState.ALIVE
 
 
-def _uncached(asked: PlacementRequest, standings: CandidateTable, row: int) -> tuple[int, int]:
+def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
     """Prompt tokens that are not on a worker, and those that it would have to compute.
 
     At least one of each, since the last one yields the first answer. Blocks that are coming count as cached where it is about
     work, and not where it is about whether there is something to hand over: on a decode worker they may come from the very
     hand-off.
     """
-    tokens = asked.prompt_tokens
-    if not standings.warm:
+    tokens = request.prompt_tokens
+    if not candidate_table.warm:
         return tokens, tokens
-    engine, coming, store, below = standings.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1, row].tolist()
-    block_tokens, held = standings.members.descriptions[row].block_tokens, engine + store + below
+    engine, coming, store, below = candidate_table.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1, row].tolist()
+    block_tokens, held = candidate_table.members.descriptions[row].block_tokens, engine + store + below
     return max(1, tokens - int(held * block_tokens)), max(1, tokens - int((held + coming) * block_tokens))
 
 
 def _terms(
-    policy: PlacementPolicy, asked: PlacementRequest, candidates: Candidates, phase: Phase
+    policy: PlacementPolicy, request: PlacementRequest, candidates: Candidates, phase: Phase
 ) -> tuple[CostTerms, ...]:
     parts: Mapping[str, list[float]] = {
-        name: costs.tolist() for name, costs in policy.costs(asked, candidates, phase).items()
+        name: costs.tolist() for name, costs in policy.costs(request, candidates, phase).items()
     }
     return tuple(
         CostTerms(

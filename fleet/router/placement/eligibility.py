@@ -40,116 +40,118 @@ class IneligibleReason(StrEnum):
 _PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
 
 
-def eligible(asked: PlacementRequest, standings: CandidateTable) -> Rows:
+def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
     """Who could serve it now."""
-    fits = standings.members.all_fit(asked.prompt_tokens, asked.answer_tokens)
-    if fits and standings.failed is None and all_have_room(standings.columns) and _anybody_will_do(asked):
-        return standings.serving.rows  # as for most requests
-    return at_home(standings, _able(asked, standings).nonzero()[0])
+    fits = table.members.all_fit(request.prompt_tokens, request.answer_tokens)
+    if fits and table.failed is None and all_have_room(table.columns) and _anybody_will_do(request):
+        return table.serving.rows  # as for most requests
+    return at_home(table, _able(request, table).nonzero()[0])
 
 
-def _anybody_will_do(asked: PlacementRequest) -> bool:
+def _anybody_will_do(request: PlacementRequest) -> bool:
     """Whether the request asks for nothing that a worker of its model may not have."""
     return (
-        asked.pin is None
-        and not asked.labels
-        and asked.among is None
-        and asked.adapter is None
-        and not asked.form
-        and not asked.must_keep
-        and asked.placement is not _PAIR
+        request.pin is None
+        and not request.labels
+        and request.among is None
+        and request.adapter is None
+        and not request.form
+        and not request.must_keep
+        and request.placement is not _PAIR
     )
 
 
-def _able(asked: PlacementRequest, standings: CandidateTable) -> Flags:
+def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
     """Who is a candidate, wherever its adapter is."""
-    members, columns = standings.members, standings.columns
-    able = capable(asked, members, standings.answering & (columns[REQUESTS] < columns[LIMIT]), asked.answer_tokens)
-    if asked.pin is not None or asked.labels or asked.must_keep:
-        able = able & np.array([_excluded(asked, members, row) is None for row in range(len(members))], dtype=np.bool_)
-    if asked.placement is Placement.DISAGGREGATED:
+    members, columns = table.members, table.columns
+    able = capable(request, members, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
+    if request.pin is not None or request.labels or request.must_keep:
+        able = able & np.array(
+            [_excluded(request, members, row) is None for row in range(len(members))], dtype=np.bool_
+        )
+    if request.placement is Placement.DISAGGREGATED:
         for row in able.nonzero()[0].tolist():
-            able[row] = len(_free_partners(asked, standings, row)) > 0
+            able[row] = len(_free_partners(request, table, row)) > 0
     return able
 
 
-def capable(asked: PlacementRequest, members: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
+def capable(request: PlacementRequest, members: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
     """Of some workers, those that could have the request, did nothing else run there."""
-    if not members.all_fit(asked.prompt_tokens, answer_tokens):
-        flags = flags & members.fit(asked.prompt_tokens, answer_tokens)
-    if asked.adapter is not None:
-        flags = flags & members.with_adapter(asked.adapter)
-    if asked.form:
+    if not members.all_fit(request.prompt_tokens, answer_tokens):
+        flags = flags & members.fit(request.prompt_tokens, answer_tokens)
+    if request.adapter is not None:
+        flags = flags & members.with_adapter(request.adapter)
+    if request.form:
         flags = flags & members.keeping_forms
-    if asked.among is not None:
-        flags = flags & members.among(asked.among)
+    if request.among is not None:
+        flags = flags & members.among(request.among)
     return flags
 
 
-def at_home(standings: CandidateTable, rows: Rows) -> Rows:
+def at_home(table: CandidateTable, rows: Rows) -> Rows:
     """Of some workers, those where the request's adapter is best off; all of them where it has none."""
-    for home in standings.homes:
+    for home in table.homes:
         if len(there := rows[home[rows]]):
             return there
     return rows
 
 
-def paired(asked: PlacementRequest, standings: CandidateTable, decode_row: int) -> Rows:
+def paired(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
     """Prefill workers that pair with a decode worker and could take the prompt, had they room."""
-    rows = standings.members.partners(decode_row, asked.placement, asked.kv_path).rows
+    rows = table.members.partners(decode_row, request.placement, request.kv_path).rows
     if len(rows) == 0:
         return rows
-    able: Rows = rows[capable(asked, standings.members, standings.able, 1)[rows]]
+    able: Rows = rows[capable(request, table.members, table.able, 1)[rows]]
     return able
 
 
-def _free_partners(asked: PlacementRequest, standings: CandidateTable, decode_row: int) -> Rows:
-    rows = paired(asked, standings, decode_row)
-    free: Rows = rows[standings.columns[REQUESTS, rows] < standings.columns[LIMIT, rows]]
+def _free_partners(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
+    rows = paired(request, table, decode_row)
+    free: Rows = rows[table.columns[REQUESTS, rows] < table.columns[LIMIT, rows]]
     return free
 
 
-def _excluded(asked: PlacementRequest, members: PoolTopology, row: int) -> IneligibleReason | None:
+def _excluded(request: PlacementRequest, members: PoolTopology, row: int) -> IneligibleReason | None:
     description = members.descriptions[row]
-    if asked.pin is not None and description.worker_id != asked.pin:
+    if request.pin is not None and description.worker_id != request.pin:
         return IneligibleReason.NOT_PINNED
-    if asked.among is not None and description.worker_id not in asked.among:
+    if request.among is not None and description.worker_id not in request.among:
         return IneligibleReason.NOT_AMONG
-    if not set(asked.labels) <= set(description.labels):
+    if not set(request.labels) <= set(description.labels):
         return IneligibleReason.LABEL_MISSING
-    if asked.adapter is not None and asked.adapter not in description.adapters:
+    if request.adapter is not None and request.adapter not in description.adapters:
         return IneligibleReason.NO_ADAPTER
-    if asked.form and not description.keeps_forms:
+    if request.form and not description.keeps_forms:
         return IneligibleReason.KEEPS_NO_FORM
-    if asked.must_keep and asked.bound is not None and description.worker_id != asked.bound:
+    if request.must_keep and request.bound is not None and description.worker_id != request.bound:
         return IneligibleReason.OTHER_SESSION
     return None
 
 
 def unfit(
-    asked: PlacementRequest, standings: CandidateTable, candidates: set[WorkerId]
+    request: PlacementRequest, table: CandidateTable, candidates: set[WorkerId]
 ) -> dict[WorkerId, IneligibleReason]:
     """Why each of the others was no candidate."""
-    members, columns = standings.members, standings.columns
-    fits = members.fit(asked.prompt_tokens, asked.answer_tokens)
+    members, columns = table.members, table.columns
+    fits = members.fit(request.prompt_tokens, request.answer_tokens)
     causes = {}
     for row in members.decodes.nonzero()[0].tolist():
         worker_id = members.worker_ids[row]
         if worker_id in candidates:
             continue
-        if (cause := _excluded(asked, members, row)) is not None:
+        if (cause := _excluded(request, members, row)) is not None:
             causes[worker_id] = cause
-        elif standings.draining[row]:
+        elif table.draining[row]:
             causes[worker_id] = IneligibleReason.DRAINING
-        elif standings.failed is not None and standings.failed[row]:
+        elif table.failed is not None and table.failed[row]:
             causes[worker_id] = IneligibleReason.FAILED_BEFORE
         elif not fits[row]:
             causes[worker_id] = IneligibleReason.TOO_SMALL
-        elif asked.placement is Placement.DISAGGREGATED and not len(paired(asked, standings, row)):
+        elif request.placement is Placement.DISAGGREGATED and not len(paired(request, table, row)):
             causes[worker_id] = IneligibleReason.NO_PAIR
-        elif standings.homes and columns[REQUESTS, row] < columns[LIMIT, row]:
+        elif table.homes and columns[REQUESTS, row] < columns[LIMIT, row]:
             causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
-            assert columns[REQUESTS, row] >= columns[LIMIT, row] or asked.placement is Placement.DISAGGREGATED
+            assert columns[REQUESTS, row] >= columns[LIMIT, row] or request.placement is Placement.DISAGGREGATED
             causes[worker_id] = IneligibleReason.AT_LIMIT  # or half of its pair is
     return causes

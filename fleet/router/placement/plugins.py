@@ -114,11 +114,11 @@ class GuardedPolicy:
         return self._guarded.name
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
         copied = candidates.copy()
-        luck = Random(chance.randrange(1 << 63))  # a late one must not draw from ours
-        chosen, cause = self._ask(lambda: self._guarded.choose(asked, copied, phase, luck)[0], self._budget)
+        luck = Random(rng.randrange(1 << 63))  # a late one must not draw from ours
+        chosen, cause = self._ask(lambda: self._guarded.choose(request, copied, phase, luck)[0], self._budget)
         if not cause and not (isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(candidates)):
             cause = "nobody"
         if not cause:
@@ -126,11 +126,13 @@ class GuardedPolicy:
         if cause not in self.fallbacks:
             log.warning("a policy did not decide; the default did", extra={"policy": self.name, "cause": cause})
         self.fallbacks[cause] = self.fallbacks.get(cause, 0) + 1
-        return self._fallback.choose(asked, candidates, phase, chance)
+        return self._fallback.choose(request, candidates, phase, rng)
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         copied = candidates.copy()
-        found, cause = self._ask(lambda: _numbers(self._guarded.costs(asked, copied, phase), len(copied)), self._budget)
+        found, cause = self._ask(
+            lambda: _numbers(self._guarded.costs(request, copied, phase), len(copied)), self._budget
+        )
         return {} if cause else found
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> tuple[Any, str]:

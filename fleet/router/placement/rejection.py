@@ -55,25 +55,25 @@ class Rejection(Struct, frozen=True, kw_only=True):
     field: str = ""
 
 
-def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> WaitForRoom | Rejection:
+def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
     """Why there is no candidate: the cause that time can mend comes first."""
-    members = standings.members
-    others = unfit(asked, standings, set())
+    members = table.members
+    others = unfit(request, table, set())
     causes = set(others.values())
     if IneligibleReason.AT_LIMIT in causes:
-        if asked.placement is Placement.DISAGGREGATED:
+        if request.placement is Placement.DISAGGREGATED:
             return WaitForRoom()
         return WaitForRoom(
             frozenset([worker_id for worker_id, cause in others.items() if cause is IneligibleReason.AT_LIMIT])
         )
-    if asked.pin is not None and asked.pin not in others:
+    if request.pin is not None and request.pin not in others:
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.PIN_UNKNOWN,
-            message=f"pin: {asked.pin} is no worker that answers for this model; leave it out to let the router choose",
+            message=f"pin: {request.pin} is no worker that answers for this model; leave it out to let the router choose",
             field="pin",
         )
-    if asked.pin is None and causes == {IneligibleReason.NOT_AMONG}:
+    if request.pin is None and causes == {IneligibleReason.NOT_AMONG}:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NONE_AMONG,
@@ -90,22 +90,22 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
             message="sampling.form: no worker of this model, or not the one that was asked for, can keep an answer to a form",
             field="sampling.form",
         )
-    if asked.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
+    if request.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Rejection(
             reason=Reason.WORKER_LOST,
             cause=RejectionCause.SESSION_LOST,
-            message=f"session: its worker {asked.bound} is gone; the next request of the session starts on another",
+            message=f"session: its worker {request.bound} is gone; the next request of the session starts on another",
             field="session",
         )
-    if asked.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
+    if request.pin is not None and IneligibleReason.NO_PAIR not in causes and IneligibleReason.TOO_SMALL not in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.PIN_UNFIT,
-            message=f"pin: {asked.pin} takes no requests now ({others[asked.pin].value}); name another or none",
+            message=f"pin: {request.pin} takes no requests now ({others[request.pin].value}); name another or none",
             field="pin",
         )
     if IneligibleReason.NO_PAIR in causes:
-        roles = zip(members.descriptions, standings.draining.tolist(), strict=True)
+        roles = zip(members.descriptions, table.draining.tolist(), strict=True)
         if not any(each.role is not Role.DECODE and not draining for each, draining in roles):
             return Rejection(
                 reason=Reason.NO_WORKER,
@@ -113,13 +113,13 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
                 message="no prefill worker is up",
                 field="placement",
             )
-        return reject_without_pair(asked)
+        return reject_without_pair(request)
     if IneligibleReason.TOO_SMALL in causes:
         longest = max(each.max_model_len for each in members.descriptions if each.role is not Role.PREFILL)
         return Rejection(
             reason=Reason.TOO_LARGE,
             cause=RejectionCause.TOO_LARGE,
-            message=f"prompt: {asked.prompt_tokens} tokens and {asked.answer_tokens} to generate fit no worker of this "
+            message=f"prompt: {request.prompt_tokens} tokens and {request.answer_tokens} to generate fit no worker of this "
             f"model (longest: {longest})",
             field="prompt",
         )
@@ -133,7 +133,7 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_LABEL,
-            message=f"labels: no worker that takes requests has {', '.join(asked.labels)}",
+            message=f"labels: no worker that takes requests has {', '.join(request.labels)}",
             field="labels",
         )
     if IneligibleReason.DRAINING in causes:
@@ -142,11 +142,11 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
             cause=RejectionCause.ALL_DRAINING,
             message="all workers of this model are going away; retry when another is up",
         )
-    if asked.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
+    if request.adapter is not None and IneligibleReason.NO_ADAPTER in causes:
         return Rejection(
             reason=Reason.NO_WORKER,
             cause=RejectionCause.NO_ADAPTER,
-            message=f"model: no worker has the adapter {asked.adapter.identity} now; retry when one is up",
+            message=f"model: no worker has the adapter {request.adapter.identity} now; retry when one is up",
             field="model",
         )
     return Rejection(
@@ -156,9 +156,9 @@ def explain_no_candidate(asked: PlacementRequest, standings: CandidateTable) -> 
     )
 
 
-def reject_without_pair(asked: PlacementRequest) -> Rejection:
+def reject_without_pair(request: PlacementRequest) -> Rejection:
     """Why there is no pair, or none that shares the path that was asked for."""
-    if asked.kv_path is None:
+    if request.kv_path is None:
         return Rejection(
             reason=Reason.KV_MISMATCH,
             cause=RejectionCause.NO_PAIR,
@@ -168,6 +168,6 @@ def reject_without_pair(asked: PlacementRequest) -> Rejection:
     return Rejection(
         reason=Reason.KV_MISMATCH,
         cause=RejectionCause.NO_PATH,
-        message=f"kv_path: no prefill and decode worker share the path {asked.kv_path.value}",
+        message=f"kv_path: no prefill and decode worker share the path {request.kv_path.value}",
         field="kv_path",
     )

@@ -115,7 +115,7 @@ class PoolTopology:
 
 
 def common_path(
-    prefill: WorkerDescription, decode: WorkerDescription, asked: KvPath | None, settings: RouterSettings
+    prefill: WorkerDescription, decode: WorkerDescription, wanted: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
     """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
     if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
@@ -125,8 +125,8 @@ def common_path(
         open_paths.remove(KvPath.STORE)
     if KvPath.DIRECT in open_paths and prefill.kv != decode.kv:
         open_paths.remove(KvPath.DIRECT)
-    if asked is not None:
-        return asked if asked in open_paths else None
+    if wanted is not None:
+        return wanted if wanted in open_paths else None
     preferred = KvPath.DIRECT if settings.prefer_direct else KvPath.STORE
     return preferred if preferred in open_paths else next(iter(open_paths), None)
 

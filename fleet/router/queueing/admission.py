@@ -29,7 +29,7 @@ class QueueAdmission:
             settings: The router's.
         """
         self.settings = settings
-        self.room = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
         """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones.
@@ -48,11 +48,11 @@ class QueueAdmission:
             seq=live.seq,
             tokens=prompt_tokens,
             whole_tokens=prompt_tokens + live.remaining_tokens,
-            wish=live.wish(),
+            wait_key=live.wait_key(),
             session=live.session_key if arrived.session and self.settings.session_affinity == "hard" else None,
             stays=live.failures > 0,
         )
-        self.room.add(waiting, now, busy)
+        self.queue.add(waiting, now, busy)
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings
@@ -66,7 +66,7 @@ class QueueAdmission:
 
     def seconds_to_wait(self, live: LiveRequest, now: Nanos) -> float | None:
         """Return about how long a request would wait in the queue; None if nobody can say."""
-        return self.room.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
+        return self.queue.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
         """Say why a request that would wait so long is better refused at once (rule 1); None: it is not."""
@@ -81,11 +81,11 @@ class QueueAdmission:
 
     def too_many(self) -> RequestId | None:
         """Who has to go (rule 2); None: nobody."""
-        return self.room.supernumerary() if len(self.room) > self.settings.max_queued else None
+        return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
         """When a retry may find room (rule 3)."""
-        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
     def hint_ms(self, seconds: float) -> int:

@@ -51,7 +51,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     seq: int  # order of arrival, for equal ranks
     tokens: int  # of the prompt
     whole_tokens: int = 0  # of the prompt and the longest answer
-    wish: Hashable = None  # who may serve it, as far as length and session do not decide that; None: anybody
+    wait_key: Hashable = None  # who may serve it, as far as length and session do not decide that; None: anybody
     session: SessionKey | None = None  # that has to stay where it is
     stays: bool = False  # rule 4
 
@@ -117,58 +117,58 @@ class _TenantQueue:
         self.seq = seq  # of the request with which it began to wait: among equal clocks the earlier is first
         self.tokens = 0
         self.ranked = OrderedRequests()
-        self._queues: dict[
+        self.queues: dict[
             WaitGroup, OrderedRequests
         ] = {}  # where there has been one wish only, its queue is `ranked` itself
         self._heads: list[GroupHead] = []  # else: the first of each, in order
 
-    def add(self, waiting: QueuedRequest, wish: WaitGroup) -> None:
-        if (queue := self._queues.get(wish)) is None:
-            queue = self._queues[wish] = self._another_queue()
+    def add(self, waiting: QueuedRequest, group: WaitGroup) -> None:
+        if (queue := self.queues.get(group)) is None:
+            queue = self.queues[group] = self._another_queue()
         if queue is not self.ranked:
             first = queue.place if queue else None
             queue.add(waiting.rank, waiting.seq, waiting.request_id)
-            self._note_head(wish, queue, first)
+            self._note_head(group, queue, first)
         self.ranked.add(waiting.rank, waiting.seq, waiting.request_id)
         self.tokens += waiting.tokens
 
-    def remove(self, waiting: QueuedRequest, wish: WaitGroup) -> None:
-        queue = self._queues[wish]
+    def remove(self, waiting: QueuedRequest, group: WaitGroup) -> None:
+        queue = self.queues[group]
         if queue is not self.ranked:
             first = queue.place
             queue.discard(waiting.rank, waiting.seq, waiting.request_id)
-            self._note_head(wish, queue, first)
+            self._note_head(group, queue, first)
         self.ranked.discard(waiting.rank, waiting.seq, waiting.request_id)
         if not queue:
-            del self._queues[wish]
+            del self.queues[group]
         self.tokens -= waiting.tokens
 
     def heads(self) -> Sequence[GroupHead]:
         """The first of each wish, in order."""
-        return self._heads or [(*self.ranked.place, wish) for wish in self._queues]
+        return self._heads or [(*self.ranked.place, group) for group in self.queues]
 
     def _another_queue(self) -> OrderedRequests:
-        if not self._queues:
+        if not self.queues:
             return self.ranked
-        for wish, queue in self._queues.items():
+        for group, queue in self.queues.items():
             if queue is self.ranked:
-                self._queues[wish] = queue.copy()
-                self._heads = [(*queue.place, wish)]
+                self.queues[group] = queue.copy()
+                self._heads = [(*queue.place, group)]
         return OrderedRequests()
 
-    def _note_head(self, wish: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
+    def _note_head(self, group: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
         """Another may be the first of a wish now."""
         if queue and queue.place == was:
             return
         if was is not None:
-            del self._heads[bisect_left(self._heads, (*was, wish))]
+            del self._heads[bisect_left(self._heads, (*was, group))]
         if queue:
-            insort(self._heads, (*queue.place, wish))
+            insort(self._heads, (*queue.place, group))
 
     def check(self, wish_of: Mapping[RequestId, WaitGroup]) -> None:
-        assert self.heads() == sorted((*queue.place, wish) for wish, queue in self._queues.items())
-        assert sorted(self.ranked) == sorted(each for queue in self._queues.values() for each in queue)
-        assert all(wish_of[each] is wish for wish, queue in self._queues.items() for each in queue)
+        assert self.heads() == sorted((*queue.place, group) for group, queue in self.queues.items())
+        assert sorted(self.ranked) == sorted(each for queue in self.queues.values() for each in queue)
+        assert all(wish_of[each] is group for group, queue in self.queues.items() for each in queue)
 
 
 class FairQueue:
@@ -178,16 +178,16 @@ class FairQueue:
         self._weights = weights
         self._tenants: dict[str, _TenantQueue] = {}
         self._order: list[tuple[float, int, str]] = []  # of the tenants that wait: clock, seq, name
-        self._clocks: dict[str, float] = {}  # missing: not ahead of `_clock`
+        self.clocks: dict[str, float] = {}  # missing: not ahead of `_clock`
         self._clock = 0.0  # of the tenant served last
         self._tokens = 0
-        self._pace = DepartureRate()
+        self._rate = DepartureRate()
         self._sizes = sizes
-        self._wish_of: dict[RequestId, WaitGroup] = {}
-        self.wishes = WaitGroups()
+        self._group_of_request: dict[RequestId, WaitGroup] = {}
+        self.groups = WaitGroups()
 
     def __len__(self) -> int:
-        return len(self._wish_of)
+        return len(self._group_of_request)
 
     def add(self, waiting: QueuedRequest, now: Nanos) -> WaitGroup:
         """It waits from now on, with others of its wish."""
@@ -195,19 +195,19 @@ class FairQueue:
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = _TenantQueue(waiting.seq)
-            clock = max(self._clock, self._clocks.get(name, -inf))
-            self._clocks[name] = clock
+            clock = max(self._clock, self.clocks.get(name, -inf))
+            self.clocks[name] = clock
             insort(self._order, (clock, tenant.seq, name))
-        wish = self._wish_of[waiting.request_id] = self._wish(waiting)
-        tenant.add(waiting, wish)
+        group = self._group_of_request[waiting.request_id] = self._group_of(waiting)
+        tenant.add(waiting, group)
         self._tokens += waiting.tokens
-        self._pace.busy(now)
-        return wish
+        self._rate.busy(now)
+        return group
 
-    def _wish(self, waiting: QueuedRequest) -> WaitGroup:
+    def _group_of(self, waiting: QueuedRequest) -> WaitGroup:
         """It has one more."""
         reach = self._sizes.reach(waiting.tokens, waiting.whole_tokens)
-        return self.wishes.wished((waiting.wish, waiting.session, reach), waiting.session)
+        return self.groups.join((waiting.wait_key, waiting.session, reach), waiting.session)
 
     @property
     def first(self) -> RequestId | None:
@@ -217,19 +217,19 @@ class FairQueue:
         """It waits no more, for whatever reason."""
         name = waiting.tenant
         tenant = self._tenants[name]
-        wish = self._wish_of.pop(waiting.request_id)
-        tenant.remove(waiting, wish)
-        wish.waiting -= 1
-        if not wish.waiting:
-            self.wishes.over(wish)
+        group = self._group_of_request.pop(waiting.request_id)
+        tenant.remove(waiting, group)
+        group.waiting -= 1
+        if not group.waiting:
+            self.groups.over(group)
         self._tokens -= waiting.tokens
         if not tenant.ranked:
             del self._tenants[name]
-            self._order.remove((self._clocks[name], tenant.seq, name))
+            self._order.remove((self.clocks[name], tenant.seq, name))
             if not self._tenants:  # a busy period is over, and with it all debts
-                self._clocks.clear()
+                self.clocks.clear()
                 self._clock = 0.0
-                self._pace.idle()
+                self._rate.idle()
 
     def sized(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
         """Lengths are told apart by these from now on.
@@ -241,36 +241,36 @@ class FairQueue:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        self.wishes = WaitGroups()
+        self.groups = WaitGroups()
         self._tenants = {name: _TenantQueue(tenant.seq) for name, tenant in self._tenants.items()}
-        for request_id in self._wish_of:
+        for request_id in self._group_of_request:
             each = waiting[request_id]
-            wish = self._wish_of[request_id] = self._wish(each)
-            self._tenants[each.tenant].add(each, wish)
+            group = self._group_of_request[request_id] = self._group_of(each)
+            self._tenants[each.tenant].add(each, group)
 
     def heads(self) -> Iterator[tuple[RequestId, WaitGroup]]:
         """Of each tenant and each wish that is before no gate the first, the next one first; until somebody comes or leaves."""
         for _, _, name in self._order:
-            for _, _, request_id, wish in self._tenants[name].heads():
-                if not wish.gate.shut:
-                    yield request_id, wish
+            for _, _, request_id, group in self._tenants[name].heads():
+                if not group.blocked_on.closed:
+                    yield request_id, group
 
     def left(self, tokens: int, now: Nanos) -> None:
         """A prompt of so many tokens has left for a worker, whether it waited or found one that nobody waits for."""
-        self._pace.left(tokens, now)
+        self._rate.left(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
         """A tenant's request has left for a worker, which has to compute so many tokens of it."""
-        clock = max(self._clock, self._clocks.get(name, -inf))
+        clock = max(self._clock, self.clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)
         if (tenant := self._tenants.get(name)) is not None:
-            self._order.remove((self._clocks[name], tenant.seq, name))
+            self._order.remove((self.clocks[name], tenant.seq, name))
             insort(self._order, (after, tenant.seq, name))
-        self._clocks[name] = after
-        if len(self._clocks) > len(self._tenants) + MAX_IDLE_CLOCKS:
-            self._clocks = {
-                other: clock for other, clock in self._clocks.items() if other in self._tenants or clock > self._clock
+        self.clocks[name] = after
+        if len(self.clocks) > len(self._tenants) + MAX_IDLE_CLOCKS:
+            self.clocks = {
+                other: clock for other, clock in self.clocks.items() if other in self._tenants or clock > self._clock
             }
 
     def weight(self, name: str) -> float:
@@ -289,32 +289,32 @@ class FairQueue:
 
         It has its share of the pace for what its tenant has before it, but never waits longer than everybody's backlog takes.
         """
-        if (pace := self._pace.tokens_per_second(now)) is None:
+        if (rate := self._rate.tokens_per_second(now)) is None:
             return None
         own = 0.0
         if (tenant := self._tenants.get(name)) is not None:
             own = tenant.tokens * (1.0 if place is None else tenant.ranked.before(place) / len(tenant.ranked))
         if own == 0:
             return 0.0
-        if pace <= 0:
+        if rate <= 0:
             return inf
         weights = sum(map(self.weight, self._tenants.keys() | {name}))
-        return min(float(self._tokens), own * weights / self.weight(name)) / pace
+        return min(float(self._tokens), own * weights / self.weight(name)) / rate
 
     def check(self) -> None:
         assert sorted(self._order) == self._order
         assert {name for _, _, name in self._order} == set(self._tenants)
         for clock, seq, name in self._order:
-            assert self._clocks[name] == clock, name
+            assert self.clocks[name] == clock, name
             assert self._tenants[name].seq == seq, name
         assert all(tenant.ranked for tenant in self._tenants.values())
         assert self._tokens == sum(tenant.tokens for tenant in self._tenants.values())
-        self.wishes.check()
-        assert Counter(wish.value for wish in self._wish_of.values()) == {
-            wish.value: wish.waiting for wish in self.wishes
+        self.groups.check()
+        assert Counter(group.value for group in self._group_of_request.values()) == {
+            group.value: group.waiting for group in self.groups
         }
         for tenant in self._tenants.values():
-            tenant.check(self._wish_of)
+            tenant.check(self._group_of_request)
 
 
 class QueueSearch:
@@ -334,9 +334,9 @@ class QueueSearch:
             has_room: Whether a worker has.
         """
         self._queue = queue
-        self._wishes = wishes = queue.wishes
-        wishes.searches += 1
-        self._number = wishes.searches
+        self._groups = groups = queue.groups
+        groups.searches += 1
+        self._number = groups.searches
         self._has_room = has_room
         self._most = inf if most is None else most
         self._tries = 0  # in vain
@@ -346,39 +346,41 @@ class QueueSearch:
 
     def candidates(self) -> Iterator[RequestId]:
         """Whom to try, until somebody leaves; then ask anew. Who was tried and stays is told to `mark_rejected` before the next is asked for."""
-        wishes = self._wishes
-        while wishes.open > self._open:
-            for request_id, wish in self._queue.heads():
-                if wish.vain_in == self._number or (wish.gate.changed and wishes.still_busy(wish, self._has_room)):
+        groups = self._groups
+        while groups.open > self._open:
+            for request_id, group in self._queue.heads():
+                if group.rejected_in == self._number or (
+                    group.blocked_on.changed and groups.still_blocked(group, self._has_room)
+                ):
                     continue
-                first = not wish.vain_in and self._first > 0
+                first = not group.rejected_in and self._first > 0
                 further = not first and 2 * self._tries >= self._most
-                if further and wish.turn == wishes.turn:
+                if further and group.turn == groups.turn:
                     continue
                 if not first and self._tries >= self._most:
-                    if wishes.untried and self._first:
+                    if groups.untried and self._first:
                         continue
                     return
-                self._tried = wish
+                self._tried = group
                 yield request_id
                 if further:
-                    wish.turn = wishes.turn
-                    wishes.had_turn += 1
-                if wishes.open <= self._open:
+                    group.turn = groups.turn
+                    groups.had_turn += 1
+                if groups.open <= self._open:
                     break
-            if not wishes.had_turn or self._tries >= self._most:
+            if not groups.had_turn or self._tries >= self._most:
                 return
-            wishes.next_turn()  # all had theirs
+            groups.next_turn()  # all had theirs
 
     def mark_rejected(self, busy: BusyWorkers) -> None:
         """The latest candidate waits on, for one of these to change."""
         assert self._tried is not None
-        if not self._tried.vain_in and self._first:
+        if not self._tried.rejected_in and self._first:
             self._first -= 1
         else:
             self._tries += 1
-        self._wishes.mark_rejected(self._tried, busy)
-        self._open += not self._tried.gate.shut
+        self._groups.mark_rejected(self._tried, busy)
+        self._open += not self._tried.blocked_on.closed
 
 
 class AdmissionQueue:
@@ -386,7 +388,7 @@ class AdmissionQueue:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._queues: dict[ModelName, FairQueue] = {}  # one a model that ever had to wait
+        self.queues: dict[ModelName, FairQueue] = {}  # one a model that ever had to wait
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._sizes: dict[ModelName, WorkerSizes] = {}
 
@@ -395,7 +397,7 @@ class AdmissionQueue:
 
     def first(self, model: ModelName) -> RequestId | None:
         """Who is next; None when nobody waits for this model."""
-        queue = self._queues.get(model)
+        queue = self.queues.get(model)
         return None if queue is None else queue.first
 
     def add(self, waiting: QueuedRequest, now: Nanos, busy: BusyWorkers = UNKNOWN_WORKERS) -> None:
@@ -409,71 +411,71 @@ class AdmissionQueue:
         assert waiting.request_id not in self._waiting, waiting.request_id
         self._waiting[waiting.request_id] = waiting
         queue = self._queue(waiting.model)
-        wish = queue.add(waiting, now)
+        group = queue.add(waiting, now)
         if busy:
-            queue.wishes.mark_rejected(wish, busy)
+            queue.groups.mark_rejected(group, busy)
 
     def _queue(self, model: ModelName) -> FairQueue:
-        if (queue := self._queues.get(model)) is None:
-            queue = self._queues[model] = FairQueue(self._weights, self._sizes.get(model, WorkerSizes()))
+        if (queue := self.queues.get(model)) is None:
+            queue = self.queues[model] = FairQueue(self._weights, self._sizes.get(model, WorkerSizes()))
         return queue
 
     def changed(self, model: ModelName, worker_id: WorkerId) -> None:
         """A worker may have room again."""
-        if (queue := self._queues.get(model)) is not None and queue.wishes.gates:
-            queue.wishes.changed(worker_id)
+        if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
+            queue.groups.changed(worker_id)
 
     def gone(self, model: ModelName, worker_id: WorkerId) -> None:
         """A worker takes no more requests."""
-        if (queue := self._queues.get(model)) is not None:
-            queue.wishes.changed(worker_id, gone=True)
+        if (queue := self.queues.get(model)) is not None:
+            queue.groups.changed(worker_id, gone=True)
 
     def moved(self, session: SessionKey) -> list[ModelName]:
         """A session's requests may go elsewhere than before; returns the models that some of them wait for."""
-        return [model for model, queue in self._queues.items() if queue.wishes.moved(session)]
+        return [model for model, queue in self.queues.items() if queue.groups.moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
         """Anybody of these may have room for whoever waits."""
         for model in models:
-            if (queue := self._queues.get(model)) is not None:
-                queue.wishes.all_changed()
+            if (queue := self.queues.get(model)) is not None:
+                queue.groups.all_changed()
 
     def sized(self, model: ModelName, sizes: WorkerSizes) -> None:
         """Requests that the workers of a model can serve are told apart by these lengths, from now on."""
         self._sizes[model] = sizes
-        if (queue := self._queues.get(model)) is not None:
+        if (queue := self.queues.get(model)) is not None:
             queue.sized(sizes, self._waiting)
 
     def discard(self, request_id: RequestId) -> QueuedRequest | None:
         """It waits no more, and was not served; None when it did not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
-            self._queues[waiting.model].remove(waiting)
+            self.queues[waiting.model].remove(waiting)
         return waiting
 
     def served(self, request_id: RequestId, model: ModelName, tokens: int, computed: int, now: Nanos) -> None:
         """A worker gets a prompt of so many tokens, and has to compute some of them; if the request waited, it waits no more."""
-        if (queue := self._queues.get(model)) is None:
+        if (queue := self.queues.get(model)) is None:
             return
         queue.left(tokens, now)
         if (waiting := self._waiting.pop(request_id, None)) is not None:
             queue.charge(waiting.tenant, computed)
             queue.remove(waiting)
 
-    def supernumerary(self) -> RequestId | None:
+    def request_to_drop(self) -> RequestId | None:
         """Who has to go when one is too many (rule 4); None when all have to stay."""
         tenants = [
-            (backlog, model, name) for model, queue in self._queues.items() for backlog, name in queue.by_backlog()
+            (backlog, model, name) for model, queue in self.queues.items() for backlog, name in queue.by_backlog()
         ]
         for _, model, name in sorted(tenants, reverse=True):
-            for request_id in self._queues[model].worst(name):
+            for request_id in self.queues[model].worst(name):
                 if not self._waiting[request_id].stays:
                     return request_id
         return None
 
     def seconds_to_wait(self, model: ModelName, tenant: str, now: Nanos, place: int | None = None) -> float | None:
         """About how long a new request would wait (rule 5), by its rank or behind all others; None when nobody can say."""
-        queue = self._queues.get(model)
+        queue = self.queues.get(model)
         return None if queue is None else queue.seconds_to_wait(tenant, now, place)
 
     def search(self, model: ModelName, most: int | None, has_room: HasRoom) -> QueueSearch:
@@ -484,16 +486,16 @@ class AdmissionQueue:
             most: Tries in vain; None: any number.
             has_room: Whether a worker has.
         """
-        return QueueSearch(self._queues[model], most, has_room)
+        return QueueSearch(self.queues[model], most, has_room)
 
     def models(self) -> list[ModelName]:
         """That somebody waits for."""
-        return [model for model, queue in self._queues.items() if queue.first is not None]
+        return [model for model, queue in self.queues.items() if queue.first is not None]
 
     def ids(self) -> list[RequestId]:
         return list(self._waiting)
 
     def check(self) -> None:
-        assert len(self._waiting) == sum(map(len, self._queues.values()))
-        for queue in self._queues.values():
+        assert len(self._waiting) == sum(map(len, self.queues.values()))
+        for queue in self.queues.values():
             queue.check()

@@ -32,26 +32,20 @@ TryPlace = Callable[[RequestId], BusyWorkers | None]
 class ReservationLedger:
     """Of all requests of one router."""
 
-    def __init__(self, roster: WorkerRegistry, room: AdmissionQueue) -> None:
-        """Nothing is held.
-
-        Args:
-            roster: The workers.
-            room: Those who wait.
-        """
-        self._roster = roster
-        self._workers = roster.workers
-        self._room = room
+    def __init__(self, registry: WorkerRegistry, queue: AdmissionQueue) -> None:
+        self._registry = registry
+        self._workers = registry.workers
+        self._queue = queue
         self.freed: dict[ModelName, bool] = {}
         """Models whose queue may move; True: since somebody is gone."""
 
-    def book(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
+    def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
         worker = self._workers[worker_id]
         keys = live.keys(worker.description.block_tokens)
         expected = live.arrived.expected_tokens
         if expected:
             expected = max(0, expected - len(live.sent))
-        worker.bookings.book(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
+        worker.reservations.reserve(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
         if live.arrived.adapter is not None:
             worker.book_adapter(live.arrived.adapter.name)
         live.reserved_on.append(worker_id)
@@ -59,11 +53,11 @@ class ReservationLedger:
 
     def release(self, live: LiveRequest, worker_id: WorkerId) -> None:
         worker, model = self._workers[worker_id], live.arrived.model
-        worker.bookings.release(live.id)
+        worker.reservations.release(live.id)
         if live.arrived.adapter is not None:
             worker.release_adapter(live.arrived.adapter.name)
         live.reserved_on.remove(worker_id)
-        self._room.changed(model, worker_id)
+        self._queue.changed(model, worker_id)
         self.freed.setdefault(model, False)
 
     def release_all(self, live: LiveRequest) -> None:
@@ -72,33 +66,33 @@ class ReservationLedger:
 
     def joined(self, model: ModelName) -> None:
         """One more worker takes its requests."""
-        self._room.sized(model, self._roster.sizes(model))
-        self._room.all_changed(model)
+        self._queue.sized(model, self._registry.sizes(model))
+        self._queue.all_changed(model)
         self.freed.setdefault(model, False)
 
     def gone(self, worker: RegisteredWorker) -> None:
         """A worker takes no more requests, or has left."""
         model = worker.description.model
-        self._room.sized(model, self._roster.sizes(model))
-        self._room.gone(model, worker.description.worker_id)
+        self._queue.sized(model, self._registry.sizes(model))
+        self._queue.gone(model, worker.description.worker_id)
         self.freed[model] = True
 
     def shared(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         """Another router has booked this now, and nothing else."""
-        for worker in self._roster.share(replica, booked):
-            self._room.changed(worker.description.model, worker.description.worker_id)
-        self.freed.update(dict.fromkeys(self._room.models(), False))
+        for worker in self._registry.share(replica, booked):
+            self._queue.changed(worker.description.model, worker.description.worker_id)
+        self.freed.update(dict.fromkeys(self._queue.models(), False))
 
     def tuned(self, settings: RouterSettings) -> None:
         """Settings have changed: there may be room now."""
-        self._roster.tune(settings)
-        models = self._room.models()
-        self._room.all_changed(*models)
+        self._registry.tune(settings)
+        models = self._queue.models()
+        self._queue.all_changed(*models)
         self.freed.update(dict.fromkeys(models, False))
 
     def session_moved(self, session: SessionKey) -> None:
         """Its requests may go elsewhere than before."""
-        for model in self._room.moved(session):
+        for model in self._queue.moved(session):
             self.freed.setdefault(model, False)
 
     def move(self, place: TryPlace) -> None:
@@ -106,20 +100,20 @@ class ReservationLedger:
         while self.freed:
             model = next(iter(self.freed))
             gone = self.freed.pop(model)
-            if self._room.first(model) is None:
+            if self._queue.first(model) is None:
                 continue
-            search = self._room.search(model, None if gone else MAX_FAILED_TRIES, self._roster.has_room)
-            while (gone or self._roster.worth_trying(model)) and _move_next(search, place):
+            search = self._queue.search(model, None if gone else MAX_FAILED_TRIES, self._registry.has_room)
+            while (gone or self._registry.worth_trying(model)) and _move_next(search, place):
                 pass
 
     def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
         """Assert that requests and workers agree, and that the queues have moved."""
         assert not self.freed
         booked: dict[RequestId, list[WorkerId]] = {}
-        for worker in self._roster:
-            adapters = [requests[request_id].arrived.adapter for request_id in worker.bookings]
+        for worker in self._registry:
+            adapters = [requests[request_id].arrived.adapter for request_id in worker.reservations]
             assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
-            for request_id in worker.bookings:
+            for request_id in worker.reservations:
                 booked.setdefault(request_id, []).append(worker.description.worker_id)
         for live in requests.values():
             assert sorted(live.reserved_on) == sorted(booked.pop(live.id, [])), live

@@ -53,8 +53,8 @@ class PrefillRate:
         """
         if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
             return None
-        pace = self._tokens / self._seconds
-        under_way = sent / pace
+        rate = self._tokens / self._seconds
+        under_way = sent / rate
         if self._since is not None:
             under_way = max(0.0, under_way - (now - self._since) / SECOND)
-        return under_way + held / pace
+        return under_way + held / rate

@@ -98,12 +98,12 @@ class LiveRequest(Struct):
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
     placed: Decision | None = None
-    work: Attempt | None = None
+    attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
     sent: list[int] = []  # tokens that the client has, or would have if it got them as they come
     kv: tuple[KvPhase, ...] = ()  # where the blocks came from, as far as workers have told
     cached_tokens: int = 0  # of the prompt; 0 as well while no worker has told
-    told: dict[RequestId, KvPhase] = {}  # by work
+    kv_reports: dict[RequestId, KvPhase] = {}  # by work
     chains: dict[int, tuple[int, ...]] = {}  # keys of the prompt's full blocks, by block size
     id: RequestId = RequestId("")  # this and the next one are those of `arrived`, which everybody asks for
     own_tokens: int = 0  # of the prompt
@@ -132,7 +132,7 @@ class LiveRequest(Struct):
         """That the answer may still have."""
         return self.arrived.sampling.max_tokens - len(self.sent)
 
-    def wish(self) -> Hashable:
+    def wait_key(self) -> Hashable:
         """Who may serve it, as far as that depends neither on its session nor on its length: equal for those whom the same ones may."""
         arrived = self.arrived
         if (
@@ -194,7 +194,9 @@ class LiveRequest(Struct):
     def forget_chains(self) -> None:
         self.chains = {}
 
-    def asked(self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False) -> PlacementRequest:
+    def placement_request(
+        self, now: Nanos, *, bound: WorkerId | None = None, must_keep: bool = False
+    ) -> PlacementRequest:
         """For placement.
 
         Args:
@@ -237,13 +239,13 @@ class LiveRequest(Struct):
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
-    def heard(self, work: Attempt, report: KvReport) -> None:
+    def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
         """Note where the blocks of a piece of work came from; what is told later replaces what was told first.
 
         A prompt token is cached when no phase has computed it. A worker that was lost after its first tokens counts:
         what it computed was computed.
         """
-        told = self.told
-        told[work.id] = KvPhase(phase=work.phase, worker_id=work.worker_id, report=report)
-        self.kv = tuple(told.values())
+        kv_reports = self.kv_reports
+        kv_reports[attempt.id] = KvPhase(phase=attempt.phase, worker_id=attempt.worker_id, report=report)
+        self.kv = tuple(kv_reports.values())
         self.cached_tokens = min(self.own_tokens, *[phase.report.cached_tokens for phase in self.kv])

@@ -57,7 +57,7 @@ class WorkerReservations:
             bit: This worker's there.
         """
         self._block_tokens = block_tokens
-        self._bookings: dict[RequestId, Reservation] = {}
+        self._reservations: dict[RequestId, Reservation] = {}
         self._chains = chains
         self._held = ChainHolder(bit)
         self._own_blocks = 0
@@ -68,10 +68,10 @@ class WorkerReservations:
 
     def __len__(self) -> int:
         """Requests."""
-        return len(self._bookings)
+        return len(self._reservations)
 
     def __iter__(self) -> Iterator[RequestId]:
-        return iter(self._bookings)
+        return iter(self._reservations)
 
     @property
     def blocks(self) -> int:
@@ -84,7 +84,7 @@ class WorkerReservations:
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
 
-    def book(
+    def reserve(
         self,
         request_id: RequestId,
         keys: Sequence[int],
@@ -94,9 +94,9 @@ class WorkerReservations:
         *,
         expected_tokens: int = 0,
     ) -> None:
-        assert request_id not in self._bookings, request_id
+        assert request_id not in self._reservations, request_id
         own = blocks_for(prompt_tokens, self._block_tokens) - len(keys)
-        self._bookings[request_id] = Reservation(
+        self._reservations[request_id] = Reservation(
             chain=self._chains.add(self._held, keys),
             prompt_tokens=prompt_tokens,
             prefill_tokens=prefill_tokens,
@@ -113,65 +113,65 @@ class WorkerReservations:
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
         """The prompt is computed (or fetched): its prefill is no backlog any more. Since `now`; None: since some time."""
-        booking = self._bookings[request_id]
-        if now is not None and booking.prefill_tokens >= MIN_MEASURED_TOKENS:
-            seconds = (now - booking.since) / SECOND / booking.tokens_ahead
+        reservation = self._reservations[request_id]
+        if now is not None and reservation.prefill_tokens >= MIN_MEASURED_TOKENS:
+            seconds = (now - reservation.since) / SECOND / reservation.tokens_ahead
             known = self._token_seconds
             self._token_seconds = seconds if known == 0 else known + TOKEN_SECONDS_WEIGHT * (seconds - known)
             self._column[TOKEN_SECONDS] = self._token_seconds
-        self.prefill_tokens -= booking.prefill_tokens
-        booking.prefill_tokens = 0
+        self.prefill_tokens -= reservation.prefill_tokens
+        reservation.prefill_tokens = 0
         self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
         """The answer got longer by so many tokens."""
-        booking = self._bookings[request_id]
-        booking.answer_tokens = answer = booking.answer_tokens + tokens
-        own = blocks_for(booking.prompt_tokens + answer, self._block_tokens) - len(booking.chain.keys)
-        counted = own if booking.expected_tokens == 0 else _share(own, answer, booking.expected_tokens)
-        if own == booking.own_blocks and counted == booking.counted_blocks:
+        reservation = self._reservations[request_id]
+        reservation.answer_tokens = answer = reservation.answer_tokens + tokens
+        own = blocks_for(reservation.prompt_tokens + answer, self._block_tokens) - len(reservation.chain.keys)
+        counted = own if reservation.expected_tokens == 0 else _share(own, answer, reservation.expected_tokens)
+        if own == reservation.own_blocks and counted == reservation.counted_blocks:
             return
-        self._own_blocks += own - booking.own_blocks
-        self._counted_blocks += counted - booking.counted_blocks
-        booking.own_blocks, booking.counted_blocks = own, counted
+        self._own_blocks += own - reservation.own_blocks
+        self._counted_blocks += counted - reservation.counted_blocks
+        reservation.own_blocks, reservation.counted_blocks = own, counted
         self._column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
 
     def release(self, request_id: RequestId) -> None:
-        booking = self._bookings.pop(request_id)
-        self.prefill_tokens -= booking.prefill_tokens
-        self._own_blocks -= booking.own_blocks
-        self._counted_blocks -= booking.counted_blocks
-        self._chains.remove(booking.chain)
+        reservation = self._reservations.pop(request_id)
+        self.prefill_tokens -= reservation.prefill_tokens
+        self._own_blocks -= reservation.own_blocks
+        self._counted_blocks -= reservation.counted_blocks
+        self._chains.remove(reservation.chain)
         self._note()
 
     def close(self) -> None:
         """The worker has left: it holds nothing any more."""
-        for booking in self._bookings.values():
-            self._chains.remove(booking.chain)
+        for reservation in self._reservations.values():
+            self._chains.remove(reservation.chain)
 
     def _note(self) -> None:
         column = self._column
         column[BACKLOG_TOKENS] = self.prefill_tokens
         column[ACTIVE_BLOCKS] = self._held.blocks + self._counted_blocks
-        column[REQUESTS] = len(self._bookings)
+        column[REQUESTS] = len(self._reservations)
 
     def chains(self) -> list[Chain]:
         """Those of its requests."""
-        return [booking.chain for booking in self._bookings.values()]
+        return [reservation.chain for reservation in self._reservations.values()]
 
     def check(self) -> None:
         """Assert that the sums are those of the bookings."""
         held: set[int] = set()
-        for booking in self._bookings.values():
-            assert booking.prefill_tokens >= 0, booking
-            assert 0 <= booking.counted_blocks <= booking.own_blocks, booking
-            held.update(booking.chain.keys)
+        for reservation in self._reservations.values():
+            assert reservation.prefill_tokens >= 0, reservation
+            assert 0 <= reservation.counted_blocks <= reservation.own_blocks, reservation
+            held.update(reservation.chain.keys)
         assert len(held) == self._held.blocks
-        assert self._own_blocks == sum(booking.own_blocks for booking in self._bookings.values())
-        assert self._counted_blocks == sum(booking.counted_blocks for booking in self._bookings.values())
-        assert self.prefill_tokens == sum(booking.prefill_tokens for booking in self._bookings.values())
+        assert self._own_blocks == sum(reservation.own_blocks for reservation in self._reservations.values())
+        assert self._counted_blocks == sum(reservation.counted_blocks for reservation in self._reservations.values())
+        assert self.prefill_tokens == sum(reservation.prefill_tokens for reservation in self._reservations.values())
         kept = self._column[[BACKLOG_TOKENS, ACTIVE_BLOCKS, REQUESTS]].tolist()
-        assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._bookings)], kept
+        assert kept == [self.prefill_tokens, len(held) + self._counted_blocks, len(self._reservations)], kept
 
 
 class AnnouncedReservations(WorkerReservations):
@@ -186,7 +186,7 @@ class AnnouncedReservations(WorkerReservations):
         self._prompts = prompts
         self._told: dict[RequestId, int] = {}
 
-    def book(
+    def reserve(
         self,
         request_id: RequestId,
         keys: Sequence[int],
@@ -196,7 +196,7 @@ class AnnouncedReservations(WorkerReservations):
         *,
         expected_tokens: int = 0,
     ) -> None:
-        super().book(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
+        super().reserve(request_id, keys, prompt_tokens, prefill_tokens, now, expected_tokens=expected_tokens)
         if (
             prefill_tokens >= MIN_ANNOUNCED_TOKENS
             and keys

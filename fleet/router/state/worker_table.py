@@ -66,15 +66,15 @@ class RegisteredWorker:
         believed_for: Nanos | None = None,
     ):
         self.description = description
-        self.truth = CacheAccuracy(knowledge)
+        self.accuracy = CacheAccuracy(knowledge)
         self.address = address
         self.request_limit = request_limit
         self.draining = False  # changed by `WorkerTable` only
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
-        self.bookings = self._bookings(pool, believed_for)
+        self.reservations = self._reservations(pool, believed_for)
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
-        self.foretold = PeerPrompts(pool.foretold, self.bit)
+        self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._believed_for = believed_for
         self._prompts = pool.prompts
         self.adapters_booked: dict[str, int] = {}  # requests, by adapter
@@ -104,7 +104,7 @@ class RegisteredWorker:
         if self._believed_for is not None:
             self.assumed.sent(keys, Nanos(now + self._believed_for))
 
-    def _bookings(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
+    def _reservations(self, pool: "WorkerTable", believed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
         if pool.prompts is None or believed_for is not None:  # of whom other routers believe what was sent there
             return WorkerReservations(size, pool.chains, self.bit)
@@ -121,10 +121,10 @@ class RegisteredWorker:
             kv_blocks_used=self.load.kv_blocks_used,
             kv_blocks=self.description.kv_blocks,
             cached_blocks=cached_blocks,
-            booked_requests=len(self.bookings),
+            booked_requests=len(self.reservations),
             booked_elsewhere=booked_elsewhere,
-            booked_blocks=self.bookings.blocks,
-            booked_prefill_tokens=self.bookings.prefill_tokens,
+            booked_blocks=self.reservations.blocks,
+            booked_prefill_tokens=self.reservations.prefill_tokens,
         )
 
 
@@ -154,7 +154,7 @@ class WorkerTable:
         self.workers: dict[WorkerId, RegisteredWorker] = {}
         self.chains = RadixTree()  # of live requests
         self.assumed = RadixTree()  # what is believed to be cached
-        self.foretold = RadixTree()  # marks of what other routers' requests are about to compute
+        self.peer_prompts = RadixTree()  # marks of what other routers' requests are about to compute
         self._bits = 0  # in use
         self._shared: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # by other routers
         self._arrange()
@@ -171,9 +171,9 @@ class WorkerTable:
 
     def leave(self, worker_id: WorkerId) -> None:
         worker = self.workers.pop(worker_id)
-        worker.bookings.close()
+        worker.reservations.close()
         worker.assumed.clear()
-        worker.foretold.clear()
+        worker.peer_prompts.clear()
         self._bits &= ~worker.bit
         self._arrange()
 
@@ -190,7 +190,7 @@ class WorkerTable:
         """Whether a worker is below its limit."""
         worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
         there = 0 if elsewhere is None else elsewhere[REQUESTS, self.members.rows[worker_id]]
-        return bool(len(worker.bookings) + there < worker.request_limit)
+        return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
         """Whether some worker that answers is below its limit, or none is left that could be."""
@@ -200,7 +200,7 @@ class WorkerTable:
             if worker.draining or not worker.decodes:
                 continue
             usable = True
-            requests = len(worker.bookings) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
+            requests = len(worker.reservations) + (0 if elsewhere is None else elsewhere[REQUESTS, row])
             if requests < worker.request_limit:
                 return True
         return not usable
@@ -243,8 +243,8 @@ class WorkerTable:
             columns[BLOCK_TOKENS, row] = each.block_tokens
             columns[PREFILL_SPEED, row] = each.prefill_speed
             columns[DECODE_SPEED, row] = each.decode_speed
-            worker.bookings.keep_in(columns[:, row])
-        self._columns = columns
+            worker.reservations.keep_in(columns[:, row])
+        self.columns = columns
         self._booked_elsewhere = self._sum_of_shared()
         rows_of: dict[int, list[int]] = {}
         for row, each in enumerate(descriptions):
@@ -274,14 +274,14 @@ class WorkerTable:
                     elsewhere[REQUESTS, row] += booked.requests
         return elsewhere
 
-    def standings(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
+    def candidate_table(self, live: LiveRequest, tiers: Mapping[StoreNamespace, Sequence[str]]) -> CandidateTable:
         """All workers, as they stand for a request.
 
         Args:
             live: The request.
             tiers: Of stores, those that hold something.
         """
-        columns = self._columns.copy()
+        columns = self.columns.copy()
         if self._booked_elsewhere is not None:
             columns[:BOOKED] += self._booked_elsewhere
         warm = False
@@ -296,8 +296,8 @@ class WorkerTable:
             if not keys:
                 continue
             booked = self.chains.runs(keys)
-            if self.prompts is not None and self.foretold.begins(keys[0]):
-                booked = deeper(booked, self.foretold, keys)
+            if self.prompts is not None and self.peer_prompts.begins(keys[0]):
+                booked = deeper(booked, self.peer_prompts, keys)
             held = self._index.runs(keys)
             assumed = self.assumed.runs(keys)
             if not booked and not held and not assumed:
@@ -354,7 +354,7 @@ class WorkerTable:
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
         """Of all that answer: requests there, and the seconds that a prompt token takes."""
-        columns = self._columns
+        columns = self.columns
         for row, worker_id in enumerate(self.members.worker_ids):
             if self.members.decodes[row]:
                 elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
@@ -362,9 +362,9 @@ class WorkerTable:
 
     def check(self) -> None:
         """Assert that what live requests hold is what they have booked."""
-        self.chains.check([chain for worker in self.workers.values() for chain in worker.bookings.chains()])
+        self.chains.check([chain for worker in self.workers.values() for chain in worker.reservations.chains()])
         self.assumed.check([chain for worker in self.workers.values() for chain in worker.assumed.chains()])
-        self.foretold.check([chain for worker in self.workers.values() for chain in worker.foretold.chains()])
+        self.peer_prompts.check([chain for worker in self.workers.values() for chain in worker.peer_prompts.chains()])
         assert all(worker.bit & self._bits for worker in self.workers.values())
         assert len({worker.bit for worker in self.workers.values()}) == len(self.workers)
 

@@ -52,10 +52,10 @@ def a_candidate(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_token
     return CandidateRow(description=description, **own)
 
 
-def table(standings: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
+def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
     """All of them, in order."""
-    columns = np.zeros((quantity.QUANTITIES, len(standings)))
-    for row, each in enumerate(standings):
+    columns = np.zeros((quantity.QUANTITIES, len(rows)))
+    for row, each in enumerate(rows):
         description = each.description
         columns[:, row] = [
             each.backlog_tokens,
@@ -76,31 +76,31 @@ def table(standings: Sequence[CandidateRow], settings: RouterSettings) -> Candid
             each.below_blocks,
             each.conversion,
         ]
-    members = PoolTopology([each.description for each in standings], settings)
-    draining = np.array([each.draining for each in standings], dtype=bool)
-    failed = np.array([each.failed for each in standings], dtype=bool)
+    members = PoolTopology([each.description for each in rows], settings)
+    draining = np.array([each.draining for each in rows], dtype=bool)
+    failed = np.array([each.failed for each in rows], dtype=bool)
     return CandidateTable(members, columns, ServingWorkers.of(members, draining), failed if failed.any() else None)
 
 
 def decide(
-    asked: PlacementRequest, standings: Sequence[CandidateRow], settings: RouterSettings, chance: RandomSource
+    request: PlacementRequest, rows: Sequence[CandidateRow], settings: RouterSettings, rng: RandomSource
 ) -> DecisionExplanation | WaitForRoom | Rejection:
     """By the policy that settings name, explained."""
     chosen = policy(settings.policy, parameters(settings))
-    outcome = decide_in_table(asked, table(standings, settings), chosen, settings, chance)
+    outcome = decide_in_table(request, table(rows, settings), chosen, settings, rng)
     return outcome.explained() if isinstance(outcome, Decision) else outcome
 
 
 def score(
-    standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **asked
+    standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **request
 ) -> CostTerms:
     """The cost of one worker by the policy that settings name; alone, so that no comparison enters."""
     chosen = policy(settings.policy, parameters(settings))
     candidates = candidates_of([standing], settings)
-    question = PlacementRequest(prompt_tokens=prompt_tokens, **asked)
+    question = PlacementRequest(prompt_tokens=prompt_tokens, **request)
     parts = {name: float(costs[0]) for name, costs in chosen.costs(question, candidates, phase).items()}
     return CostTerms(worker_id=standing.worker_id, cost=sum(parts.values()), parts=parts)
 
 
-def candidates_of(standings: Sequence[CandidateRow], settings: RouterSettings) -> Candidates:
-    return table(standings, settings).candidates(np.arange(len(standings)))
+def candidates_of(rows: Sequence[CandidateRow], settings: RouterSettings) -> Candidates:
+    return table(rows, settings).candidates(np.arange(len(rows)))

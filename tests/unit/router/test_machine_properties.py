@@ -290,10 +290,10 @@ class AnyInterleaving(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_whom_somebody_could_serve(self) -> None:
         machine = self.router.machine
-        for request_id in machine._waiting.ids():
-            live = machine._live[request_id]
+        for request_id in machine.queue.ids():
+            live = machine.live_requests[request_id]
             assert not isinstance(
-                machine._chooser.choose(live, machine._roster.standings(live), self.router.now), Decision
+                machine.placer.choose(live, machine.registry.candidate_table(live), self.router.now), Decision
             )
 
     def teardown(self) -> None:

@@ -18,7 +18,7 @@ RING_POINTS = 64  # a worker; the shares of the key space are then within about 
 class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Requests that the worker has."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
 
 
@@ -62,7 +62,7 @@ class BoundedRing:
         self._points: list[int] = []
         self._owners: list[int] = []  # rows in `_members`
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         members = tuple(candidates.everybody)
         if members != self._members:
             self._members = members
@@ -74,10 +74,10 @@ class BoundedRing:
             self._points = [point for point, _ in points]
             self._owners = [place for _, place in points]
         bound = ceil(self._load_factor * (float(candidates.requests.sum()) + 1) / len(candidates))
-        if asked.session:
-            key = xxhash.xxh3_64_intdigest(asked.session.encode())
+        if request.session:
+            key = xxhash.xxh3_64_intdigest(request.session.encode())
         else:
-            key = asked.first_key or chance.randrange(1 << 64)
+            key = request.first_key or rng.randrange(1 << 64)
         requests = candidates.requests.tolist()
         rows = range(len(requests)) if candidates.rows is None else candidates.rows.tolist()
         places = {row: place for place, row in enumerate(rows) if requests[place] < bound}
@@ -105,10 +105,10 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keeps the worker that had this session's last request."""
 
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
-        if asked.bound is None:
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if request.bound is None:
             return None
-        return np.array([worker_id == asked.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
+        return np.array([worker_id == request.bound for worker_id in candidates.worker_ids], dtype=np.bool_)
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -71,25 +71,25 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stall_weight: float = 0.1
     session_blocks: float = 1.0
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns
         costs = np.empty(columns.shape[1])
-        fleet_costs(columns, costs, *self._weights(asked, candidates, phase))
-        if asked.bound is not None:
-            costs -= self._session(asked, candidates)
+        fleet_costs(columns, costs, *self._weights(request, candidates, phase))
+        if request.bound is not None:
+            costs -= self._session(request, candidates)
         return costs
 
-    def lowest(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        if asked.bound is not None:
-            return lowest(self.costs(asked, candidates, phase))
-        return fleet_lowest(candidates.columns, *self._weights(asked, candidates, phase))
+    def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
+        if request.bound is not None:
+            return lowest(self.costs(request, candidates, phase))
+        return fleet_lowest(candidates.columns, *self._weights(request, candidates, phase))
 
     def _weights(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase
     ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
         """What the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
         return (
-            asked.prompt_tokens,
+            request.prompt_tokens,
             self.engine_hit_credit,
             self.store_hit_credit,
             self.lower_tier_hit_credit,
@@ -103,7 +103,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             phase is _PREFILL,
         )
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         columns = candidates.columns
         credit, shared = credit_of(
             columns,
@@ -113,9 +113,9 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.spread,
             candidates.even,
         )
-        prefill = (columns[BACKLOG_TOKENS] + asked.prompt_tokens) / columns[BLOCK_TOKENS]
+        prefill = (columns[BACKLOG_TOKENS] + request.prompt_tokens) / columns[BLOCK_TOKENS]
         left = np.maximum(0.0, (prefill - credit - shared) / columns[PREFILL_SPEED])
-        work = np.maximum(0.0, asked.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
+        work = np.maximum(0.0, request.prompt_tokens / columns[BLOCK_TOKENS] - credit) / columns[PREFILL_SPEED]
         prefill = prefill / columns[PREFILL_SPEED]
         speed = columns[DECODE_SPEED]
         parts = {"prefill": prefill, "credit": left - prefill}
@@ -123,14 +123,14 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if phase is not Phase.PREFILL:
             parts["decode"] = self.decode_weight * (columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]) / speed
         parts["requests"] = self.running_request_blocks * columns[REQUESTS] / speed
-        if asked.bound is not None:
-            parts["session"] = -self._session(asked, candidates)
+        if request.bound is not None:
+            parts["session"] = -self._session(request, candidates)
         return parts
 
-    def _session(self, asked: PlacementRequest, candidates: Candidates) -> Floats:
+    def _session(self, request: PlacementRequest, candidates: Candidates) -> Floats:
         preferred = np.zeros(len(candidates))
-        if asked.bound in candidates.worker_ids:
-            preferred[candidates.worker_ids.index(asked.bound)] = self.session_blocks
+        if request.bound in candidates.worker_ids:
+            preferred[candidates.worker_ids.index(request.bound)] = self.session_blocks
         return preferred
 
 
@@ -139,13 +139,13 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
 
-    def keep(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
-        if self.ttft_goal_seconds == 0 and asked.seconds_left is None:
+    def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
+        if self.ttft_goal_seconds == 0 and request.seconds_left is None:
             return None
         goals = [self.ttft_goal_seconds] if self.ttft_goal_seconds else []
-        if asked.seconds_left is not None:
-            goals.append(asked.seconds_left)
-        tokens = candidates.backlog_tokens + candidates.uncached_tokens(asked.prompt_tokens)
+        if request.seconds_left is not None:
+            goals.append(request.seconds_left)
+        tokens = candidates.backlog_tokens + candidates.uncached_tokens(request.prompt_tokens)
         in_time: Flags = tokens * candidates.token_seconds <= min(goals)
         return in_time
 

@@ -11,21 +11,21 @@ from fleet.router.native import costs as native
 _STEPS = 1 << 53  # as many as a float between 0 and 1 has
 
 
-def lowest(costs: Floats, chance: RandomSource) -> int:
+def lowest(costs: Floats, rng: RandomSource) -> int:
     """Place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
-    return drawn(native.lowest(costs), chance)
+    return drawn(native.lowest(costs), rng)
 
 
-def drawn(places: list[int], chance: RandomSource) -> int:
+def drawn(places: list[int], rng: RandomSource) -> int:
     """One of them."""
-    return places[0] if len(places) == 1 else places[chance.randrange(len(places))]
+    return places[0] if len(places) == 1 else places[rng.randrange(len(places))]
 
 
 class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The lowest cost; ties are drawn."""
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
-        return lowest(costs, chance)
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        return lowest(costs, rng)
 
 
 class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,17 +40,17 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError("temperature: must be 0 or more")
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         if self.temperature == 0:
-            return lowest(costs, chance)
+            return lowest(costs, rng)
         values = costs.tolist()
         low, high = min(values), max(values)
         if low == high:
-            return chance.randrange(len(values))
+            return rng.randrange(len(values))
         if (scale := (high - low) * self.temperature) == 0:  # too low for a float
-            return lowest(costs, chance)
+            return lowest(costs, rng)
         sums = list(accumulate(math.exp((low - value) / scale) for value in values))
-        drawn = sums[-1] * chance.randrange(_STEPS) / _STEPS
+        drawn = sums[-1] * rng.randrange(_STEPS) / _STEPS
         return next(place for place, bound in enumerate(sums) if drawn < bound)
 
 
@@ -64,7 +64,7 @@ class InTurn:
         self._turns: dict[str, int] = {}  # when each was last chosen
         self._turn = 0
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         turns = self._turns
         if len(turns) > 2 * len(candidates) + 64:  # of workers that have left
             known = set(candidates.worker_ids)
@@ -79,11 +79,11 @@ class InTurn:
 class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cheaper of two drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         count = len(costs)
         if count == 1:
             return 0
-        first = chance.randrange(count)
-        second = chance.randrange(count - 1)
+        first = rng.randrange(count)
+        second = rng.randrange(count - 1)
         second += second >= first
         return first if costs[first] <= costs[second] else second

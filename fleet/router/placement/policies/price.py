@@ -41,11 +41,11 @@ class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     answer_tokens: Annotated[int, Meta(ge=1)] = 256
     """As long as answers usually are."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         worker_ids = candidates.worker_ids
-        spent = candidates.uncached_tokens(asked.prompt_tokens) * _of_each(self.prompt, worker_ids)
+        spent = candidates.uncached_tokens(request.prompt_tokens) * _of_each(self.prompt, worker_ids)
         if phase is not Phase.PREFILL:
-            spent += min(asked.answer_tokens, self.answer_tokens) * _of_each(self.answer, worker_ids)
+            spent += min(request.answer_tokens, self.answer_tokens) * _of_each(self.answer, worker_ids)
         costs: Floats = spent / (min(self.prompt.values()) * candidates.block_tokens)
         return costs
 

@@ -31,7 +31,7 @@ class Last(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bonus: float = 1.0
 
-    def costs(self, asked, candidates, phase, /):
+    def costs(self, request, candidates, phase, /):
         return -self.bonus * np.arange(len(candidates), dtype=np.float64)
 
 
@@ -63,10 +63,10 @@ class Misbehaving:
         self.act = act
         self.itemise = itemise or raising
 
-    def choose(self, asked, candidates, phase, chance, /):
+    def choose(self, request, candidates, phase, rng, /):
         return self.act(candidates), self
 
-    def costs(self, asked, candidates, phase, /):
+    def costs(self, request, candidates, phase, /):
         return self.itemise(candidates)
 
 
@@ -234,7 +234,7 @@ def test_an_index_of_numpy_names_a_worker_too():
 
 def test_costs_that_are_no_numbers_are_replaced_for_this_decision_and_counted():
     class Nowhere(Struct, frozen=True):
-        def costs(self, asked, candidates, phase, /):
+        def costs(self, request, candidates, phase, /):
             return np.full(len(candidates), np.nan)
 
     chosen = GuardedPolicy(Pipeline("nowhere", scorers=[("nowhere", 1.0, Nowhere())]), policy("fleet", {}), 1.0)

@@ -19,7 +19,7 @@ class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     imbalance: int = 8
     deviations: float = 1.0
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         requests = candidates.requests
         if float(requests.max() - requests.min()) <= self.imbalance:
             bound = float(requests.mean()) + self.deviations * float(requests.std())
@@ -28,8 +28,8 @@ class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if calm:
                 best = max((matched[place], -requests[place]) for place in calm)
                 among = [place for place in calm if (matched[place], -requests[place]) == best]
-                return among[0] if len(among) == 1 else among[chance.randrange(len(among))]
-        return lowest(requests.copy(), chance)
+                return among[0] if len(among) == 1 else among[rng.randrange(len(among))]
+        return lowest(requests.copy(), rng)
 
 
 class Aibrix(PrefixMatch, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,15 +37,15 @@ class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill_load_scale: float = 1.0
     decode_active_request_weight: float = 0.0
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        parts = self.parts(asked, candidates, phase)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        parts = self.parts(request, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
         block = candidates.block_tokens
-        prefill = (candidates.backlog_tokens + asked.prompt_tokens) / block
+        prefill = (candidates.backlog_tokens + request.prompt_tokens) / block
         excess = (candidates.backlog_tokens - candidates.backlog_tokens.min()) / block
-        prompt_blocks = np.ceil(asked.prompt_tokens / block)
+        prompt_blocks = np.ceil(request.prompt_tokens / block)
         decay = 1 / (1 + self.overlap_score_credit_decay * excess / prompt_blocks)
         credit = (
             self.overlap_score_credit * decay * candidates.engine_blocks

@@ -22,7 +22,7 @@ from fleet.router.policy import Scorer
 class LlmDQueue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's queue scorer: the shortest queue 0, the longest 1."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         waiting = np.maximum(0.0, candidates.requests - candidates.max_running)
         low, high = waiting.min(), waiting.max()
         return np.zeros(len(candidates)) if low == high else (waiting - low) / (high - low)
@@ -31,7 +31,7 @@ class LlmDQueue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LlmDKvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's KV utilisation scorer: the share in use."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         used: Floats = np.minimum(1.0, candidates.active_blocks / candidates.kv_blocks)
         return used
 
@@ -39,8 +39,8 @@ class LlmDKvUse(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LlmDPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """llm-d's prefix scorer: the share of the prompt that the engine does not hold."""
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
-        blocks = np.ceil(asked.prompt_tokens / candidates.block_tokens)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
+        blocks = np.ceil(request.prompt_tokens / candidates.block_tokens)
         missing: Floats = 1 - np.minimum(1.0, candidates.engine_blocks / blocks)
         return missing
 

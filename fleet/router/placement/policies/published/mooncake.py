@@ -28,21 +28,21 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     quadratic_seconds: float = 1e-9
     transfer_seconds_per_token: float = 1.3e-5
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        parts = self.parts(asked, candidates, phase)
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
+        parts = self.parts(request, candidates, phase)
         return sum(parts.values(), start=np.zeros(len(candidates)))
 
-    def parts(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
-        own = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
+    def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+        own = np.minimum(candidates.engine_blocks * candidates.block_tokens, request.prompt_tokens)
         longest = own.max()
         fetching = (longest > own) & (longest >= self.balancing_threshold * own)
         prefix = np.where(fetching, longest, own)
-        uncached = asked.prompt_tokens - prefix
+        uncached = request.prompt_tokens - prefix
         return {
             "transfer": np.where(fetching, (longest - own) * self.transfer_seconds_per_token, 0.0),
             "queue": candidates.backlog_tokens * self.prefill_seconds_per_token,
             "prefill": uncached * self.prefill_seconds_per_token
-            + self.quadratic_seconds * (asked.prompt_tokens**2 - prefix**2),
+            + self.quadratic_seconds * (request.prompt_tokens**2 - prefix**2),
         }
 
 

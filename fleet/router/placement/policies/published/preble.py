@@ -69,49 +69,49 @@ class ExploitExplore:
 
     def __init__(self, times: PrebleTimes):
         self._times = times
-        self._window = RequestWindow(times.window_seconds)
+        self.window = RequestWindow(times.window_seconds)
 
     def choose(
-        self, asked: PlacementRequest, candidates: Candidates, phase: Phase, chance: RandomSource, /
+        self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
-        self._window.fade(asked.now)
-        matched = _matched(asked, candidates)
-        if _exploits(asked, matched):
-            place = self._exploited(asked, candidates, matched, chance)
+        self.window.fade(request.now)
+        matched = _matched(request, candidates)
+        if _exploits(request, matched):
+            place = self._exploited(request, candidates, matched, rng)
         elif (decoding := self._decoding(candidates)) is not None:
             place = decoding
         else:
-            place = lowest(self._cost(asked, candidates, matched, range(len(candidates))), chance)
-        self._note(asked, candidates, place, float(matched[place]), phase)
+            place = lowest(self._cost(request, candidates, matched, range(len(candidates))), rng)
+        self._note(request, candidates, place, float(matched[place]), phase)
         return place, self
 
-    def costs(self, asked: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
+    def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
         """Of exploring; the other rules are by cases, and their terms do not add up to anything."""
-        matched = _matched(asked, candidates)
-        if _exploits(asked, matched) or self._decoding(candidates) is not None:
+        matched = _matched(request, candidates)
+        if _exploits(request, matched) or self._decoding(candidates) is not None:
             return {}
-        return self._parts(asked, candidates, matched, range(len(candidates)))
+        return self._parts(request, candidates, matched, range(len(candidates)))
 
-    def _exploited(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, chance: RandomSource) -> int:
-        key, names = asked.first_key, candidates.worker_ids
+    def _exploited(self, request: PlacementRequest, candidates: Candidates, matched: Floats, rng: RandomSource) -> int:
+        key, names = request.first_key, candidates.worker_ids
         owners = self._owners(key, candidates, matched)
-        place = int(owners[lowest(self._cost(asked, candidates, matched, owners.tolist()), chance)])
+        place = int(owners[lowest(self._cost(request, candidates, matched, owners.tolist()), rng)])
         loads = self._loads(candidates)
         if self._unbalanced(loads, place):
-            return lowest(loads, chance)
-        prefix = self._window.prefix(names[place], key)
+            return lowest(loads, rng)
+        prefix = self.window.prefix(names[place], key)
         others = np.setdiff1d(np.arange(len(names)), owners)
         if prefix is None or not prefix.tokens.doubled() or not len(others):
             return place
-        copy = int(others[lowest(loads[others], chance)])
-        self._window.note_copy(key, names[place], names[copy])
+        copy = int(others[lowest(loads[others], rng)])
+        self.window.note_copy(key, names[place], names[copy])
         return copy
 
     def _owners(self, key: int, candidates: Candidates, matched: Floats) -> Rows:
         """Places of those with the longest match, and with a copy that was made on purpose."""
         owning = matched == matched.max()
         for place, worker_id in enumerate(candidates.worker_ids):
-            prefix = self._window.prefix(worker_id, key)
+            prefix = self.window.prefix(worker_id, key)
             if prefix is not None and prefix.is_copy:
                 owning[place] = True
         owners: Rows = owning.nonzero()[0]
@@ -120,7 +120,7 @@ class ExploitExplore:
     def _unbalanced(self, loads: Floats, place: int) -> bool:
         """Whether it is the most loaded of all, and by too much."""
         return bool(
-            self._window.given >= BALANCED_AFTER * len(loads)
+            self.window.given >= BALANCED_AFTER * len(loads)
             and loads[place] == loads.max()
             and loads[place] > self._times.imbalance * loads.min()
         )
@@ -129,63 +129,67 @@ class ExploitExplore:
         """The place of the one whose load is decoding the most, if that is by more than the bound."""
         if self._times.decode_share >= 1:
             return None
-        recent = [self._window.recent.get(worker_id) for worker_id in candidates.worker_ids]
+        recent = [self.window.recent.get(worker_id) for worker_id in candidates.worker_ids]
         shares = [each.decode / each.seconds if each is not None and each.seconds > 0 else 0.0 for each in recent]
         most = max(shares)
         return shares.index(most) if most > self._times.decode_share else None
 
-    def _cost(self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]) -> Floats:
-        parts = self._parts(asked, candidates, matched, places)
+    def _cost(
+        self, request: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
+    ) -> Floats:
+        parts = self._parts(request, candidates, matched, places)
         return sum(parts.values(), start=np.zeros(len(places)))
 
     def _parts(
-        self, asked: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
+        self, request: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
     ) -> Mapping[str, Floats]:
         """Algorithm 2, for some of the candidates."""
         names = candidates.worker_ids
         matched = matched[places]
-        missed = asked.prompt_tokens - matched
+        missed = request.prompt_tokens - matched
         capacity = (candidates.kv_blocks * candidates.block_tokens)[places]
         evicted = [
-            sum(self._prefill(held, held) * share for held, share in self._window.evicted(names[place], tokens, room))
+            sum(self._prefill(held, held) * share for held, share in self.window.evicted(names[place], tokens, room))
             for place, tokens, room in zip(places, missed.tolist(), capacity.tolist(), strict=True)
         ]
         prefill: Floats = self._times.prefill_seconds_per_token * missed + self._times.quadratic_seconds * (
-            asked.prompt_tokens**2 - matched**2
+            request.prompt_tokens**2 - matched**2
         )
         return {"load": self._loads(candidates)[places], "evicted": np.array(evicted, dtype=float), "prefill": prefill}
 
     def _loads(self, candidates: Candidates) -> Floats:
-        recent = self._window.recent
+        recent = self.window.recent
         return np.array([recent[name].seconds if name in recent else 0.0 for name in candidates.worker_ids])
 
     def _prefill(self, missed: float, prompt: float) -> float:
         times = self._times
         return times.prefill_seconds_per_token * missed + times.quadratic_seconds * (prompt**2 - (prompt - missed) ** 2)
 
-    def _note(self, asked: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase) -> None:
-        missed = asked.prompt_tokens - matched
+    def _note(
+        self, request: PlacementRequest, candidates: Candidates, place: int, matched: float, phase: Phase
+    ) -> None:
+        missed = request.prompt_tokens - matched
         decoding = phase is not Phase.PREFILL
-        self._window.note(
-            asked.now,
+        self.window.note(
+            request.now,
             candidates.worker_ids[place],
-            asked.first_key,
+            request.first_key,
             missed=missed,
             ahead=float(candidates.backlog_tokens[place]),
-            prefill=self._prefill(missed, asked.prompt_tokens),
-            decode=self._times.decode_seconds_per_token * asked.answer_tokens if decoding else 0.0,
+            prefill=self._prefill(missed, request.prompt_tokens),
+            decode=self._times.decode_seconds_per_token * request.answer_tokens if decoding else 0.0,
             capacity=float(candidates.kv_blocks[place] * candidates.block_tokens[place]),
         )
 
 
-def _matched(asked: PlacementRequest, candidates: Candidates) -> Floats:
+def _matched(request: PlacementRequest, candidates: Candidates) -> Floats:
     """Leading tokens of the prompt that each has."""
-    matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, asked.prompt_tokens)
+    matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, request.prompt_tokens)
     return matched
 
 
-def _exploits(asked: PlacementRequest, matched: Floats) -> bool:
-    return bool(2 * matched.max() > asked.prompt_tokens)
+def _exploits(request: PlacementRequest, matched: Floats) -> bool:
+    return bool(2 * matched.max() > request.prompt_tokens)
 
 
 class Preble(PrebleTimes, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,9 +29,9 @@ class CacheAware:
         self._balance_rel = balance_rel
         self._trees: dict[str, float] = {}
 
-    def pick(self, costs: Floats, asked: PlacementRequest, candidates: Candidates, chance: RandomSource, /) -> int:  # noqa: ARG002
-        place = self._choice(asked, candidates, chance)
-        prompt = float(np.ceil(asked.prompt_tokens / candidates.block_tokens[place]))
+    def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
+        place = self._choice(request, candidates, rng)
+        prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
         if len(self._trees) > 2 * len(candidates) + 64:  # of workers that have left
@@ -40,15 +40,15 @@ class CacheAware:
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))
         return place
 
-    def _choice(self, asked: PlacementRequest, candidates: Candidates, chance: RandomSource) -> int:
+    def _choice(self, request: PlacementRequest, candidates: Candidates, rng: RandomSource) -> int:
         requests = candidates.requests
         most, least = float(requests.max()), float(requests.min())
         if most - least > self._balance_abs and most > self._balance_rel * least:
-            return lowest(requests.copy(), chance)
-        matched = candidates.engine_blocks * candidates.block_tokens / asked.prompt_tokens
+            return lowest(requests.copy(), rng)
+        matched = candidates.engine_blocks * candidates.block_tokens / request.prompt_tokens
         if matched.max() > self._match_threshold:
-            return lowest(-matched, chance)
-        return lowest(np.array([self._trees.get(worker_id, 0.0) for worker_id in candidates.worker_ids]), chance)
+            return lowest(-matched, rng)
+        return lowest(np.array([self._trees.get(worker_id, 0.0) for worker_id in candidates.worker_ids]), rng)
 
 
 class Smg(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

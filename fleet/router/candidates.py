@@ -1,7 +1,7 @@
-"""What a policy knows: the request, and the workers that could serve it, as columns.
+"""Candidates: what a placement policy knows about a request and about the workers that could serve it.
 
-A table has a row for each quantity and a column for each worker, in the order in which they joined. So a sum over workers is
-one numpy operation, and what a decision was made on is kept by copying one array.
+A table has a row for each quantity and a column for each worker, in the order in which the workers joined. A sum over workers is
+therefore one numpy operation, and one copied array keeps the data of a decision.
 """
 
 from collections.abc import Sequence
@@ -20,57 +20,57 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
-# Kept from request to request.
-BACKLOG_TOKENS = 0  # of prefill booked and not done
-ACTIVE_BLOCKS = 1  # unique, of live requests; those of an answer near its expected end count less
-REQUESTS = 2  # booked
-BOOKED = 3  # rows that change with every booking
-LIMIT = 3  # of requests booked
-MAX_RUNNING = 4  # requests in one batch
+# Kept between requests.
+BACKLOG_TOKENS = 0  # reserved prompt tokens that are not computed yet
+ACTIVE_BLOCKS = 1  # unique blocks of live requests; an answer near its expected end counts less
+REQUESTS = 2  # reserved requests
+BOOKED = 3  # number of rows that change with every reservation
+LIMIT = 3  # the most requests that may be reserved
+MAX_RUNNING = 4  # the most requests in one batch
 KV_BLOCKS = 5  # capacity of the engine's cache
 BLOCK_TOKENS = 6
-PREFILL_SPEED = 7  # of this hardware; 1: as the others
+PREFILL_SPEED = 7  # relative speed of this hardware
 DECODE_SPEED = 8
-TOKEN_SECONDS = 9  # that a prompt token took lately, waiting for the others included; 0: not known
-# Of one request.
-LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there, or are about to compute
-NEW_BLOCKS = 11  # unique, that the prompt would add
+TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: unknown
+# Computed for one request.
+LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there or will soon compute
+NEW_BLOCKS = 11  # unique blocks that the prompt would add
 ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
-COMING_BLOCKS = 13  # leading blocks beyond those that live requests hold there, or are about to compute
-STORE_BLOCKS = 14  # leading blocks beyond those that the worker's store holds in memory
-BELOW_BLOCKS = 15  # leading blocks beyond those that it holds in a slower tier
-CONVERSION = 16  # what converting those two costs, in blocks of prefill
+COMING_BLOCKS = 13  # further leading blocks that live requests hold there or will soon compute
+STORE_BLOCKS = 14  # further leading blocks in the memory of the worker's store
+BELOW_BLOCKS = 15  # further leading blocks in a slower tier of the store
+CONVERSION = 16  # cost of converting the blocks from the store, in blocks of prefill
 QUANTITIES = 17
 
 
 class RandomSource(Protocol):
-    """Where choices get their luck from; `random.Random` is one."""
+    """A source of random numbers; `random.Random` is one."""
 
     def randrange(self, stop: int, /) -> int: ...
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """What placement has to know of a request."""
+    """The properties of a request that placement needs."""
 
     prompt_tokens: int
     answer_tokens: int = 1  # at most
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     session: str = ""
-    bound: WorkerId | None = None  # where this session's last request went
-    must_keep: bool = False  # to that worker, or to none
+    bound: WorkerId | None = None  # the worker of this session's last request
+    must_keep: bool = False  # only the worker `bound` may serve the request
     pin: WorkerId | None = None  # the only worker that the client accepts
-    labels: tuple[str, ...] = ()  # that the worker must have
-    among: tuple[WorkerId, ...] | None = None  # the only workers that may take part; None: all
-    adapter: LoraAdapter | None = None  # that it must have, or be able to load
-    form: bool = False  # whether it must keep the answer to one
-    first_key: int = 0  # of the prompt's first full block; 0: it has none
-    seconds_left: float | None = None  # for the first token
+    labels: tuple[str, ...] = ()  # labels that the worker must have
+    among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
+    adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
+    form: bool = False  # True if the worker must support structured output
+    first_key: int = 0  # block key of the first full block; 0: there is none
+    seconds_left: float | None = None  # time left for the first token
     now: Nanos = Nanos(0)  # the instant of the decision
 
 
 def token_seconds(columns: Floats, row: int) -> float:
-    """That a prompt token takes on a worker; where it has computed none, on those of its model that have. 0: not known."""
+    """Return the seconds per prompt token on a worker; if it has computed none, the mean of the workers of its model. 0: unknown."""
     known = columns[TOKEN_SECONDS]
     if known[row] > 0:
         return float(known[row])
@@ -79,12 +79,12 @@ def token_seconds(columns: Floats, row: int) -> float:
 
 
 class Candidates(Struct, frozen=True, eq=False):
-    """Workers that may be chosen for one request. The arrays are the policy's to read, not to write."""
+    """Workers that may be chosen for one request. A policy must not write to the arrays."""
 
     everybody: Sequence[WorkerId]
     columns: Floats  # QUANTITIES x workers
-    rows: Rows | None = None  # of those meant, among everybody; None: all
-    warm: bool = True  # somebody may hold something of the prompt
+    rows: Rows | None = None  # rows of the candidates in `everybody`; None: all
+    warm: bool = True  # a worker may hold a part of the prompt
     even: bool = False  # all speeds are 1
 
     def __len__(self) -> int:
@@ -162,20 +162,20 @@ class Candidates(Struct, frozen=True, eq=False):
         return self._row(CONVERSION)
 
     def held_blocks(self) -> Floats:
-        """Leading blocks that need no computing, wherever they are."""
+        """Return the leading blocks of the prompt that need no computing, wherever they are."""
         held: Floats = self.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1].sum(axis=0)
         return held
 
     def uncached_tokens(self, prompt_tokens: int) -> Floats:
-        """Prompt tokens that each would have to compute: at least one, since the last one yields the first answer."""
+        """Return the prompt tokens that each worker would compute: at least one, because the last token yields the first answer."""
         return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
 
     def copy(self) -> "Candidates":
-        """For those who cannot be trusted to leave the arrays as they are."""
+        """Return a copy, for policies that cannot be trusted not to write to the arrays."""
         return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
-        """Some of them, in the order of `rows`."""
+        """Return some of the candidates, in the order of `rows`."""
         among = rows if self.rows is None else self.rows[rows]
         columns = self.columns.take(rows, axis=1)
         return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)

@@ -1,20 +1,20 @@
-"""What a router does with requests: every decision, and no I/O.
+"""Router machine: every decision about requests, without I/O.
 
 Rules:
 
-1. A request that arrives is placed at once, waits (`fleet.router.queueing.admission`, in the order of `fleet.router.queueing.admission_queue`), or is
-   refused: at once when it would wait longer than it may. It ends exactly once: `Complete`, `Reject`, or silently when its client
-   cancelled.
-2. What a placement takes is booked with the `Dispatch` (`fleet.router.queueing.ledger`), on both workers of a pair; a prefill worker's
-   share is given back when its work ends, the prefill share of the answering worker at the first token, the rest at the end.
-3. After prefill work the request is over if its one token ended it; else the decode worker gets the hand-off. Whether
-   that token ends it, and whether the client gets it: `ends_with_prefill_token`, `emits_prefill_token` of `LiveRequest`.
-4. Work that fails (worker left, unreachable, rejected for a reason that is not the request's fault) is placed again
-   elsewhere, at most `max_attempts` placements in all. The client sees latency only: tokens it has become part of the
-   prompt. Where another worker could not go on in the same way, the answer is started over if the client has seen nothing
-   of it yet (`Arrived.whole`); else the request is refused with WORKER_LOST.
-5. What arrives from work that was given up is ignored: each piece of work has an id of its own (`fleet.router.attempts`).
-6. A deadline ends a request wherever it is; the server sends `RouterTicked` when `next_deadline()` has come.
+1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
+   rejected at once if it would wait longer than it may. It ends exactly once: by `Complete`, by `Reject`, or silently when its client
+   cancelled it.
+2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt.
+   The answering worker's prefill share ends with the first token, and the rest with the request.
+3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
+   `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` say what happens with that token.
+4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
+   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt. If another worker
+   cannot continue in the same way, the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the
+   request is rejected with WORKER_LOST.
+5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
+6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
 
 from typing import assert_never
@@ -94,17 +94,15 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.DRAINING,
         Reason.WORKER_LOST,
         Reason.KV_MISMATCH,
-        Reason.INTERNAL,  # an engine's failure; whether the request caused it, the next attempt shows
+        Reason.INTERNAL,  # an engine failure; the next attempt shows whether the request caused it
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-OTHER_LANES = 2  # that are looked at for a request that would wait too long; each look is a placement
-CLEARLY_SHORTER = (
-    0.25  # of what a request may wait: below that another lane is worth the blocks that are cached elsewhere
-)
+OTHER_LANES = 2  # other workers that are tried for a request that would wait too long; each try is a placement
+CLEARLY_SHORTER = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
 
-# Requests need some ten of these each: a member takes 65 ns to look up in its enum, and 5 here.
+# A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
 _DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
@@ -121,16 +119,16 @@ class RouterMachine:
         policy: PlacementPolicy | None = None,
         hasher: PromptHasher = hash_prompt,
     ):
-        """A router that knows nobody yet.
+        """Start without workers.
 
         Args:
-            settings: Its settings.
-            rng: Where ties get their luck from.
-            policy: That chooses workers; by default the one that settings name, if it is one of ours.
-            hasher: Says the keys of prompts whose front does not know them.
+            settings: The router's settings.
+            rng: The source of randomness for ties.
+            policy: The placement policy; by default the one that the settings name, if it is built in.
+            hasher: Computes the block keys of prompts whose frontend does not provide them.
 
         Raises:
-            ConfigurationRefused: Settings name another, or give it parameters that it does not take.
+            ConfigurationRefused: The settings name an unknown policy, or parameters that it does not take.
         """
         self.settings = settings
         self.policy = policy or built_in_policy(settings.policy, parameters(settings))
@@ -149,9 +147,9 @@ class RouterMachine:
         self._counters = self._statistics.counters
 
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
-        """Take in what happened; returns what to do about it, in order."""
+        """Process an event and return the commands to perform, in order."""
         out: list[Command] = []
-        # Most are one of these two, and a pattern of a class takes 70 ns, whether it fits or not.
+        # Most events are one of these two, and each class pattern takes 70 ns, whether it matches or not.
         if type(event) is WorkerStepped:
             self._stepped(event, now, out)
         elif type(event) is Arrived:
@@ -225,11 +223,11 @@ class RouterMachine:
         return out
 
     def next_deadline(self) -> Nanos | None:
-        """When the next `RouterTicked` is due."""
+        """Return the instant at which the next `RouterTicked` is due."""
         lowest = self._deadlines.lowest
         return None if lowest is None else Nanos(lowest)
 
-    # Arrival and the queue.
+    # Arrival and admission.
 
     def _arrived(self, event: Arrived, now: Nanos, out: list[Command]) -> None:
         assert event.request_id not in self.live_requests, event.request_id
@@ -242,7 +240,7 @@ class RouterMachine:
             if event.deadline <= now:
                 self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
-        # Where somebody has room, those who wait do so for others.
+        # If a worker has room, the queued requests are waiting for other workers.
         busy = UNKNOWN_WORKERS
         if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
@@ -260,7 +258,7 @@ class RouterMachine:
             self._reject(self.live_requests[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
-        """Place what can be placed since something has changed."""
+        """Place the queued requests that can be placed since something has changed."""
 
         def place(request_id: RequestId) -> BusyWorkers | None:
             outcome = self._place(self.live_requests[request_id], now, out)
@@ -273,7 +271,10 @@ class RouterMachine:
     def _place(
         self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
     ) -> Decision | WaitForRoom | Rejection:
-        """Place a queued or new request; after anything but `WaitForRoom` it is in no queue. A new one may be refused for a long wait."""
+        """Place a queued or a new request; it waits only if the outcome is `WaitForRoom`.
+
+        A new request may be rejected because its wait would be too long.
+        """
         outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
             new
@@ -296,7 +297,7 @@ class RouterMachine:
             case Rejection():
                 self._statistics.impossible(outcome.cause)
                 if live.arrived.session:
-                    self._ledger.session_moved(live.session_key)  # it may have been forgotten
+                    self._ledger.session_moved(live.session_key)  # the session may have been forgotten
                 self._reject(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
             case WaitForRoom():
                 pass
@@ -306,7 +307,10 @@ class RouterMachine:
         return outcome
 
     def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
-        """Return where else a request would not wait too long. The cheapest worker may be a slow one, or have most of the prompt."""
+        """Return a decision for another worker on which the request would not wait too long.
+
+        The cheapest worker may be slow, or it holds most of the prompt and is therefore busy.
+        """
         arrived = live.arrived
         if arrived.pin is not None or (arrived.session and self.settings.session_affinity == "hard"):
             return None
@@ -362,7 +366,9 @@ class RouterMachine:
                 if attempt.id not in live.kv_reports and attempt.phase is not _DECODE:
                     self._compare(live, attempt, progress.kv.cached_tokens, out)
                 live.note_kv_report(attempt, progress.kv)
-            if progress.finish is _GIVEN_UP:  # not by us: work that we cancel is forgotten at once
+            if (
+                progress.finish is _GIVEN_UP
+            ):  # the worker cancelled it; attempts that the router cancels are forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
             elif attempt.phase is _PREFILL:
                 self._prefilled(live, attempt, progress, now, out)
@@ -374,7 +380,7 @@ class RouterMachine:
         if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
         live = self.live_requests[attempt.request_id]
-        share = event.cached_tokens / event.prompt_tokens  # its tokens need not be ours
+        share = event.cached_tokens / event.prompt_tokens  # the server may count tokens differently
         self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
     def _compare(self, live: LiveRequest, attempt: Attempt, reported_tokens: int, out: list[Command]) -> None:
@@ -394,7 +400,7 @@ class RouterMachine:
                 live.stage = advance(live.stage, _FIRST_TOKEN)
                 self._workers[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
                 self.attempts.computed(live, now)
-            # Of the last tokens nobody hears who is told of the end only, and what they would book goes with it.
+            # A listener that is only told about the end needs no last tokens, and their reservation ends now.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, attempt.worker_id, progress, out)
         if progress.finish is not None:
@@ -404,7 +410,7 @@ class RouterMachine:
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
         if progress.finish is None:
-            return  # the token comes again with the finish
+            return  # the token is repeated with the finish
         self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
         self.attempts.computed(live, now)
         assert live.placed is not None
@@ -432,7 +438,7 @@ class RouterMachine:
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """The decode worker chosen with the prefill worker; another one when that is going or gone."""
+        """Return the decode worker that was chosen with the prefill worker, or another one if that is draining or gone."""
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:
@@ -446,7 +452,7 @@ class RouterMachine:
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, out: list[Command]) -> None:
-        """Pass tokens on to the client, and charge their growth to the worker that holds them."""
+        """Pass tokens to the client, and add their blocks to the worker's reservation."""
         if not progress.token_ids:
             return
         live.sent.extend(progress.token_ids)
@@ -459,7 +465,7 @@ class RouterMachine:
     # Failures.
 
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
-        if self.registry.get(event.description.worker_id) is not None:  # a new incarnation voids the old one
+        if self.registry.get(event.description.worker_id) is not None:  # a new incarnation replaces the old one
             self._left(event.description.worker_id, now, out)
         self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
         self._ledger.joined(event.description.model)
@@ -495,7 +501,10 @@ class RouterMachine:
             self._reject(live, rejected.reason, rejected.message, out, field=rejected.field)
 
     def _to_blame(self, live: LiveRequest, attempt: Attempt, rejected: Rejected) -> WorkerId:
-        """A decode worker that cannot read a hand-off can still do the whole request by itself."""
+        """Return the worker that the retry must avoid.
+
+        A decode worker that cannot read a handoff can still serve the whole request by itself.
+        """
         if rejected.reason is Reason.KV_MISMATCH and attempt.phase is Phase.DECODE:
             assert live.placed is not None
             return live.placed.prefill or attempt.worker_id
@@ -504,7 +513,7 @@ class RouterMachine:
     def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
         attempt = self.attempts.get(event.request_id)
         if attempt is None or attempt.worker_id != event.worker_id:
-            return  # the worker left in between
+            return  # the worker has left in the meantime
         self._failed(
             self.live_requests[attempt.request_id],
             Reason.WORKER_LOST,
@@ -523,14 +532,16 @@ class RouterMachine:
         *,
         blamed: WorkerId | None = None,
     ) -> None:
-        """The work of a request ended without result: place the request again, or give it up."""
+        """Place a request again, or give it up, after its attempt ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
-        if worker is not None:  # who left needs no mark; a new incarnation may try
+        if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
-            self._complete(live, Finish.LENGTH, out)  # the client has it all; only the worker's last word is missing
+            self._complete(
+                live, Finish.LENGTH, out
+            )  # the client has the whole answer; only the worker's last message is missing
         elif not (live.may_continue or live.arrived.whole):
             self._reject(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
         elif live.failures >= self.settings.max_attempts:
@@ -546,14 +557,16 @@ class RouterMachine:
             live.forget_chains()
             outcome = self._place(live, now, out)
             if isinstance(outcome, WaitForRoom):
-                self._admission.enqueue(live, now, outcome.busy)  # it was admitted, so whatever the bound
+                self._admission.enqueue(
+                    live, now, outcome.busy
+                )  # the request was admitted before, so the limit does not apply
 
     # Ends.
 
     def _cancelled(self, request_id: RequestId, out: list[Command]) -> None:
         live = self.live_requests.get(request_id)
         if live is None:
-            return  # it ended just before
+            return  # the request ended just before
         self.attempts.stop(live, out)
         self._end(live)
         self._counters.cancelled += 1
@@ -606,7 +619,7 @@ class RouterMachine:
         del self.live_requests[live.id]
 
     def _withdraw(self, live: LiveRequest) -> None:
-        """Take a request off all workers."""
+        """Release everything that a request holds on workers."""
         self._ledger.release_all(live)
         self.attempts.over(live)
 
@@ -616,49 +629,49 @@ class RouterMachine:
         return self.registry.cards()
 
     def thresholds(self) -> Thresholds:
-        """Those in force."""
+        """Return the thresholds in force."""
         return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """What was measured of when another worker computes a prompt, whether it counts or not."""
+        """Return what was measured about remote prefill, whether it is used or not."""
         return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """What this router has booked by itself, for the others."""
+        """Return this router's own reservations, for its peers."""
         return self.registry.booked()
 
     @property
     def sessions(self) -> SessionTable:
-        """Where those went that this router and the others have served."""
+        """The sessions that this router and its peers have served."""
         return self.placer.sessions
 
     @property
     def prompts(self) -> PromptAnnouncements:
-        """What other routers are to be told of those that were placed."""
+        """The prompts that this router announces to its peers."""
         return self.registry.prompts
 
     def decision(self, request_id: RequestId) -> Decision | None:
-        """Where a request goes that has not ended; None for one that has, or is not placed."""
+        """Return the decision for a live request; None if the request has ended or is not placed."""
         live = self.live_requests.get(request_id)
         return None if live is None else live.placed
 
     def address(self, worker_id: WorkerId) -> str:
-        """Where a worker is; empty for one that has left."""
+        """Return the address of a worker; empty if it has left."""
         worker = self.registry.get(worker_id)
         return "" if worker is None else worker.address
 
     def places(self, model: ModelName) -> int:
-        """Return how many requests the workers that answer for a model may have at once: their limits, added up."""
+        """Return how many requests the answering workers of a model may have at once: the sum of their limits."""
         return sum(
             worker.request_limit for worker in self.registry.serving(model) if worker.decodes and not worker.draining
         )
 
     def addresses(self) -> dict[WorkerId, str]:
-        """Where all workers are."""
+        """Return the addresses of all workers."""
         return {worker.description.worker_id: worker.address for worker in self.registry}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Why a request went where it went; None for one too long ago, or never placed."""
+        """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
         return self._statistics.explain(request_id)
 
     def snapshot(self) -> RouterSnapshot:
@@ -674,7 +687,7 @@ class RouterMachine:
         )
 
     def check(self) -> None:
-        """Assert that requests, work, bookings, queue and deadlines agree. For tests and the simulator."""
+        """Assert that requests, attempts, reservations, queues and deadlines agree. For tests and the simulator."""
         self.registry.check()
         self.queue.check()
         self.attempts.check(self.live_requests)
@@ -689,7 +702,7 @@ class RouterMachine:
 
 
 def _why_it_ends(live: LiveRequest) -> str:
-    """Say why no other worker goes on with an answer that has begun."""
+    """Return why no other worker can continue an answer that has begun."""
     if live.arrived.only_end:
         return "a part of its answer was passed on, and another server cannot go on with it"
     return "another worker cannot go on with this sampling"

@@ -1,12 +1,12 @@
-"""Who serves a live request: placement (`fleet.router.placement.decision`), with what a router remembers of sessions and of hand-offs.
+"""Placer: places live requests, with what the router remembers of sessions and handoffs.
 
 Rules:
 
-1. Where the last request of a session went is a wish, a must or nothing, as settings say. A session whose worker is gone is forgotten,
-   so that its next request starts on another.
-2. What the client asked for binds the first placement; after a failure, an answer by another way is better than none.
-3. What was measured of hand-offs counts where settings have it learned. To what others send to their workers it counts only when enough
-   has been measured, since they teach nothing (`fleet.router.placement.break_even`, rule 3).
+1. The settings say whether the worker of a session's last request is preferred, required or ignored. A session whose worker is gone is
+   forgotten, so its next request may go to any worker.
+2. The client's demands bind the first placement. After a failure they are dropped, because any answer is better than none.
+3. The measured prefill break-even is used if the settings say so. For external requests it is used only when enough was measured,
+   because these requests teach nothing (`fleet.router.placement.break_even`, rule 3).
 """
 
 from collections.abc import Iterable
@@ -31,16 +31,9 @@ from fleet.router.state.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
 
 
 class Placer:
-    """Of one router."""
+    """Placement of one router's requests."""
 
     def __init__(self, settings: RouterSettings, policy: PlacementPolicy, rng: RandomSource) -> None:
-        """Nothing is remembered.
-
-        Args:
-            settings: The router's.
-            policy: That chooses workers.
-            rng: Where ties get their luck from.
-        """
         self.settings = settings
         self._policy = policy
         self._rng = rng
@@ -52,7 +45,7 @@ class Placer:
     def choose(
         self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
     ) -> Decision | WaitForRoom | Rejection:
-        """Who serves a request from its beginning, or once more; `taken` is to follow where somebody does."""
+        """Choose the workers of a request, the first time or again; call `taken` if the decision is carried out."""
         settings, break_even = self.settings, self._break_even
         placement_request = self.with_session(live, now)
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
@@ -76,26 +69,26 @@ class Placer:
         kv_path: KvPath,
         now: Nanos,
     ) -> WorkerId | None:
-        """Who fetches what `prefill` has computed, when the chosen one went away; None when nobody can."""
+        """Return another decode worker that can fetch what `prefill` has computed; None if there is none."""
         return decide_decode(
             prefill, kv_path, live.placement_request(now), candidate_table, self._policy, self.settings, self._rng
         )
 
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
-        """A request goes where it was decided."""
+        """Bind the session of a request to the worker of its decision."""
         if live.arrived.session and self.settings.session_affinity != "off":
             self.sessions.bind(live.session_key, decision.decode, now)
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
-        """The decode worker has begun to answer with what it was handed."""
+        """Learn the duration of a handoff from the decode worker's first token."""
         if not live.arrived.external:
             self._break_even.handed_over(Nanos(now - live.handed_over_at))
 
     def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
-        """What was measured of when another worker computes a prompt, whether it counts or not.
+        """Return what was measured about remote prefill, whether it is used or not.
 
         Args:
-            paces: Of all that answer: requests there, and the seconds that a prompt token takes.
+            paces: For each answering worker its requests and the seconds per prompt token.
         """
         break_even = self._break_even
         return RemotePrefillSnapshot(
@@ -114,7 +107,7 @@ class Placer:
         )
 
     def with_session(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
-        """By rule 1."""
+        """Return the placement request with its session binding (rule 1)."""
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:
             return live.placement_request(now)

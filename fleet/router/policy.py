@@ -1,13 +1,13 @@
-"""The parts of a policy: filters, then scorers, then a picker. Each is small, and each may come from an entry point.
+"""The interface of placement policies: filters, then scorers, then a picker. Each of them may come from an entry point.
 
 Rules:
 
 1. A plug-in is a `msgspec.Struct` whose fields are its parameters; an operator sets them by name. The entry-point groups are
    `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers`.
-2. Costs add up: a candidate's cost is the sum over the scorers of weight × cost, and lower is better.
-3. A filter says whom it would keep; one that would keep nobody is passed over. Who *cannot* serve a request is not a
-   policy's business and has gone before (`fleet.router.placement.eligibility`).
-4. Same history, same choices: no clock, no luck but the `RandomSource` that is passed in.
+2. Costs add up: the cost of a candidate is the sum of weight × cost over the scorers, and lower is better.
+3. A filter names the candidates to keep; a filter that would keep none is skipped. Workers that *cannot* serve a request are removed
+   before, and not by the policy (`fleet.router.placement.eligibility`).
+4. The same history leads to the same choices: a policy uses no clock, and no randomness but the `RandomSource` that it is given.
 """
 
 from collections.abc import Mapping
@@ -19,37 +19,37 @@ from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest,
 
 class Filter(Protocol):
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
-        """Whom to keep, a flag for each candidate; None keeps all."""
+        """Return a flag for each candidate to keep; None keeps all."""
         ...
 
 
 class Scorer(Protocol):
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
-        """A cost for each candidate, finite, in an array of its own; lower is better.
+        """Return a finite cost for each candidate in a new array; lower is better.
 
         Args:
             request: The request.
-            candidates: At least one.
-            phase: AGGREGATED where the worker would do everything, PREFILL where it would compute the prompt only.
+            candidates: At least one candidate.
+            phase: AGGREGATED if the worker would do everything, PREFILL if it would only compute the prompt.
         """
         ...
 
 
 @runtime_checkable
 class ItemizedScorer(Protocol):
-    """A scorer that can say what its costs are made of."""
+    """A scorer that can return the parts of its costs."""
 
     def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Arrays by name that add up to `costs`."""
+        """Return named arrays that add up to `costs`."""
         ...
 
 
 @runtime_checkable
 class RankingScorer(Protocol):
-    """A scorer that can say whose cost is the lowest in less time than all costs take."""
+    """A scorer that finds the lowest cost faster than it computes all costs."""
 
     def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        """Places of the lowest of `costs`, in order.
+        """Return the places of the lowest of `costs`, in order.
 
         Raises:
             ValueError: A cost is not finite.
@@ -59,12 +59,12 @@ class RankingScorer(Protocol):
 
 class Picker(Protocol):
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:
-        """The place of the chosen one."""
+        """Return the place of the chosen candidate."""
         ...
 
 
 class PlacementPolicy(Protocol):
-    """One router's way of choosing; it may remember what it chose."""
+    """The way in which one router chooses workers; it may remember what it chose."""
 
     @property
     def name(self) -> str: ...
@@ -72,15 +72,15 @@ class PlacementPolicy(Protocol):
     def choose(
         self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> "tuple[int, PlacementPolicy]":
-        """The place of the chosen one, and the policy that chose: another than this one, where this one failed."""
+        """Return the place of the chosen candidate, and the policy that chose it: another one if this policy failed."""
         ...
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """What each candidate's cost is made of, by name: for explanations, worked out when somebody asks."""
+        """Return the parts of each candidate's cost by name. They are computed for an explanation, when somebody asks for one."""
         ...
 
 
 class PolicyPlugin(Protocol):
-    """What an entry point of `fleet.policies` names: a Struct that makes a policy with its parameters."""
+    """A Struct that an entry point of `fleet.policies` names; it makes a policy from its parameters."""
 
     def policy(self) -> PlacementPolicy: ...

@@ -1,18 +1,18 @@
-"""Blocks that are held prompt by prompt: who has how much of one, without an entry for each block.
+"""Radix tree: the prompts that workers hold or will soon hold, prompt by prompt, without an entry for each block.
 
 Rules:
 
-1. A *chain* is the keys of a prompt's full blocks, held as a whole by one holder. A key stands for its block and all that is
-   before it, so chains that have a key in common have everything before it in common.
-2. Chains are paths in a tree of *pieces*: runs of blocks that the same chains go through. A chain that parts from others in
-   the middle of a piece divides it. Most prompts are a beginning that many have and an end that nobody else has: two pieces,
-   however long they are, and what is asked or changed costs as much as there are pieces.
-3. Pieces go when the last chain through them does; so there are never more than blocks. Those that no chain tells apart any more are
-   put together when a chain is added that goes through many of them: what was divided long ago costs nothing for ever.
-4. What goes on from a piece is counted there, and not what goes through it: who comes or goes changes the pieces that nobody else of
-   its holder goes through, and the one before them, however many there are above.
-5. Two prompts whose keys collide, which somebody may bring about, make numbers wrong by some blocks and nothing else: a chain
-   that runs into a piece which belongs elsewhere is noted until there.
+1. A *chain* is the sequence of block keys of a prompt, held as a whole by one holder. A key covers its block and everything
+   before it, so chains with a common key have everything before it in common.
+2. Chains are paths in a tree of *nodes*: runs of blocks that belong to the same chains. A chain that branches off in the middle of a
+   node splits it. Most prompts are a shared beginning and an end of their own: two nodes, whatever their length. Queries and changes cost
+   as much as there are nodes.
+3. A node goes when its last chain goes, so there are never more nodes than blocks. Nodes that no chain distinguishes any more are
+   joined when a chain is added that passes through many of them, so an old split costs nothing for ever.
+4. Each node counts how chains continue from it, not how many pass through it. Adding or removing a chain changes only the nodes that no
+   other chain of its holder passes through, and the node before them, however deep the tree is.
+5. If the keys of two prompts collide, which somebody may provoke, numbers are wrong by some blocks and nothing else breaks: a chain that
+   meets a node of another path is recorded up to that point.
 """
 
 from bisect import bisect_left
@@ -25,38 +25,40 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-JOIN_ABOVE = 16  # pieces that could be one; fewer cost less to follow than to put together, and to divide again
+JOIN_ABOVE = 16  # nodes that could be one; fewer cost less to follow than to join and split again
 
 
 class ChainHolder:
-    """Somebody who holds chains."""
+    """A holder of chains."""
 
     __slots__ = ("bit", "blocks")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.blocks = 0  # unique ones that it holds
+        self.blocks = 0  # unique blocks that it holds
 
 
 class Chain(Struct, eq=False):
-    """One of a holder's chains. Made by `RadixTree.add`."""
+    """One chain of a holder. Made by `RadixTree.add`."""
 
     holder: ChainHolder
     keys: Keys
-    last: "RadixNode | None" = None  # where it ends; None: it has no blocks
-    until: Nanos = Nanos(0)  # for holders that keep it for a time
+    last: "RadixNode | None" = None  # the node where it ends; None: it has no blocks
+    until: Nanos = Nanos(0)  # end of validity, for holders that keep chains for a time
 
 
 class RadixNode(Struct, eq=False):
-    """Some blocks that follow each other, and who has them."""
+    """Consecutive blocks with the same holders."""
 
-    above: "RadixNode | None"  # what is before it
-    start: int  # blocks before it
-    keys: Keys  # its own
-    mask: int  # the holders' bits
-    chain: Chain | None  # the one that it was made for, if that ends here
-    on: dict[ChainHolder, int] | None = None  # chains that end here and next pieces, by holder; None: that chain alone
-    count: int = 1  # of both, whoever has them
+    above: "RadixNode | None"  # the parent
+    start: int  # number of blocks before it
+    keys: Keys  # its own keys
+    mask: int  # bits of the holders
+    chain: Chain | None  # the chain that it was made for, if that ends here
+    on: dict[ChainHolder, int] | None = (
+        None  # by holder, the chains that end here and the child nodes; None: only `chain`
+    )
+    count: int = 1  # chains that end here and child nodes, of all holders
 
     @property
     def end(self) -> int:
@@ -64,22 +66,22 @@ class RadixNode(Struct, eq=False):
 
 
 class RadixTree:
-    """All chains of some holders, each with a bit of its own."""
+    """All chains of some holders; each holder has a bit."""
 
     def __init__(self) -> None:
-        self.nodes: dict[int, RadixNode] = {}  # by their first key
+        self.nodes: dict[int, RadixNode] = {}  # by first key
         self._blocks = 0
 
     def __len__(self) -> int:
-        """Distinct blocks."""
+        """Return the number of distinct blocks."""
         return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
-        """Note a chain; one that has the same keys as another is another all the same."""
+        """Add a chain; a chain with the same keys as another one is a separate chain."""
         chain = Chain(holder, keys)
         nodes, depth, total = self.nodes, 0, len(keys)
         above: RadixNode | None = None
-        whole = 0  # pieces that go on in one way only, as far as they are known
+        whole = 0  # nodes passed so far that have a single continuation
         while depth < total:
             node = nodes.get(keys[depth])
             if node is None:
@@ -92,7 +94,7 @@ class RadixTree:
             if above is not None and above.count == 1:
                 whole += 1
             depth += len(node.keys)
-            if depth > total or node.keys[-1] != keys[depth - 1]:  # it does not have all of them
+            if depth > total or node.keys[-1] != keys[depth - 1]:  # the chain does not have all blocks of the node
                 common = _common(node, keys)
                 depth = node.start + common
                 if (node := self._divide(node, common)) is None:
@@ -108,7 +110,7 @@ class RadixTree:
         return chain
 
     def continued(self, holder: ChainHolder, keys: Keys) -> Chain | None:
-        """The holder's chain that `keys` begins with, if nobody has its end too."""
+        """Return the holder's chain that `keys` continues, if no other chain shares its end."""
         nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0
@@ -122,7 +124,7 @@ class RadixTree:
         return last.chain
 
     def extend(self, chain: Chain, keys: Keys) -> None:
-        """Put more keys in place of those of a chain that is `continued`: as nobody shares its end, nobody has the rest."""
+        """Replace the keys of a chain that `continued` returned; nobody shares its end, so nobody has the new blocks."""
         last = chain.last
         assert last is not None
         more = len(keys) - last.end
@@ -132,16 +134,16 @@ class RadixTree:
         chain.keys = keys
 
     def remove(self, chain: Chain) -> None:
-        """Forget a chain that was added, once."""
+        """Remove a chain that was added, once."""
         holder, node = chain.holder, chain.last
         if node is not None and node.chain is chain:
-            node.chain = None  # they are not to hold each other
-            if node.on is None:  # it goes with the chain
+            node.chain = None  # break the reference cycle
+            if node.on is None:  # the node goes with the chain
                 del self.nodes[node.keys[0]]
                 self._blocks -= len(node.keys)
                 holder.blocks -= len(node.keys)
                 node = node.above
-        fewer = True  # chains that end in the piece, or next pieces
+        fewer = True  # the node loses a chain or a child
         while node is not None:
             on = _on(node)
             if fewer:
@@ -158,11 +160,11 @@ class RadixTree:
             node = node.above
 
     def begins(self, key: int) -> bool:
-        """Whether some chain's first block is this one."""
+        """Return whether a node begins with this block."""
         return key in self.nodes
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
-        """Whose leading blocks of a prompt end where, as `fleet.router.kv_index.prefix_index.runs` has it."""
+        """Return where the leading blocks of a prompt end, by holder bits (`fleet.router.kv_index.prefix_index.runs`)."""
         if not keys or keys[0] not in self.nodes:
             return []
         nodes, total = self.nodes, len(keys)
@@ -175,7 +177,7 @@ class RadixTree:
                     found.append((depth, gone))
                 mask = node.mask
             end = depth + len(node.keys)
-            if end > total or node.keys[-1] != keys[end - 1]:  # it does not have all of them
+            if end > total or node.keys[-1] != keys[end - 1]:  # the chain does not have all blocks of the node
                 depth += _common(node, keys)
                 break
             above = node
@@ -185,7 +187,7 @@ class RadixTree:
         return found
 
     def _divide(self, node: RadixNode, length: int) -> RadixNode | None:
-        """Divide a piece; returns the beginning, which is new, so that chains still end where they did. None: keys collide."""
+        """Split a node; return the new first part, so that chains still end in the same node. None: keys collide."""
         begins = node.keys[0]
         if node.keys[length] in self.nodes:
             return None
@@ -199,14 +201,14 @@ class RadixTree:
         return first
 
     def _join(self, node: RadixNode) -> None:
-        """Put together, on the way to a piece, those that go on in one way only."""
+        """Join the nodes on the path to a node that have a single continuation."""
         last: RadixNode | None = node
         while last is not None:
             parts, above = [last], last.above
             while above is not None and above.count == 1:
                 parts.append(above)
                 above = above.above
-            if len(parts) > 1:  # the last one stays, so that chains still end where they did
+            if len(parts) > 1:  # the last node stays, so that chains still end in the same node
                 for part in parts:
                     del self.nodes[part.keys[0]]
                 last.start, last.above = parts[-1].start, above
@@ -215,7 +217,7 @@ class RadixTree:
             last = above
 
     def check(self, chains: Sequence[Chain]) -> None:
-        """Assert that these are all chains, and that what is noted follows from them."""
+        """Assert that these are all chains, and that all derived values follow from them."""
         ends: dict[int, dict[int, int]] = {}
         through: dict[int, set[int]] = {}
         nodes: dict[int, RadixNode] = {}
@@ -256,7 +258,7 @@ class RadixTree:
 
 
 def _on(node: RadixNode) -> dict[ChainHolder, int]:
-    """What counts how chains go on from a piece, from now on."""
+    """Return the counts of a node by holder, made if they do not exist yet."""
     if node.on is None:
         assert node.chain is not None
         node.on = {node.chain.holder: 1}
@@ -264,7 +266,7 @@ def _on(node: RadixNode) -> dict[ChainHolder, int]:
 
 
 def _enter(first: RadixNode, holder: ChainHolder) -> None:
-    """One more of a holder's chains goes on from a piece, or ends there."""
+    """Count one more chain of a holder that continues from a node or ends there."""
     node: RadixNode | None = first
     while node is not None:
         on = _on(node)
@@ -278,7 +280,7 @@ def _enter(first: RadixNode, holder: ChainHolder) -> None:
 
 
 def _common(node: RadixNode, keys: Keys) -> int:
-    """How many of a piece's blocks a prompt has that has the first of them."""
+    """Return how many blocks of a node a prompt has that has its first block."""
     own, start = node.keys, node.start
     end = min(len(own), len(keys) - start)
     if own[end - 1] == keys[start + end - 1]:

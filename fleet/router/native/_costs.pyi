@@ -1,4 +1,4 @@
-# Of `costs.c`; see `fleet.router.native.twin`.
+# Types of `costs.c`; `fleet.router.native.twin` documents the functions.
 
 from fleet.router.candidates import Floats, Rows
 

@@ -1,4 +1,4 @@
-"""All workers of a model as they stand for one request: who takes it, what each has to do, and what each has of its prompt."""
+"""Candidate table: all workers of a model for one request, with their loads and with what each of them holds of the prompt."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from fleet.router.placement.topology import PoolTopology
 
 
 class ServingWorkers(Struct, frozen=True):
-    """Who takes requests, until the next one drains."""
+    """The workers that take requests, until the next one drains or resumes."""
 
     draining: Flags
     able: Flags  # not draining
-    answering: Flags  # of those, who decode
-    rows: Rows  # of these
+    answering: Flags  # the able workers that decode
+    rows: Rows  # rows of the answering workers
 
     @classmethod
     def of(cls, members: PoolTopology, draining: Flags) -> "ServingWorkers":
@@ -23,14 +23,16 @@ class ServingWorkers(Struct, frozen=True):
 
 
 class CandidateTable(Struct, frozen=True, eq=False):
-    """All workers of a model as they stand for one request. Nothing in it changes any more, so that it can be explained."""
+    """All workers of a model for one request. Nothing in it changes, so that the decision can be explained later."""
 
     members: PoolTopology
-    columns: Floats  # see `fleet.router.candidates`
+    columns: Floats  # the quantities of `fleet.router.policy`
     serving: ServingWorkers
-    failed: Flags | None = None  # on this request, in this incarnation; None: nobody
-    warm: bool = True  # somebody may hold something of the prompt
-    homes: Sequence[Flags] = ()  # of the request's adapter, the best first: see `fleet.router.state.lora`
+    failed: Flags | None = None  # workers that failed this request in this incarnation; None: none
+    warm: bool = True  # a worker may hold a part of the prompt
+    homes: Sequence[
+        Flags
+    ] = ()  # groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -41,16 +43,16 @@ class CandidateTable(Struct, frozen=True, eq=False):
 
     @property
     def able(self) -> Flags:
-        """Who takes work: neither draining nor failed."""
+        """The workers that take requests: neither draining nor failed."""
         return self.serving.able if self.failed is None else self.serving.able & ~self.failed
 
     @property
     def answering(self) -> Flags:
-        """Of those, who decode."""
+        """The able workers that decode."""
         return self.serving.answering if self.failed is None else self.serving.answering & ~self.failed
 
     def candidates(self, rows: Rows) -> Candidates:
-        """Some of them, in the order of `rows`, each once."""
+        """Return some of the workers, in the order of `rows`, each once."""
         members = self.members
         everybody = Candidates(members.worker_ids, self.columns, None, self.warm, members.even)
         return everybody if len(rows) == len(members.worker_ids) else everybody.only(rows)

@@ -1,11 +1,11 @@
-"""Who could serve a request now, and why the others could not.
+"""Eligibility: which workers could serve a request now, and why the others could not.
 
 Rules:
 
-1. A candidate decodes, has room, can have a request of this length, adapter and form, and is one that the client accepts. Where
-   a pair was asked for, somebody who pairs with it has room as well.
-2. Most requests ask for nothing special while everybody has room: for them there is nothing to look at worker by worker.
-3. The cause that is named for a worker is the first that applies: what was asked for before what happens to be.
+1. A candidate decodes, has room, supports the request's length, LoRA adapter and output format, and satisfies the client's demands. If
+   the client demands a pair, a prefill worker that pairs with the candidate has room as well.
+2. Most requests demand nothing special while every worker has room; then no worker has to be checked by itself.
+3. The reason for a worker is the first that applies; demands of the client come before the state of the worker.
 """
 
 from enum import StrEnum
@@ -23,33 +23,33 @@ from fleet.router.placement.topology import PoolTopology
 class IneligibleReason(StrEnum):
     """Why a worker was no candidate."""
 
-    NOT_PINNED = "not_pinned"  # the client named another
-    NOT_AMONG = "not_among"  # those that may be chosen
+    NOT_PINNED = "not_pinned"  # the client named another worker
+    NOT_AMONG = "not_among"  # the worker is not in the list of allowed workers
     LABEL_MISSING = "label_missing"
-    NO_ADAPTER = "no_adapter"  # it has none of this name, or another revision
+    NO_ADAPTER = "no_adapter"  # it has no LoRA adapter of this name, or another revision
     KEEPS_NO_FORM = "keeps_no_form"
-    ADAPTER_ELSEWHERE = "adapter_elsewhere"  # others have it loaded, or have a slot for it
-    OTHER_SESSION = "other_session"  # the session is kept on another
+    ADAPTER_ELSEWHERE = "adapter_elsewhere"  # another worker has the LoRA adapter loaded, or has a free slot
+    OTHER_SESSION = "other_session"  # the session is bound to another worker
     DRAINING = "draining"
-    FAILED_BEFORE = "failed_before"  # this very request
+    FAILED_BEFORE = "failed_before"  # it failed this request before
     TOO_SMALL = "too_small"  # the prompt does not fit
     AT_LIMIT = "at_limit"
-    NO_PAIR = "no_pair"  # a pair was asked for, and nobody pairs with it
+    NO_PAIR = "no_pair"  # a pair was demanded, and no prefill worker pairs with it
 
 
-_PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
+_PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the enum attribute
 
 
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
-    """Who could serve it now."""
+    """Return the workers that could serve a request now."""
     fits = table.members.all_fit(request.prompt_tokens, request.answer_tokens)
     if fits and table.failed is None and all_have_room(table.columns) and _anybody_will_do(request):
-        return table.serving.rows  # as for most requests
+        return table.serving.rows  # the most frequent case
     return at_home(table, _able(request, table).nonzero()[0])
 
 
 def _anybody_will_do(request: PlacementRequest) -> bool:
-    """Whether the request asks for nothing that a worker of its model may not have."""
+    """Return whether the request demands nothing that a worker of its model may lack."""
     return (
         request.pin is None
         and not request.labels
@@ -62,7 +62,7 @@ def _anybody_will_do(request: PlacementRequest) -> bool:
 
 
 def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
-    """Who is a candidate, wherever its adapter is."""
+    """Return the candidates before LoRA adapters are considered."""
     members, columns = table.members, table.columns
     able = capable(request, members, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:
@@ -76,7 +76,7 @@ def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
 
 
 def capable(request: PlacementRequest, members: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
-    """Of some workers, those that could have the request, did nothing else run there."""
+    """Return which of some workers could serve the request if they were idle."""
     if not members.all_fit(request.prompt_tokens, answer_tokens):
         flags = flags & members.fit(request.prompt_tokens, answer_tokens)
     if request.adapter is not None:
@@ -89,7 +89,7 @@ def capable(request: PlacementRequest, members: PoolTopology, flags: Flags, answ
 
 
 def at_home(table: CandidateTable, rows: Rows) -> Rows:
-    """Of some workers, those where the request's adapter is best off; all of them where it has none."""
+    """Return the rows where the request's LoRA adapter is served best; all rows if it has none."""
     for home in table.homes:
         if len(there := rows[home[rows]]):
             return there
@@ -97,7 +97,7 @@ def at_home(table: CandidateTable, rows: Rows) -> Rows:
 
 
 def paired(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
-    """Prefill workers that pair with a decode worker and could take the prompt, had they room."""
+    """Return the prefill workers that pair with a decode worker and could take the prompt if they had room."""
     rows = table.members.partners(decode_row, request.placement, request.kv_path).rows
     if len(rows) == 0:
         return rows
@@ -131,7 +131,7 @@ def _excluded(request: PlacementRequest, members: PoolTopology, row: int) -> Ine
 def unfit(
     request: PlacementRequest, table: CandidateTable, candidates: set[WorkerId]
 ) -> dict[WorkerId, IneligibleReason]:
-    """Why each of the others was no candidate."""
+    """Return why each other worker was no candidate."""
     members, columns = table.members, table.columns
     fits = members.fit(request.prompt_tokens, request.answer_tokens)
     causes = {}
@@ -153,5 +153,5 @@ def unfit(
             causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or request.placement is Placement.DISAGGREGATED
-            causes[worker_id] = IneligibleReason.AT_LIMIT  # or half of its pair is
+            causes[worker_id] = IneligibleReason.AT_LIMIT  # its prefill worker may be the one at the limit
     return causes

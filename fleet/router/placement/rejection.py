@@ -1,10 +1,10 @@
-"""What becomes of a request that nobody can be chosen for: it waits, or is refused with a cause of its own.
+"""Requests without a candidate: they wait, or they are rejected with a cause.
 
 Rules:
 
-1. Where somebody is only at its limit, the request waits: time mends that, whatever else there is against the others.
-2. Else it is refused. The cause that is named is the most particular to this request: what the client asked for (a worker, a form,
-   a session, a pair, a length) before what has become of the workers.
+1. If some worker is only at its limit, the request waits: time will help, whatever excludes the other workers.
+2. Otherwise the request is rejected. The cause is the one most specific to the request: what the client demanded (a worker,
+   structured output, a session, a pair, a length) comes before the state of the workers.
 """
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ from fleet.router.placement.eligibility import IneligibleReason, unfit
 
 
 class RejectionCause(StrEnum):
-    """Why nobody can serve a request. Public and stable, as `Reason` is; finer."""
+    """Why no worker can serve a request. Public and stable like `Reason`, but more detailed."""
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"
@@ -42,10 +42,10 @@ _SESSION_GONE = {IneligibleReason.OTHER_SESSION, IneligibleReason.DRAINING, Inel
 
 
 class WaitForRoom(Struct, frozen=True):
-    """All who could serve it are at their limits."""
+    """All workers that could serve the request are at their limits."""
 
     busy: frozenset[WorkerId] = frozenset()
-    """These; nothing else will help but one of them. None at all where a pair was asked for: who is at its limit may be either."""
+    """The workers at their limits: only they can help. Empty if a pair was demanded, because either half of it may be at its limit."""
 
 
 class Rejection(Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 
 def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
-    """Why there is no candidate: the cause that time can mend comes first."""
+    """Return why there is no candidate; a cause that time can remove comes first."""
     members = table.members
     others = unfit(request, table, set())
     causes = set(others.values())
@@ -79,7 +79,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.NONE_AMONG,
             message="none of the workers that may be chosen serves this model now; retry when one does",
         )
-    causes.discard(IneligibleReason.NOT_AMONG)  # those that may not be chosen do not tell why the others cannot be
+    causes.discard(IneligibleReason.NOT_AMONG)  # excluded workers do not explain why the others are no candidates
     if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
         IneligibleReason.KEEPS_NO_FORM,
         IneligibleReason.NOT_PINNED,
@@ -157,7 +157,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
 
 
 def reject_without_pair(request: PlacementRequest) -> Rejection:
-    """Why there is no pair, or none that shares the path that was asked for."""
+    """Reject a request because no pair exists, or none with the requested KV path."""
     if request.kv_path is None:
         return Rejection(
             reason=Reason.KV_MISMATCH,

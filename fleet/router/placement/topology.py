@@ -1,4 +1,4 @@
-"""The workers of one model: what is fixed until the next one joins or leaves, worked out once."""
+"""Pool topology: what is fixed about the workers of a model until the next one joins or leaves, computed once."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
@@ -16,27 +16,27 @@ from fleet.router.settings.router import RouterSettings
 class PrefillPartners(Struct, frozen=True):
     """The prefill workers of one decode worker."""
 
-    pool: Rows  # that would compute prompts for it, compatible or not
-    rows: Rows  # of those, the compatible ones
-    paths: Mapping[int, KvPath]  # for the blocks, by row
+    pool: Rows  # prefill workers of its pool, compatible or not
+    rows: Rows  # the compatible ones among them
+    paths: Mapping[int, KvPath]  # KV path by row
 
 
 class WorkerSizes(Struct, frozen=True):
-    """Of some workers, in tokens, each once and in order."""
+    """The different limits of some workers in tokens, sorted."""
 
-    lengths: tuple[int, ...] = ()  # of their models
-    capacities: tuple[int, ...] = ()  # of their caches
+    lengths: tuple[int, ...] = ()  # longest context
+    capacities: tuple[int, ...] = ()  # tokens in the KV cache
 
     def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
-        """The same for requests that fit the same of these workers, whether for all or as a prompt only.
+        """Return a value that is equal for requests that fit on the same workers.
 
         Args:
-            prompt_tokens: Of the prompt.
-            whole_tokens: Of the prompt and the longest answer.
+            prompt_tokens: Tokens of the prompt.
+            whole_tokens: Tokens of the prompt and of the longest answer.
         """
         lengths, capacities = self.lengths, self.capacities
         if lengths and whole_tokens <= lengths[0] and prompt_tokens < capacities[0]:
-            return 0, 0, 0  # as most do
+            return 0, 0, 0  # the most frequent case
         return (
             bisect_left(lengths, whole_tokens),
             bisect_left(lengths, prompt_tokens + 1),
@@ -44,11 +44,11 @@ class WorkerSizes(Struct, frozen=True):
         )
 
 
-_PAIR = Placement.DISAGGREGATED  # looked up in its enum it takes ten times as long
+_PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the enum attribute
 
 
 class PoolTopology:
-    """Workers in order of joining; a *row* is a worker's place in that order."""
+    """Workers in the order of joining; a *row* is the position of a worker in that order."""
 
     def __init__(self, descriptions: Sequence[WorkerDescription], settings: RouterSettings):
         self._settings = settings
@@ -73,29 +73,29 @@ class PoolTopology:
         return len(self.descriptions)
 
     def all_fit(self, prompt_tokens: int, answer_tokens: int) -> bool:
-        """Whether `fit` is true of all."""
+        """Return whether `fit` is true for all workers."""
         return prompt_tokens + answer_tokens <= self.shortest and prompt_tokens < self.smallest
 
     def fit(self, prompt_tokens: int, answer_tokens: int) -> Flags:
-        """Whether prompt and answer fit into the model's length, and the prompt and one token into the cache."""
+        """Return where prompt and answer fit into the model's context, and the prompt and one token into the KV cache."""
         fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
         return fit
 
     def with_adapter(self, adapter: LoraAdapter) -> Flags:
-        """Who has an adapter or can load it: the very same, if one of this name has several revisions."""
+        """Return which workers have exactly this adapter, with this revision, or can load it."""
         if (flags := self._with_adapter.get(adapter)) is None:
             able = [adapter in each.adapters for each in self.descriptions]
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
         return flags
 
     def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
-        """Who is one of these."""
+        """Return which workers are in a list."""
         meant = frozenset(worker_ids)
         flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
         return flags
 
     def partners(self, decode_row: int, placement: Placement, kv_path: KvPath | None) -> PrefillPartners:
-        """Prefill workers that pair with a decode worker (rules 3 and 4 of `fleet.router.placement.decision`)."""
+        """Return the prefill workers that pair with a decode worker (`fleet.router.placement.decision`, rules 3 and 4)."""
         key = (decode_row, placement is _PAIR, kv_path)
         if (known := self._partners.get(key)) is None:
             known = self._partners[key] = self._found(decode_row, placement, kv_path)
@@ -117,7 +117,7 @@ class PoolTopology:
 def common_path(
     prefill: WorkerDescription, decode: WorkerDescription, wanted: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
-    """The way that blocks take from one worker to another; None when there is none, or not the one asked for."""
+    """Return the KV path from one worker to another; None if there is none, or not the requested one."""
     if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
         return None
     open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
@@ -142,5 +142,5 @@ def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
 
 
 def limit(description: WorkerDescription, settings: RouterSettings) -> int:
-    """Requests that may be booked on a worker."""
+    """Return how many requests may be reserved on a worker."""
     return max(1, int(description.max_running * settings.oversubscribe))

@@ -1,15 +1,16 @@
-"""Requests of one model that wait and want the same: they are looked at as one.
+"""Wait groups: queued requests of one model that the same set of workers can serve. They are tried as one.
 
 Rules:
 
-1. Requests have the same wish when whoever can serve one of them can serve the other. So when one is tried in vain, all of them are.
-2. Who was tried in vain waits for certain workers, of which none has room. Wishes that wait for the same ones stand before one *gate*. It
-   is shut until something has changed at one of these workers (`changed`), and again for all who stand there as soon as one of them
-   waits on for just these workers. When there is more that others could do (`all_changed`), nobody stands before any gate.
-3. A wish that was not tried since it came up, or since anything may have changed for it, is *untried*. It is tried once, and then stands
-   before a gate, if anybody can say before which: so all these tries together cost no more than those who came.
-4. A gate is never forgotten: its workers have requests, or are gone before those end, and either is a change. A wish of which nobody can
-   say whom it waits for stands before no gate, and is tried whenever anything changes.
+1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one is tried without
+   success, all of them are.
+2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. It is
+   closed until something changes at one of these workers (`changed`), and again for all its groups as soon as one of them has to
+   wait on for exactly these workers. When other workers may be able to help (`all_changed`), no group is blocked any more.
+3. A group that was not tried since it came up, or since something may have changed for it, is *untried*. It is tried once, and is then
+   blocked, if the workers that it waits for are known. So all first tries together cost no more than the requests that came.
+4. A `BlockedOn` is never forgotten: its workers have requests, or leave before these end, and either is a change. A group whose workers
+   are not known is never blocked, and is tried whenever anything changes.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,28 +19,28 @@ from fleet.core.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
 BusyWorkers = frozenset[WorkerId]
-"""Workers, none of which has room. None at all: nobody can say which these are."""
+"""Workers without room; empty if they are not known."""
 UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
-"""Whether a worker has room."""
+"""A function that returns whether a worker has room."""
 
 
 class BlockedOn:
-    """Before certain workers."""
+    """The workers that some wait groups wait for."""
 
     __slots__ = ("busy", "changed", "closed", "groups", "lost")
 
     def __init__(self, busy: BusyWorkers) -> None:
         self.busy = busy
         self.closed = False
-        self.changed: set[WorkerId] = set()  # since it was shut
-        self.lost = False  # one of these: who waited for no other is to be refused
-        self.groups = 0  # that stand here
+        self.changed: set[WorkerId] = set()  # workers that changed since it was closed
+        self.lost = False  # a worker has gone: a request that waited for no other is to be rejected
+        self.groups = 0  # number of groups
 
 
 class WaitGroup:
-    """Those who want the same."""
+    """Queued requests that the same set of workers can serve."""
 
     __slots__ = ("blocked_on", "rejected_in", "session", "turn", "value", "waiting")
 
@@ -48,30 +49,30 @@ class WaitGroup:
         self.session = session
         self.blocked_on = blocked_on
         self.waiting = 0
-        self.turn = 0  # of `WaitGroups.turn`, the latest that it had
-        self.rejected_in = 0  # the latest search in which it was tried in vain; 0: it is untried
+        self.turn = 0  # the latest `WaitGroups.turn` in which it was tried
+        self.rejected_in = 0  # the latest search that rejected it; 0: it is untried
 
 
 class WaitGroups:
-    """All of one model."""
+    """All wait groups of one model."""
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, WaitGroup] = {}
         self.blockages: dict[BusyWorkers, BlockedOn] = {}
-        self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # never shut
+        self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # never closed
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
-        self.open = 0  # wishes before no gate that is shut
-        self.turn = 1  # see `fleet.router.queueing.admission_queue.QueueSearch`
-        self.had_turn = 0  # wishes that had theirs in this one
+        self.open = 0  # groups that are not blocked
+        self.turn = 1  # used by `QueueSearch`
+        self.had_turn = 0  # groups that were tried in this turn
         self.searches = 1
         self.untried = 0  # untried groups
 
     def join(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
-        """One more waits, with the wish of this value.
+        """Add a request to the group of this value, and return the group.
 
         Args:
-            value: Equal ones are the same wish.
-            session: What has to stay where it is, which is a part of the value.
+            value: Requests with equal values are in one group.
+            session: A session that is bound to its worker; it is a part of the value.
         """
         if (group := self._by_value.get(value)) is None:
             group = self._by_value[value] = WaitGroup(value, session, self._unblocked)
@@ -84,7 +85,7 @@ class WaitGroups:
         return group
 
     def over(self, group: WaitGroup) -> None:
-        """Nobody waits with it any more."""
+        """Remove a group without requests."""
         del self._by_value[group.value]
         self.untried -= not group.rejected_in
         self._leave(group.blocked_on)
@@ -94,7 +95,7 @@ class WaitGroups:
                 del self._by_session[group.session]
 
     def mark_rejected(self, group: WaitGroup, busy: BusyWorkers) -> None:
-        """One who waits with it was tried, and waits on for these."""
+        """Note that a request of a group was tried and still waits for these workers."""
         self.untried -= not group.rejected_in
         group.rejected_in = self.searches
         if group.blocked_on.busy != busy:
@@ -103,7 +104,7 @@ class WaitGroups:
             self._close(group.blocked_on)
 
     def moved(self, session: SessionKey) -> bool:
-        """A session's requests may go elsewhere than before; returns whether some of them wait."""
+        """Mark the groups of a session as untried; return whether there are any."""
         groups = self._by_session.get(session, set())
         for group in groups:
             self._move(group, self._unblocked)
@@ -112,7 +113,7 @@ class WaitGroups:
         return bool(groups)
 
     def still_blocked(self, group: WaitGroup, has_room: HasRoom) -> bool:
-        """Whether of those for whom it waits none has room, though something has changed at some; then its gate is shut again."""
+        """Return True if none of a group's workers has room although some have changed; the group is then blocked again."""
         blocked_on = group.blocked_on
         if (
             not blocked_on.closed
@@ -143,7 +144,7 @@ class WaitGroups:
             del self.blockages[blocked_on.busy]
 
     def changed(self, worker_id: WorkerId, *, gone: bool = False) -> None:
-        """A worker may have room again, or takes no more requests."""
+        """Note that a worker may have room again, or takes no more requests."""
         for blocked_on in self.blockages.values():
             if worker_id in blocked_on.busy:
                 blocked_on.changed.add(worker_id)
@@ -153,7 +154,7 @@ class WaitGroups:
                     self.open += blocked_on.groups
 
     def all_changed(self) -> None:
-        """Whoever waited for the same may wait for others now."""
+        """Unblock all groups, because other workers may be able to serve them now."""
         for group in self:
             group.blocked_on = self._unblocked
             group.rejected_in = 0
@@ -168,7 +169,7 @@ class WaitGroups:
         return iter(self._by_value.values())
 
     def check(self) -> None:
-        """Assert that wishes and gates agree."""
+        """Assert that groups and blocks agree."""
         blockages = [self._unblocked, *self.blockages.values()]
         assert all(group.waiting > 0 for group in self)
         assert all(

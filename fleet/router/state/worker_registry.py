@@ -1,4 +1,4 @@
-"""The workers that a router knows: what they are, what is booked on them, what they hold."""
+"""Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -29,24 +29,24 @@ from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
 
 class WorkerRegistry:
-    """All known workers and stores. Order is that of joining, everywhere, so that histories replay."""
+    """All known workers and stores. Their order is always that of joining, so that histories replay."""
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
-        self.workers: dict[WorkerId, RegisteredWorker] = {}  # others look up in it, and leave it as it is
+        self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold something
-        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # other routers' bookings
+        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks
+        self._replicas: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
         self._cards: tuple[ModelCard, ...] | None = (
-            None  # until somebody joins, drains or leaves: asked with each request
+            None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
         )
         self.index = PrefixIndex()
-        self.prompts = PromptAnnouncements()  # what other routers are told, where there are any
+        self.prompts = PromptAnnouncements()  # prompts that peer routers are told, if there are peers
         self._announced_prompts = self.prompts if settings.replicas_listen else None
-        self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # by other routers, by their numbers
+        self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
         self._nobody = WorkerTable(settings, self.index)
         self.get = self.workers.get
-        """The worker of this id, if it is known."""
+        """Return the worker with this id, or None."""
 
     def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self.workers.values())
@@ -78,7 +78,7 @@ class WorkerRegistry:
         self._cards = None
 
     def leave(self, worker_id: WorkerId) -> None:
-        """Forget a worker, with its bookings and blocks."""
+        """Forget a worker with its reservations and blocks."""
         model = self.workers.pop(worker_id).description.model
         self._cards = None
         pool = self.tables[model]
@@ -88,18 +88,18 @@ class WorkerRegistry:
         self.index.remove(engine_cache_holder(worker_id))
 
     def tune(self, settings: RouterSettings) -> None:
-        """Settings have changed."""
+        """Apply changed settings."""
         self._settings = settings
         for pool in self.tables.values():
             pool.tune(settings)
 
     def drain(self, worker_id: WorkerId) -> None:
-        """A worker takes no more work."""
+        """Stop giving work to a worker."""
         self._cards = None
         self.tables[self.workers[worker_id].description.model].drain(worker_id)
 
     def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
-        """Take in by which ways a worker's blocks can go from now on."""
+        """Set the KV paths and the store of a worker."""
         worker = self.workers[worker_id]
         worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
         self.tables[worker.description.model].describe()
@@ -122,7 +122,7 @@ class WorkerRegistry:
 
     def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
         holder = engine_cache_holder(worker_id)
-        if removed:  # first: it makes the room
+        if removed:  # first, because it makes room
             self.index.removed(holder, removed)
         self.index.stored(holder, stored)
 
@@ -146,25 +146,25 @@ class WorkerRegistry:
             del self._stores[name]
 
     def known_blocks(self) -> int:
-        """Of which it is known or believed who has them."""
+        """Return the number of blocks whose holders are known or assumed."""
         return len(self.index) + sum(len(pool.assumed) for pool in self.tables.values())
 
     def worth_trying(self, model: ModelName) -> bool:
-        """Whether placing a waiting request can have any other outcome than that it waits on."""
+        """Return whether placing a queued request can have another outcome than that it waits."""
         pool = self.tables.get(model)
         return pool is None or pool.has_room()
 
     def has_room(self, worker_id: WorkerId) -> bool:
-        """Whether a worker is below its limit."""
+        """Return whether a worker is below its limit."""
         worker = self.workers.get(worker_id)
         return worker is not None and self.tables[worker.description.model].has_room_on(worker_id)
 
     def sizes(self, model: ModelName) -> WorkerSizes:
-        """Of the workers of a model."""
+        """Return the sizes of a model's workers."""
         return self.tables.get(model, self._nobody).members.sizes
 
     def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
-        """What another router has booked, in place of what it had before; returns where that are fewer requests now."""
+        """Replace a peer router's reservations; return the workers where it now has fewer requests."""
         before = self._replicas.get(replica, {})
         if booked:
             self._replicas[replica] = booked
@@ -179,7 +179,7 @@ class WorkerRegistry:
         ]
 
     def note_peer_prompts(self, replica: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
-        """What another router has sent to workers, and what of that is over (`fleet.router.kv_index.peer_prompts`)."""
+        """Note prompts that a peer router has sent to workers, and those that it has finished (`fleet.router.kv_index.peer_prompts`)."""
         told = self._peer_prompts.setdefault(replica, {})
         for number in over:
             if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
@@ -194,13 +194,13 @@ class WorkerRegistry:
                 worker.peer_prompts.add(replica, each.number, each.keys)
 
     def forget_peer_prompts(self, replica: str) -> None:
-        """Another router is gone, and what it had placed and was not done with."""
+        """Forget the unfinished prompts of a peer router that has left."""
         for number, worker_id in self._peer_prompts.pop(replica, {}).items():
             if (worker := self.get(worker_id)) is not None:
                 worker.peer_prompts.remove(replica, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """What this router has booked, on workers where that is anything."""
+        """Return this router's reservations, for each worker that has any."""
         return {
             worker_id: ReservationTotals(
                 worker.reservations.prefill_tokens, worker.reservations.blocks, len(worker.reservations)
@@ -210,11 +210,11 @@ class WorkerRegistry:
         }
 
     def candidate_table(self, live: LiveRequest) -> CandidateTable:
-        """All workers of a request's model, as they stand for it."""
+        """Return the candidate table of a request's model for this request."""
         return self.tables.get(live.arrived.model, self._nobody).candidate_table(live, self._stores)
 
     def check(self) -> None:
-        """Assert that index, bookings and tables agree."""
+        """Assert that index, reservations and tables agree."""
         self.index.check()
         for worker in self:
             worker.reservations.check()
@@ -227,7 +227,7 @@ class WorkerRegistry:
     # Views.
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Models that some worker takes requests for; the longest of its workers says how long a request may be."""
+        """Return the models that a worker answers for; the worker with the longest context limits the length of a request."""
         if self._cards is None:
             self._cards = tuple(self._new_cards())
         return self._cards
@@ -251,7 +251,7 @@ class WorkerRegistry:
                 )
             )
             card = cards[-1]
-            for name, (parent, adapter) in adapters.items():  # less those that are called as a model is
+            for name, (parent, adapter) in adapters.items():  # except adapters that have the name of a model
                 workers = sum(adapter in description.adapters for description in answering)
                 if parent == model and workers and name not in self.tables:
                     cards.append(
@@ -271,12 +271,12 @@ class WorkerRegistry:
         )
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Of all that answer: requests there, and the seconds that a prompt token takes, as placement sees them."""
+        """Yield for each answering worker its requests and the seconds per prompt token, as placement sees them."""
         for pool in self.tables.values():
             yield from pool.paces()
 
     def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
-        """Workers whose caches are known in this way, how many of those drift, and their latest comparisons together."""
+        """Return the number of workers whose caches are known in this way, how many of them drift, and their latest comparisons."""
         truths = [worker.accuracy for worker in self if worker.accuracy.knowledge is knowledge]
         drifting = sum(accuracy.drifting for accuracy in truths)
         return len(truths), drifting, sum((accuracy.recent for accuracy in truths), start=CacheComparison())

@@ -1,4 +1,4 @@
-"""Workers as they stand for a request, written down one by one, for placement and policies."""
+"""Candidate tables that tests write down worker by worker, for placement and policies."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from tests.support.builders import BLOCK_TOKENS, a_description
 
 
 class CandidateRow(Struct, frozen=True, kw_only=True):
-    """One worker as it stands for one request; see `fleet.router.candidates` for what each number is."""
+    """The values of one worker for one request; `fleet.router.policy` explains the quantities."""
 
     description: WorkerDescription
     draining: bool = False
@@ -53,7 +53,7 @@ def a_candidate(worker_id: str = "d1", role: Role = Role.DECODE, *, prompt_token
 
 
 def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTable:
-    """All of them, in order."""
+    """Return a candidate table of these workers, in order."""
     columns = np.zeros((quantity.QUANTITIES, len(rows)))
     for row, each in enumerate(rows):
         description = each.description
@@ -85,7 +85,7 @@ def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTa
 def decide(
     request: PlacementRequest, rows: Sequence[CandidateRow], settings: RouterSettings, rng: RandomSource
 ) -> DecisionExplanation | WaitForRoom | Rejection:
-    """By the policy that settings name, explained."""
+    """Return the explained decision of the policy that the settings name."""
     chosen = policy(settings.policy, parameters(settings))
     outcome = decide_in_table(request, table(rows, settings), chosen, settings, rng)
     return outcome.explained() if isinstance(outcome, Decision) else outcome
@@ -94,7 +94,7 @@ def decide(
 def score(
     standing: CandidateRow, prompt_tokens: int, settings: RouterSettings, *, phase: Phase = Phase.AGGREGATED, **request
 ) -> CostTerms:
-    """The cost of one worker by the policy that settings name; alone, so that no comparison enters."""
+    """Return the cost of one worker by the policy that the settings name, without other workers to compare with."""
     chosen = policy(settings.policy, parameters(settings))
     candidates = candidates_of([standing], settings)
     question = PlacementRequest(prompt_tokens=prompt_tokens, **request)

@@ -56,7 +56,7 @@ def codec(model_dir):
 
 @pytest.fixture
 def generations(codec):
-    """Makes generations, all of which have the same threads."""
+    """Return a factory of generations that share their threads."""
     threads = TokenizerThreads()
 
     def make(
@@ -180,9 +180,7 @@ async def test_engine_stops_before_a_slow_client_reads_last_text(generations, co
     stop=st.lists(st.sampled_from(["e", "t", "the", "ö", " ", "qu", "\ufffd"]), min_size=1, max_size=3, unique=True),
     step=st.integers(1, 6),
 )
-async def test_streamed_text_equals_text_up_to_first_stop_string(
-    answer, stop, step, generations, codec
-):
+async def test_streamed_text_equals_text_up_to_first_stop_string(answer, stop, step, generations, codec):
     whole, _, _ = await collect(
         generations(FakeRouter(answer, step=step)).generate(a_request(sampling=Sampling(max_tokens=99)))
     )
@@ -371,7 +369,7 @@ async def test_two_running_requests_cannot_share_an_id(generations):
 
 
 class Slow:
-    """A codec that tokenises as long as a test wants."""
+    """A codec that tokenizes for as long as a test wants."""
 
     def __init__(self, codec: TextCodec, threads_may_go: "asyncio.Event") -> None:
         self._codec = codec

@@ -1,4 +1,4 @@
-"""From the name of an adapter in a request to what the router is asked."""
+"""Requests for LoRA adapters, from the name in a request to the router's `Arrived`."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -23,7 +23,7 @@ ADA = a_model_card(name=ModelName("ada"), parent=MODEL, revision="1")
 
 @pytest.fixture
 def served(model_dir):
-    """A router with one model and its adapter, and its generation."""
+    """Return a router with one model and its LoRA adapter, and its generation."""
     clock = SystemClock()
     router = FakeRouter([300], cards=[a_model_card(), ADA])
     threads = TokenizerThreads()

@@ -1,4 +1,4 @@
-"""What the router decides, event by event. Every event is followed by the machine's own check of its invariants."""
+"""Decisions of the router's machine, event by event; the machine checks its invariants after every event."""
 
 import pytest
 
@@ -307,7 +307,7 @@ def test_random_end_token_counts_only_if_it_is_emitted(kv_path):
 
     if kv_path is KvPath.STORE:
         assert the(Complete, after).finish is Finish.STOP
-    else:  # the decode worker draws again, and the end gets one chance as on one worker
+    else:  # the decode worker draws again, so the end has one chance as on a single worker
         assert dispatched(after).tokens == a_prompt(LONG)
 
 
@@ -356,12 +356,12 @@ def test_pairs_follow_joining_and_leaving_prefill_workers():
     assert dispatched(router.send(a_long_arrival(request_id="pair"))).phase is Phase.PREFILL
 
 
-# Bookings.
+# Reservations.
 
 
 def test_reservations_follow_the_request_phases():
     router = RouterMachineDriver(*PAIR)
-    blocks = 32  # of 1000 tokens: 31 full ones and one partly filled
+    blocks = 32  # 1000 tokens are 31 full blocks and a partly filled one
 
     prefill = the(Dispatch, router.send(a_long_arrival()))
     assert router.booked("p1") == (1, blocks, LONG)
@@ -425,7 +425,7 @@ def test_answer_reserves_one_block_per_block_tokens():
 
 
 def busy(*, max_running: int = 1, **settings) -> tuple[RouterMachineDriver, Dispatch]:
-    """A router whose only worker is at its limit."""
+    """Return a router whose only worker is at its limit."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("d1", max_running=max_running)
     return router, the(Dispatch, router.send(an_arrival(request_id="running")))
@@ -693,7 +693,7 @@ def test_lost_prefill_worker_is_replaced():
 
 @pytest.mark.parametrize("placement", [Placement.AUTO, Placement.DISAGGREGATED])
 def test_decode_worker_computes_prompt_without_prefill_worker(placement):
-    """The client sees latency only, even where it asked for a pair."""
+    """The client only sees latency, even if it demanded a pair."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival(placement=placement)))
 
@@ -743,7 +743,7 @@ def test_prefill_without_handoff_counts_as_failed():
 
 
 def test_unreadable_handoff_makes_decode_worker_compute_prompt():
-    """It is a refusal of the hand-off, not of the request."""
+    """The worker rejects the handoff, not the request."""
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))
     decode = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff(fingerprint="other")))

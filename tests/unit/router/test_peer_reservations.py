@@ -1,4 +1,4 @@
-"""Several routers over the same workers: what one has booked counts for the others."""
+"""Several routers over the same workers: the reservations of one router count for the others."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, t
 
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
 WORKERS = [(f"d{number}", Role.DECODE) for number in range(8)]
-RUNNING = 12  # requests; with few a worker, a placement that is blind for the others shows most
+RUNNING = 12  # with few requests on each worker, ignoring the other routers shows most
 
 
 def told(driver, replica="other", **booked):
@@ -34,7 +34,7 @@ def test_worker_loaded_by_a_peer_is_avoided():
     router = RouterMachineDriver(("d1", Role.DECODE), ("d2", Role.DECODE))
     told(router, d1=(1000, 40.0, 2))
     assert the(Dispatch, arrive(router, "r1")).worker_id == "d2"
-    told(router, d2=(1000, 40.0, 2))  # in place of what it had told
+    told(router, d2=(1000, 40.0, 2))  # it replaces the earlier report
     assert the(Dispatch, arrive(router, "r2", tokens=a_prompt(10, first=900))).worker_id == "d1"
 
 
@@ -74,7 +74,7 @@ def test_router_reports_only_its_own_reservations():
 
 @pytest.mark.parametrize("between", [1, 2])
 def test_peers_balance_nearly_as_well_as_one_router(between):
-    """The busiest worker has at most 1.2 times what it has with one router, told every few requests."""
+    """The busiest worker has at most 1.2 times its load with one router, with reports every few requests."""
 
     def busiest(routers: int) -> float:
         drivers = [RouterMachineDriver(*WORKERS, seed=seed) for seed in range(routers)]

@@ -1,4 +1,4 @@
-"""The router's shell, with workers in memory."""
+"""The router's server, with workers in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ from tests.support.router.fake_workers import FakeWorker, FakeWorkers
 
 
 class FirstOfAll:
-    """Chance that takes the first of equal workers."""
+    """A random source that takes the first of equal workers."""
 
     def randrange(self, stop: int, /) -> int:
         return 0
@@ -304,7 +304,7 @@ def close(router: Router) -> None:
 
 
 class Told(list):
-    """A listener that notes what it hears."""
+    """A listener that records its events."""
 
     put = list.append
 

@@ -1,4 +1,4 @@
-"""Sessions: where they stay, for how long, and what happens when that worker is gone."""
+"""Sessions: their workers, their time to live, and what happens when a worker leaves."""
 
 import pytest
 
@@ -87,7 +87,7 @@ def test_late_peer_gets_the_latest_bindings():
 
 
 def routers_sessions(*clocks: float) -> list[tuple[SessionTable, Nanos]]:
-    """Of routers that have met, and what the clock of each says at the time 0."""
+    """Return session tables of routers that have met, with what each router's clock says at time 0."""
     met = [(SessionTable(ttl_seconds=10, capacity=10, telling=True), at(clock)) for clock in clocks]
     for one, now in met:
         for _, clock in met:
@@ -262,7 +262,7 @@ def test_session_stays_across_peer_routers():
         router.leave(homes[0])
     assert the(Reject, ask(routers[0], "lost", "s0")).field == "session"
     tell()
-    home = served(routers[1], "again", "s0")  # refused once, and not by each of them
+    home = served(routers[1], "again", "s0")  # rejected once, not once for each router
     assert served(routers[2], "and again", "s0") == home
 
 

@@ -1,4 +1,4 @@
-"""API keys and token buckets: whose request it is, and how much each tenant may have."""
+"""API keys and token buckets: the tenant of a request, and how much each tenant may use."""
 
 from hashlib import sha256
 
@@ -63,7 +63,7 @@ def test_request_cannot_name_another_tenant():
 
 
 def test_keys_are_compared_as_the_sent_bytes():
-    """Fronts read header bytes as Latin-1, among them some that it takes for spaces."""
+    """Frontends decode header bytes as Latin-1, which has characters that count as spaces."""
     sent = "schlüssel-à".encode()
     known = tenants(acme=with_key("schlüssel-à"))
     assert known.tenant(f"Bearer {sent.decode('latin-1')}", "") == "acme"
@@ -148,7 +148,7 @@ def test_time_going_backwards_fills_no_bucket():
 
 
 def test_sharing_routers_admit_as_much_as_one():
-    """Exchanged after every request, two routers admit exactly a minute's worth."""
+    """With an exchange after every request, two routers admit exactly the amount of a minute."""
     limits = TenantSettings(requests_per_minute=10, tokens_per_minute=1000)
     routers = [Tenants({"acme": limits}, START) for _ in range(2)]
     left = {"requests": 10.0, "tokens": 1000.0}
@@ -183,7 +183,7 @@ def test_usage_during_settling_is_kept():
     assert acme.taken()["acme"].requests == 2
 
 
-# Routers that tell each other directly.
+# Peer routers.
 
 
 def sharing(others=2, **settings):
@@ -215,7 +215,7 @@ def test_router_is_unsure_past_its_share_until_others_heard():
 
 
 def test_older_confirmation_changes_nothing():
-    """A router asks the others, and loses them all before they have answered."""
+    """A router asks its peers, and loses them all before they have answered."""
     here, told_once = sharing(requests_per_minute=30), sharing(requests_per_minute=30)
     for each in (here, told_once):
         for _ in range(5):
@@ -231,7 +231,7 @@ def test_older_confirmation_changes_nothing():
 
 
 def taken_until_unsure(here):
-    """Let requests in until the others should be asked; returns how many."""
+    """Admit requests until the peers should be asked; return how many."""
     count = 0
     while not here.is_unsure("acme", 1, START):
         here.admit("acme", 1, START)
@@ -278,7 +278,7 @@ def test_lower_level_of_a_peer_is_adopted():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=60), st.integers(4, 30))
 def test_three_routers_admit_at_most_two_too_many(steps, limit):
-    """Three routers; each step has one try a request, after some of what was told has arrived in order."""
+    """Each of three routers tries one request in each step, after some of the announcements have arrived in order."""
     routers = [sharing(requests_per_minute=limit) for _ in range(3)]
     mail = [[] for _ in range(3)]
     let_in = 0

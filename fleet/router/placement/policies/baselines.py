@@ -1,4 +1,4 @@
-"""Policies that know little, to compare with."""
+"""Baseline policies that know little about the workers, to compare other policies with."""
 
 from bisect import bisect_left
 from math import ceil, isfinite
@@ -12,11 +12,11 @@ from fleet.router.candidates import Candidates, Flags, Floats, PlacementRequest,
 from fleet.router.placement.policies.pickers import InTurn, TwoChoices
 from fleet.router.placement.policies.pipeline import Pipeline
 
-RING_POINTS = 64  # a worker; the shares of the key space are then within about an eighth of each other
+RING_POINTS = 64  # points of each worker; the shares of the key space then differ by about an eighth
 
 
 class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests that the worker has."""
+    """The number of reserved requests."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
@@ -30,14 +30,14 @@ class RoundRobin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Uniform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Any worker, uniformly."""
+    """A random worker, all equally likely."""
 
     def policy(self) -> Pipeline:
         return Pipeline("random")
 
 
 class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one with fewer requests of two drawn at random."""
+    """The worker with fewer requests of two that are drawn at random."""
 
     def policy(self) -> Pipeline:
         return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
@@ -53,12 +53,13 @@ class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class BoundedRing:
     """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
-    The first worker clockwise from the key that has fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is the session, else the prompt's first block, else chance.
+    It takes the first worker clockwise from the key with fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is
+    the session, else the prompt's first block, else a random number.
     """
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        self._members: tuple[str, ...] = ()  # candidates or not, so that the ring is seldom laid out anew
+        self._members: tuple[str, ...] = ()  # all workers, candidates or not, so that the ring is seldom rebuilt
         self._points: list[int] = []
         self._owners: list[int] = []  # rows in `_members`
 
@@ -86,11 +87,11 @@ class BoundedRing:
         for step in range(count):
             if (place := places.get(self._owners[(start + step) % count])) is not None:
                 return place
-        raise AssertionError("some worker has no more than the average")
+        raise AssertionError("a worker with at most the average load must exist")
 
 
 class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same worker for the same session or prompt start, as long as its load is within bounds."""
+    """The same worker for the same session or prompt beginning, as long as its load is within bounds."""
 
     load_factor: float = 1.25
 
@@ -103,7 +104,7 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps the worker that had this session's last request."""
+    """Keeps the worker of this session's last request."""
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if request.bound is None:
@@ -112,7 +113,7 @@ class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A session stays where it is while that worker has room; new ones go to the worker with the fewest requests."""
+    """A session stays on its worker while that has room; a new one goes to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

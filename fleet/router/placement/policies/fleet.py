@@ -1,34 +1,34 @@
-"""The default policy: what a request takes from a worker, in blocks of prefill.
+"""Fleet's default policy: what a request takes from a worker, in blocks of prefill.
 
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
 1. *prefill* is (backlog + prompt tokens) / block.
-2. *credit* is what the prompt's leading blocks need not be computed, by where they are: in the engine 1, in the store's memory
-   0.75, in a tier below that 0.5. The difference to 1 is the transfer, in blocks of prefill; where blocks from the store have
-   to be converted, that goes off too.
-3. Blocks that live requests hold on the worker, or are about to compute there, count as the engine's before its cache has told
-   of them, so that siblings which arrive together find each other. The backlog that is those very blocks counts for nobody
-   who needs them: whoever waits for them waits for what it would have to compute anywhere.
-4. *work* is the blocks that the request has to compute there: prompt less credit. Until here the cost is its own wait. Work is
-   what others wait for, and its *price* says how long: those who come later, by a share of the workers that are computing prompts
-   now, busy / (workers + 1 - busy); and those who run on that worker, held up by a step for each. An idle cluster computes a prompt
-   again to save a moment, a busy one waits for the worker that has it. Without a price every request is placed where its own
-   first token comes soonest, and together they compute shared prefixes several times over (ADR 0014).
+2. *credit* is for the prompt's leading blocks that need not be computed, by where they are: 1 in the engine, 0.75 in the store's
+   memory, 0.5 in a tier below. The difference to 1 is the transfer, in blocks of prefill. If blocks from the store have
+   to be converted, that cost is subtracted too.
+3. Blocks that live requests hold on the worker, or will soon compute there, count like the engine's before its cache reports
+   them, so that siblings that arrive together find each other. The backlog of these very blocks does not count for a request
+   that needs them: waiting for them replaces computing them.
+4. *work* is the number of blocks that the request has to compute there: prompt less credit. So far the cost is the request's own
+   wait. Other requests wait for the work too, and its *price* says for how long. Later requests are delayed by the share of workers that
+   compute prompts now, busy / (workers + 1 - busy). Requests that run on the worker are delayed by a step for each. An idle cluster
+   computes a prompt again to save a moment; a busy one waits for the worker that holds it. Without a price every request would be placed
+   where its own first token comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
 5. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
-   counts for less.
-6. A batch that is full makes a hit worth less, by `spread` times the share of it that waits: a hot prefix then goes to one
-   worker more, before it waits for one.
-7. A worker of another speed takes the time of so many blocks more or less; a block is only fetched for what it takes less
-   than computing it there.
-8. The worker that had this session's last request is preferred by `session_blocks`.
-9. With a goal for the first token, those go first that should keep it, by what a prompt token took there lately.
+   counts less.
+6. On a full batch a hit is worth less, by `spread` times the waiting share of the batch. So a hot prefix spreads to
+   another worker before its requests wait for one.
+7. A worker of another speed takes proportionally more or less time for its blocks. A block is only fetched for what that saves
+   against computing it there.
+8. The worker of this session's last request is preferred by `session_blocks`.
+9. With a goal for the first token, workers that should keep it go first, judged by the recent time per prompt token there.
 
-1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), but for the weight of decoding. The price is queueing theory's:
-work x that joins a queue with work u in it keeps those who come later waiting for λ / (1 - ρ) · x · (u + x / 2) together, which with
-about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
-problem with queue-specific job sizes", EJOR 217, 2012). ρ is read off the table, with one idle worker more than there is, so
-that it is never 1. The others are ours.
+Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from
+queueing theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total, which
+with about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
+problem with queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle worker more than there is, so
+that it is never 1. The other items are Fleet's own.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ from fleet.router.native.twin import credit_of, price_of
 from fleet.router.placement.policies.pickers import Lowest, Softmax
 from fleet.router.placement.policies.pipeline import Pipeline
 
-_PREFILL = Phase.PREFILL  # looked up in its enum it takes ten times as long
+_PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum attribute
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _weights(
         self, request: PlacementRequest, candidates: Candidates, phase: Phase
     ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
-        """What the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
+        """Return what the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
         return (
             request.prompt_tokens,
             self.engine_hit_credit,
@@ -135,7 +135,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps those whose first token should come in time; where nothing is known yet, it should."""
+    """Keeps workers whose first token should come in time; without measurements a worker counts as fast enough."""
 
     ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
 

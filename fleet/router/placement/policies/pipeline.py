@@ -1,4 +1,4 @@
-"""Filters → weighted scores → choice: the one shape that all policies have."""
+"""Policy pipeline: filters, then weighted scorers, then a picker. All policies have this shape."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from fleet.router.policy import Filter, ItemizedScorer, Picker, PlacementPolicy,
 
 
 class Pipeline:
-    """A policy put together from parts."""
+    """A policy made of parts."""
 
     def __init__(
         self,
@@ -21,20 +21,22 @@ class Pipeline:
         scorers: Sequence[tuple[str, float, Scorer]] = (),
         picker: Picker | None = None,
     ):
-        """A policy of these parts.
+        """Combine the parts.
 
         Args:
-            name: As settings name it.
-            filters: Applied in order; each sees what the one before has left.
-            scorers: Name, weight, scorer.
-            picker: The lowest cost by default, ties drawn.
+            name: The policy's name in settings.
+            filters: Filters in order; each gets the candidates that the one before has kept.
+            scorers: Name, weight and scorer of each.
+            picker: The picker; by default the lowest cost, with ties drawn.
         """
         self.name = name
         self._filters = tuple(filters)
         self.scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        self._ranking: RankingScorer | None = None  # where all is said by who has the lowest cost
+        self._ranking: RankingScorer | None = (
+            None  # a scorer that finds the lowest cost directly, if nothing else is needed
+        )
         if len(self.scorers) == 1 and self.scorers[0][1] == 1:
             scorer = self.scorers[0][2]
             self._total = scorer.costs

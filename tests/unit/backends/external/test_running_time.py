@@ -1,4 +1,4 @@
-"""A router's own time, which stands still while the router does not run."""
+"""Running time, which stands still while the router does not run."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The silence detector, before servers that are played in steps of a tenth of a second."""
+"""The silence detector, with servers simulated in steps of a tenth of a second."""
 
 import random
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class World:
         self.sent = 0
 
     def send(self, server: Server, seconds: float | None = None, *, size: int = 500, streams: bool = True) -> Asked:
-        """Send a request that is answered after so many seconds, by default as is usual there."""
+        """Send a request that is answered after some seconds, by default after the server's usual time."""
         self.sent += 1
         waits = server.usual if seconds is None else int(seconds * SECOND)
         turn = server.silence.answers + len(server.works) + 1
@@ -72,7 +72,7 @@ class World:
         return asked
 
     def leave(self, server: Server, asked: Asked) -> None:
-        """Have its client go away."""
+        """Let a request's client leave."""
         if server.works.pop(asked.work_id, None) is not None and asked.begun_at is None:
             server.silence.abandoned(self._seen(server, asked), self.now)
 
@@ -97,7 +97,7 @@ class World:
         )
 
     def run(self, seconds: float, *, judged: bool = True) -> None:
-        """Let time pass, look by look."""
+        """Let time pass, step by step."""
         for _ in range(round(seconds * SECOND / LOOK)):
             self.now = Nanos(self.now + LOOK)
             for server in self.servers:
@@ -153,7 +153,7 @@ def given_up(server: Server) -> list[RequestId]:
 
 
 def a_hung_server(**fields):
-    """A world that has served for a while, and its first server, which has just hung."""
+    """Return a world that has served for a while, and its first server, which has just hung."""
     world = World(**fields)
     world.warm()
     hung = world.servers[0]
@@ -290,7 +290,7 @@ def test_only_server_stays_and_its_requests_time_out():
 
 
 def test_overtaken_requests_count_as_silent():
-    """As with a server of two engines, of which one hangs."""
+    """The server behaves like one with two engines, one of which hangs."""
     world = World()
     world.warm()
     server = world.servers[0]
@@ -358,7 +358,7 @@ def test_permanently_slow_server_is_used_again():
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_very_long_prompt_is_no_hang(alone):
-    """A server that computes one after the other: what comes behind it waits."""
+    """The server computes one prompt after the other, so later ones wait."""
     world = World()
     world.warm(size=4000)
     server = world.servers[0]
@@ -367,7 +367,7 @@ def test_very_long_prompt_is_no_hang(alone):
     for _ in range(0 if alone else 10):
         world.run(1)
         world.send(server, 80, size=4000)
-    server.refuses_trials = True  # or the trial would tell that it lives, which a server of that kind does not
+    server.refuses_trials = True  # otherwise the trial would show that it lives, unlike a server of that kind
     world.run(88)
 
     assert not outs(server)
@@ -375,7 +375,7 @@ def test_very_long_prompt_is_no_hang(alone):
 
 
 def test_moving_queue_is_no_hang():
-    """Forty requests, one after the other, each in a second, where one took a tenth of that."""
+    """Forty requests run one after the other, each for a second; one took a tenth of that before."""
     world = World()
     world.warm(0.1)
     server = world.servers[0]
@@ -418,7 +418,7 @@ def test_long_whole_answer_is_no_hang():
     streams=st.booleans(),
 )
 def test_servers_with_usual_latency_never_leave(seed, usual, spread, streams):
-    """Whatever clients do: some leave, some send much at once, some nothing for long."""
+    """Clients behave in any way: some leave, some send many requests at once, some send none for long."""
     source = random.Random(seed)
     world = World(2)
 

@@ -1,4 +1,4 @@
-"""Long prompts in threads: what is given up leaves nothing behind."""
+"""Long prompts in threads: work that is given up leaves nothing behind."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ VERY_LONG = VERY_LONG_BYTES + 1
 
 
 class Slow:
-    """Work that takes until it is let go."""
+    """Work that takes until the test releases it."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""Beliefs about workers that tell nothing: bounded in number and time, the latest ones kept."""
+"""Assumed caches: bounded in size and time, with the latest prompts kept."""
 
 import random
 

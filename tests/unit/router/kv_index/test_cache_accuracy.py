@@ -1,4 +1,4 @@
-"""What was believed to be cached against what workers report."""
+"""Predicted cached tokens, compared with those that workers report."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ HIT, MISS = CacheComparison(320, 256, 256, 256), CacheComparison(320, 256, 0, 0)
         ((96, 95, 64, 32), CacheComparison(96, 64, 64, 64)),  # the last token is always computed, and with it its block
         ((96, 96, 95, 32), CacheComparison(96, 64, 64, 64)),
         ((1, 0, 0, 32), CacheComparison(1, 0, 0, 0)),
-        ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # no prompt that we know of, and one token to compute
+        ((0, -1, 0, 32), CacheComparison(0, 0, 0, 0)),  # an unknown prompt, and one token to compute
     ],
 )
 def test_comparison_uses_whole_blocks_before_last_token(told, compared):

@@ -1,4 +1,4 @@
-"""What several routers tell each other of prompts: requests that begin alike meet by whichever routers they come."""
+"""Announced prompts: requests that begin alike meet on one worker, whichever routers they use."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ WORKERS = tuple((f"w{number}", Role.BOTH) for number in range(16))
 
 
 class Told(RouterMachineDriver):
-    """One of several routers, which tells the others."""
+    """One of several routers, which announces its prompts to the others."""
 
     def tell(self, *others: RouterMachineDriver) -> None:
         name = str(id(self))
@@ -42,7 +42,7 @@ class Told(RouterMachineDriver):
             other.send(PeerReserved(replica=name, booked=self.machine.booked()))
 
     def place(self, name: str, tokens: bytes) -> tuple[Dispatch, int]:
-        """The work, and prompt tokens that are taken to be computed."""
+        """Place a prompt; return the dispatch and the prompt tokens to compute."""
         work = the(Dispatch, self.send(an_arrival(request_id=name, tokens=tokens, sampling=GREEDY)))
         (placed,) = self.machine.explain(RequestId(name)).placements
         return work, placed.prefill_tokens
@@ -54,7 +54,7 @@ def routers(count: int, *workers: tuple[str, Role], **settings) -> list[Told]:
 
 
 def believing(count: int, workers: int) -> list[Told]:
-    """Routers of workers that tell nothing of their caches."""
+    """Return routers whose workers do not report their caches."""
     found = [Told(seed=seed, policy="smg", replicas_listen="unix:r" if count > 1 else "") for seed in range(count)]
     for router in found:
         for number in range(workers):
@@ -73,7 +73,7 @@ def others_of(one: Told, among: Sequence[Told]) -> list[Told]:
 
 @pytest.mark.parametrize(("count", "own"), [(1, 0), (1, 64), (2, 0), (2, 64), (4, 0)])
 def test_prompt_is_computed_once_across_routers(count, own):
-    """Eight siblings of 4,000 tokens, before any engine has told of them. Without telling each router computes it once."""
+    """Eight siblings of 4,000 tokens arrive before any engine has reported. Without announcements each router computes the prompt once."""
     several = routers(count)
     full = []
     for number in range(8):
@@ -93,7 +93,7 @@ def test_peers_find_the_prefill_worker_of_a_prompt():
 
     assert work.worker_id.startswith("p")
     again, tokens = other.place("r2", a_prompt(2000) + a_prompt(600, first=90_000))
-    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # of 62 blocks, as far as there are marks
+    assert (again.worker_id, tokens) == (work.worker_id, 2600 - 60 * 32)  # blocks of 62, as far as marks tell
 
 
 @pytest.mark.parametrize("how", ["ended", "cancelled", "left"])
@@ -165,7 +165,7 @@ def test_late_peer_gets_known_prompts_then_news():
     late.send(PeerPlaced(replica=str(id(one)), placed=tuple(one.machine.prompts.latest())))
     assert late.place("r3", a_prompt(2000))[1] < 2000
 
-    one.step(brief, 1, finish=Finish.STOP)  # before it is told
+    one.step(brief, 1, finish=Finish.STOP)  # before it is announced
     one.step(known, 1, finish=Finish.STOP)
     one.tell(early, late)
 
@@ -224,11 +224,11 @@ def test_own_knowledge_counts_if_it_is_deeper():
     assert deeper([(6, 0b1001), (10, 0b10)], chains, range(16)) == [(6, 0b1001), (8, 0b100), (12, 0b10)]
 
 
-# Workers that tell nothing.
+# Workers that do not report their caches.
 
 
 def hit_rate(count: int, *, told: bool = True) -> float:
-    """Of 12 conversations of 7 turns over 8 workers, each turn by a router that is drawn: what was sent there already, in blocks."""
+    """Return the share of cached blocks for 12 conversations of 7 turns over 8 workers; each turn uses a random router."""
     several = believing(count, 8)
     dice = random.Random(5)
     sent: dict[str, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""The prefix index against a brute-force oracle, and what it promises about memory."""
+"""The prefix index, compared with a brute-force oracle, and its memory bounds."""
 
 import random
 import tracemalloc
@@ -132,7 +132,7 @@ BYTES_A_BLOCK = 400
 
 
 def test_day_of_churn_stays_within_memory_cap():
-    """Caches that are always full, turned over by the hour, and a worker in four that restarts each hour."""
+    """Caches are always full and turn over each hour, and a quarter of the workers restart each hour."""
     rng = random.Random(5)
     workers, capacity = [engine_cache_holder(WorkerId(f"w{number}")) for number in range(4)], 1_500
     tracemalloc.start()
@@ -183,7 +183,7 @@ HOLDERS = st.sampled_from([Holder(name) for name in "abcd"])
 
 
 class IndexEqualsOracle(RuleBasedStateMachine):
-    """A dictionary of sets is the oracle. Few keys and holders, so that runs, holes and recycled bits meet often."""
+    """The oracle is a dictionary of sets. Few keys and holders make runs, holes and reused bits meet often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class IndexEqualsOracle(RuleBasedStateMachine):
         assert len(self.index) == len(set().union(*self.oracle.values()))
 
     def longest(self, prompt: list[int]) -> dict[Holder, int]:
-        """However many keys are worth a bisection, the answer is the same."""
+        """Check that the answer does not depend on the bisection threshold."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("fleet.router.kv_index.prefix_index.WORTH_BISECTING", 1)
             bisected = self.index.longest(prompt)

@@ -1,7 +1,7 @@
-"""The index against a plain reference on a public trace: the same answers, for a known part of the work.
+"""The index against a plain reference on a public trace: the same answers with a known amount of work.
 
-Work is counted in steps of the interpreter, which are the same on every machine and however busy it is; of what C does in one
-step, processor time tells, more coarsely.
+Work is counted in bytecode steps of the interpreter, which are the same on every machine under any load. Processor time, which is
+less precise, covers the work that C code does in one step.
 """
 
 import sys
@@ -22,7 +22,7 @@ def done() -> list[IndexOperation]:
 
 
 def steps(index: MeasuredIndex) -> int:
-    """Of the interpreter, for what `done` does to an index."""
+    """Return the interpreter steps of `done` on an index."""
     counted = 0
 
     def count(frame, event, argument):

@@ -1,4 +1,4 @@
-"""The native costs against their numpy twin, to the last bit."""
+"""Native costs, compared with their numpy twin to the last bit."""
 
 import math
 import random
@@ -38,7 +38,9 @@ def test_native_costs_equal_the_twin_bit_for_bit(workers):
         costs.fleet_costs(table, found, 1000, *weights, *switches)
 
         assert expected.tobytes() == found.tobytes()
-        table = table[:, [*range(workers), rng.randrange(workers)]]  # one of them twice, so that there may be two
+        table = table[
+            :, [*range(workers), rng.randrange(workers)]
+        ]  # one of them twice, so that there may be two lowest costs
         twins = twin.fleet_lowest(table, 1000, *weights, *switches)
         assert costs.fleet_lowest(np.ascontiguousarray(table), 1000, *weights, *switches) == twins
 
@@ -143,7 +145,7 @@ def test_factors_of_wrong_length_are_refused(module, size):
 
 
 def test_c_row_numbers_equal_the_python_ones():
-    """The enumeration in costs.c against the constants that Python uses."""
+    """Compare the enumeration in costs.c with Python's constants."""
     from pathlib import Path
 
     source = Path(costs.__file__).with_name("costs.c").read_text()

@@ -1,4 +1,4 @@
-"""From how many tokens on a prompt is handed over, when that is learned."""
+"""Prefill break-even: from how many uncached tokens on a prompt is handed over, when that is learned."""
 
 import random
 
@@ -53,7 +53,7 @@ def test_estimate_converges_within_a_tenth(begin):
 
 
 def test_router_learns_and_reports_the_break_even():
-    """200 ms a hand-off, 1 ms a prompt token, nobody held up: 200 tokens are the same either way."""
+    """With 200 ms for a handoff, 1 ms for a prompt token and no delayed request, both ways cost the same at 200 tokens."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=True)
     sampling = Sampling(temperature=0.0, max_tokens=2)
     for number in range(MIN_SAMPLES):
@@ -86,7 +86,7 @@ def test_external_request_is_not_handed_over_to_measure(external, phase):
 
 @pytest.mark.parametrize("learning", [False, True])
 def test_break_even_is_reported_even_if_unused(learning):
-    """As above, with eight requests on the decode worker: an eighth of 200 tokens is less than the least that is concluded."""
+    """With eight requests on the decode worker, an eighth of 200 tokens is below the lower bound."""
     router = RouterMachineDriver(("p1", Role.PREFILL), ("d1", Role.DECODE), learn_remote_prefill=learning)
     nothing = router.machine.remote_prefill()
     assert (nothing.learned, nothing.handoffs, nothing.workers[0].min_tokens) == (learning, 0, None)

@@ -1,4 +1,4 @@
-"""Scores and choices against the rules that fleet.router.placement.decision states."""
+"""Costs and decisions, compared with the rules of `fleet.router.placement.decision`."""
 
 import itertools
 import random
@@ -100,7 +100,7 @@ def test_engine_hit_beats_store_hit_beats_none():
 
 
 def test_equal_workers_get_equal_shares():
-    """Within five per cent of uniform, wherever they stand in the list."""
+    """The shares are within five per cent of uniform, wherever a worker is in the list."""
     rows = [a_candidate(f"d{number}") for number in range(4)]
     rng = random.Random(4)
 
@@ -110,7 +110,7 @@ def test_equal_workers_get_equal_shares():
     assert all(abs(count - 2500) <= 125 for count in choices.values()), choices
 
 
-# Who is a candidate.
+# Candidates.
 
 
 def test_ineligible_workers_are_skipped_with_a_reason():
@@ -242,7 +242,7 @@ def test_prefill_worker_with_least_work_is_chosen():
     assert [terms.worker_id for terms in decision.prefill_candidates] == ["busy", "warm", "cold"]
 
 
-# What clients ask for.
+# Demands of clients.
 
 
 def test_client_demand_decides_and_is_the_reason():
@@ -309,7 +309,7 @@ def test_demanded_pair_skips_workers_without_partner():
     assert dict(decision.unfit) == {WorkerId("lonely"): IneligibleReason.NO_PAIR}
 
 
-# Ways for the blocks.
+# KV paths.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How long one decision may take."""
+"""Time limits of one decision."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from tests.support.builders import a_joined_worker, an_arrival
 from tests.support.router.machine_driver import START
 
 BLOCK = 64
-TRIES = 20  # of which one has to keep within a budget: who shares the core takes from its caches, too
+TRIES = 20  # one of the rounds has to keep its budget, because other processes share the core and its caches
 BUDGET_SECONDS = 2e-3
 """Of processor time, for a prompt of 32k tokens and 64 workers, hashing included. A quiet core takes a fifth of that; it catches
 work that grows with workers × blocks."""
@@ -49,7 +49,7 @@ def test_decision_over_64_workers_is_within_budget(name):
             live = LiveRequest(arrived=arrival, seq=number, since=START)
             began = time.thread_time()
             candidate_table = machine.registry.candidate_table(live)
-            if number % 2:  # one of them is full, each time another
+            if number % 2:  # one worker is full, each time another one
                 candidate_table.columns[REQUESTS, number % 64] = candidate_table.columns[LIMIT, number % 64]
             outcome = decide(live.placement_request(START), candidate_table, machine.policy, machine.settings, rng)
             seconds.append(time.thread_time() - began)
@@ -66,7 +66,7 @@ core takes a third of that."""
 
 
 def test_ten_thousand_kv_events_leave_time_for_requests():
-    """Blocks of which a worker tells are stored by it and removed again; after each ten events a request is placed."""
+    """Workers report blocks as stored and removed; after each ten events a request is placed."""
     rng = random.Random(0)
     machine = RouterMachine(RouterSettings(), random.Random(0))
     for number in range(WORKERS):
@@ -89,7 +89,7 @@ def test_ten_thousand_kv_events_leave_time_for_requests():
             told.append((WorkerId(f"w{worker}"), message.SerializeToString()))
 
     def rounds() -> tuple[float, float]:
-        """Seconds of an event, and of the slowest but one of a hundred requests."""
+        """Return the seconds of an event, and of the second slowest of a hundred requests."""
         spent, requests = 0.0, []
         for number, (worker_id, content) in enumerate(told):
             began = time.thread_time()

@@ -1,4 +1,4 @@
-"""Who may serve a demand, and what a client is told when nobody may."""
+"""Eligibility: which workers may serve a request, and the rejection if none may."""
 
 import random
 

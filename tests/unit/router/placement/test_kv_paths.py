@@ -1,4 +1,4 @@
-"""Workers whose blocks lie differently: which ways they have in common, and what that costs."""
+"""Workers with different block layouts: their common KV paths, and the cost of converting blocks."""
 
 import msgspec
 import pytest

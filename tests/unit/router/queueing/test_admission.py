@@ -1,4 +1,4 @@
-"""What the router's machine does with requests that find no room: who waits, who is refused, who is next."""
+"""Admission by the router's machine: which requests wait without room, which are rejected, and which are next."""
 
 import random
 
@@ -24,7 +24,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=8)
 
 
 class Busy(RouterMachineDriver):
-    """One worker with room for one request, which is taken by a request called "running"."""
+    """A worker with room for one request, which a request called "running" takes."""
 
     def __init__(self, **settings):
         super().__init__(oversubscribe=1.0, **settings)
@@ -36,7 +36,7 @@ class Busy(RouterMachineDriver):
         return self.send(an_arrival(request_id=name, tenant=tenant, sampling=GREEDY, **fields))
 
     def finish(self):
-        """End what runs; the next one starts."""
+        """End the running request, so the next one starts."""
         commands = self.step(self.work, 1, finish=Finish.STOP)
         if started := [command for command in commands if isinstance(command, Dispatch)]:
             (self.work,) = started
@@ -47,7 +47,7 @@ class Busy(RouterMachineDriver):
 
 
 def a_paced_router(**settings):
-    """A router whose one worker has been seen to take a request of ten tokens each second; nobody waits yet."""
+    """Return a router whose only worker has taken a request of ten tokens each second; no request waits yet."""
     router = Busy(**settings)
     for number in range(EVIDENCE + 1):
         router.arrive(f"warm{number}")
@@ -84,7 +84,7 @@ def test_queued_tenants_are_served_by_weight():
 
 @pytest.mark.parametrize(("priority_seconds", "seconds"), [(0.0, 1), (5.0, 15), (10.0, 30)])
 def test_low_priority_waits_only_for_the_priority_seconds(priority_seconds, seconds):
-    """One that comes each second, three steps higher, and is served in a second: there is always one of them."""
+    """A request three steps higher arrives each second and is served in a second, so there is always one of them."""
     router = Busy(priority_seconds=priority_seconds)
     router.arrive("low")
     for second in range(100):
@@ -186,7 +186,7 @@ def test_request_of_lost_worker_stays_in_a_full_queue():
     second = the(Dispatch, router.arrive("second"))
     router.step(second, 7)
     router.arrive("waits")
-    router.leave("d2")  # "second" waits again, as one too many
+    router.leave("d2")  # "second" waits again, and there is one too many
 
     refusal = the(Reject, router.arrive("new"))
 
@@ -219,7 +219,7 @@ def test_raised_limit_moves_queue_and_survives_rejoin():
     assert [command.start.request_id.partition("#")[0] for command in joined] == ["c", "d"]
 
 
-# Who waits for workers of its own.
+# Requests that wait for particular workers.
 
 ADA = LoraAdapter(ModelName("ada"))
 PARTICULAR = [
@@ -234,7 +234,7 @@ PARTICULAR = [
 
 
 def a_half_busy_router() -> tuple[RouterMachineDriver, Dispatch]:
-    """Of two workers, one has an adapter, a label, more room for prompts, a partner, a session, and as much as it can do."""
+    """Return a router with two workers. One is full and has a LoRA adapter, a label, more room, a partner and a session."""
     router = RouterMachineDriver(oversubscribe=1.0, session_affinity="hard")
     router.join("other", max_running=2, max_model_len=2000, fingerprint="of its own")
     description = a_description(worker_id="busy", max_running=1)
@@ -265,7 +265,7 @@ def test_request_for_a_busy_worker_delays_no_other(particular):
     ("go", "refused"), [("leave", {"first", "pinned", "tried"}), ("drain", {"pinned", "tried", "bound"})]
 )
 def test_pinned_request_is_rejected_when_its_worker_leaves(go, refused):
-    """The request that ran there has to keep its session, too, and ends it: the next one waits with the others."""
+    """The running request is bound to its session too, and ends it: the next one waits with the others."""
     router, _ = a_half_busy_router()
     router.send(an_arrival(request_id="tried", sampling=GREEDY, pin=WorkerId("busy"), labels=("gold",)))
     for name in ("plain", "more", "waits"):
@@ -279,7 +279,7 @@ def test_pinned_request_is_rejected_when_its_worker_leaves(go, refused):
 
 
 def asked_of(router: RouterMachineDriver, monkeypatch) -> list[str]:
-    """Requests that are tried, from now on."""
+    """Return the requests that are tried from now on."""
     asked = []
     choose = router.machine.placer.choose
     monkeypatch.setattr(
@@ -335,7 +335,7 @@ def test_failed_tries_per_event_are_bounded(monkeypatch):
 
 
 def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineDriver, int]:
-    """Workers with one place each, that is taken; one waits for each of them, by name."""
+    """Return a router whose workers have one occupied place each; one request waits for each of them by name."""
     router, count = RouterMachineDriver(oversubscribe=1.0, **settings), 3 * MAX_FAILED_TRIES
     for number in range(count):
         pin = WorkerId(f"w{number}")
@@ -347,7 +347,7 @@ def a_router_with_more_wishes_than_are_tried(**settings) -> tuple[RouterMachineD
 
 @pytest.mark.parametrize("happens", ["nothing", "anything"])
 def test_group_behind_many_others_gets_a_turn(monkeypatch, happens):
-    """Whether those before it are known to wait in vain, or have to be tried again each time."""
+    """The groups before it are either known to be blocked, or have to be tried each time."""
     monkeypatch.setattr(waiting_module, "MAX_FIRST_TRIES", 0)
     router, count = a_router_with_more_wishes_than_are_tried()
     router.join("free", max_running=1)
@@ -372,7 +372,7 @@ def test_request_for_the_free_worker_passes_blocked_groups():
     for number in range(count):
         router.join(f"w{number}", max_running=1)
     sent = []
-    for name in ("runs", "waits"):  # who waits came when nobody had room, and was not tried
+    for name in ("runs", "waits"):  # the waiting request came when no worker had room, and was not tried
         for number in range(count):
             pin = WorkerId(f"w{number}")
             sent += router.send(an_arrival(request_id=f"{name}{number}", sampling=GREEDY, pin=pin))
@@ -454,14 +454,14 @@ def test_retried_request_is_in_a_group_of_its_own():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_worker_idles_while_it_could_serve_a_queued_request(seed):
-    """Three workers with one place each; requests that want one of them or any, of three tenants; ends and cancellations."""
+    """Three workers with one place each serve requests of three tenants, for one worker or for any, with ends and cancellations."""
     dice = random.Random(seed)
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=1000, max_queue_seconds=1e6)
     names = ["w0", "w1", "w2"]
     for name in names:
         router.join(name, max_running=1)
     running: dict[str, Dispatch] = {}  # by worker
-    waiting: dict[str, str] = {}  # the worker that is wanted, by request
+    waiting: dict[str, str] = {}  # the demanded worker, by request
 
     def note(commands):
         for command in commands:

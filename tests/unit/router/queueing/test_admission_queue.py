@@ -1,4 +1,4 @@
-"""The waiting room: order, fairness, who has to go, and what it says about waiting."""
+"""The admission queue: order, fairness, dropped requests, and predicted waits."""
 
 import random
 from itertools import count
@@ -14,7 +14,7 @@ NOBODY: dict[str, float] = {}
 
 
 class Room:
-    """A waiting room with a clock, that checks itself after each step."""
+    """An admission queue with a clock; it checks itself after each step."""
 
     def __init__(self, weights=NOBODY, *, priority_seconds=10.0, size_seconds=0.0):
         self.room = AdmissionQueue(weights)
@@ -71,11 +71,11 @@ def test_low_priority_is_served_in_bounded_time():
     for second in range(100):
         room.now = Nanos(second * SECOND)
         room.add(f"high{second}", priority=3)
-        room.add(f"more{second}", priority=3)  # two come for each that is served
+        room.add(f"more{second}", priority=3)  # two requests arrive for each one that is served
         if room.serve() == "low":
             served = second
             break
-    assert served == pytest.approx(60, abs=2)  # it stands 30 s of arrivals behind, served at half their pace
+    assert served == pytest.approx(60, abs=2)  # it is 30 s of arrivals behind, and half of them are served in that time
 
 
 def test_very_large_priority_seconds_are_strict():
@@ -105,11 +105,11 @@ def test_size_seconds_prefer_short_prompts_within_bounds():
         room.add(f"other{second}", tokens=10)
         if room.serve() == "long":
             break
-    assert 100 < second < 130  # 60 s of arrivals, served at half their pace
+    assert 100 < second < 130  # 60 s of arrivals, of which half are served in that time
 
 
 def test_tenants_share_computation_by_weight():
-    """Within 5 % of the weights, whatever the sizes and however many requests each has."""
+    """The shares are within 5 % of the weights, for any sizes and numbers of requests."""
     weights = {"gold": 3.0, "silver": 2.0}
     room = Room(weights)
     dice = random.Random(5)

@@ -1,4 +1,4 @@
-"""Prompts that wait for their worker in its lane: who goes when, and that nothing is left behind."""
+"""Prefill queues: the order in which prompts are sent, and that nothing is left behind."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
@@ -93,7 +93,7 @@ def prompt_of(work: Dispatch) -> int:
 
 
 def sent_with(commands) -> list[int]:
-    """Lengths of the prompts that went, in their order."""
+    """Return the lengths of the sent prompts, in order."""
     return [prompt_of(each) for each in commands if isinstance(each, Dispatch)]
 
 
@@ -106,7 +106,7 @@ def test_short_prompt_overtakes_a_queued_long_one():
 
     went = router.step(running, 7)
 
-    assert sent_with(went) == [40, 600]  # forty tokens leave room for one more
+    assert sent_with(went) == [40, 600]  # forty tokens leave room for another prompt
 
 
 def test_long_prompt_is_overtaken_only_for_a_while():

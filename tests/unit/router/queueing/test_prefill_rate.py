@@ -1,4 +1,4 @@
-"""The pace at which a worker computes prompts, and the requests that are refused because of it."""
+"""Prefill rate of a worker, and the rejections that follow from it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +61,7 @@ def test_idle_time_does_not_lower_the_rate():
 
 
 class Lane(RouterMachineDriver):
-    """Workers of a thousand tokens a second each, as the router has seen them to be."""
+    """A router whose workers have computed a thousand tokens a second."""
 
     def __init__(self, workers=1, **settings):
         super().__init__(*((f"d{n}", Role.DECODE) for n in range(workers)), prefill_window_tokens=WINDOW, **settings)
@@ -72,11 +72,11 @@ class Lane(RouterMachineDriver):
     def ask(self, tokens, **fields):
         self.count += 1
         prompt = bytes(4 * tokens - 4) + self.count.to_bytes(4, "little")
-        prompt = self.count.to_bytes(4, "little") + prompt[4:]  # nobody shares a block
+        prompt = self.count.to_bytes(4, "little") + prompt[4:]  # no two prompts share a block
         return self.send(an_arrival(request_id=f"r{self.count}", tokens=prompt, sampling=GREEDY, **fields))
 
     def serve(self, commands, seconds):
-        """Have the worker compute a prompt; returns what goes there next."""
+        """Let the worker compute a prompt; return the next prompt that is sent to it."""
         work = the(Dispatch, commands)
         self.now = Nanos(self.now + int(seconds * SECOND))
         return self.step(work, 1, 2, finish=Finish.LENGTH)
@@ -113,7 +113,7 @@ def test_prefill_queue_wait_past_deadline_rejects():
 
 
 def test_request_without_prefill_wait_is_not_rejected():
-    """However slow the worker is: it is sent as much ahead as keeps it busy."""
+    """Even a slow worker is sent enough prompts to keep it busy."""
     router = Lane(max_queue_seconds=0.1)
     router.ask(500)
     assert the(Dispatch, router.ask(500))

@@ -1,4 +1,4 @@
-"""Requests that wait and want the same are looked at as one, and that makes no difference to who is served when."""
+"""Wait groups: trying queued requests as groups does not change which request is served when."""
 
 import random
 from itertools import count
@@ -35,7 +35,7 @@ WORKERS = [WorkerId(f"w{number}") for number in range(5)]
 
 
 class World:
-    """A room, and workers with some places each. A wish is the workers that it may go to."""
+    """A queue, and workers with some places each. A group is the set of workers that a request may use."""
 
     def __init__(self, *, one_by_one: bool) -> None:
         self.room = AdmissionQueue({"a": 3.0, "b": 0.5})
@@ -106,7 +106,7 @@ def test_grouping_does_not_change_the_service_order(seed):
 
 
 def test_blocked_group_is_tried_at_most_once():
-    """Ten thousand of many tenants that wait for one worker; another one has room now and again, for one who comes last."""
+    """Ten thousand requests of many tenants wait for one worker; another worker has room at times, for a request behind them."""
     world, looked = World(one_by_one=False), []
     busy, free = WORKERS[:2]
     for number in range(10_000):
@@ -137,13 +137,13 @@ def test_tenant_with_many_groups_keeps_its_order():
     assert world.served == ["r6", "r3", "r0", "r7", "r4", "r1", "r8", "r5", "r2"]
 
 
-# With a router around it.
+# Tests with a whole router.
 
 ADAPTERS = LoraAdapter(ModelName("ada")), LoraAdapter(ModelName("bob"))
 
 
 def a_router_with_small_and_large(**settings) -> tuple[RouterMachineDriver, Dispatch, Dispatch]:
-    """A worker for 320 tokens and one for more, with a place each that is taken; what runs there."""
+    """Return a router with a worker for 320 tokens and a larger one, each with one occupied place, and the running requests."""
     router = RouterMachineDriver(oversubscribe=1.0, **settings)
     router.join("small", max_running=1, kv_blocks=320 // BLOCK_TOKENS)
     router.join("large", max_running=1)
@@ -173,7 +173,7 @@ def test_groups_split_by_sizes_of_later_workers():
 
     assert who(router.join("middle", max_running=1, max_model_len=2000)) == ("middle", "middle")
     router.leave("small")
-    router.leave("middle")  # now all fit everybody who is left
+    router.leave("middle")  # now all requests fit all remaining workers
     assert who(router.step(on_large, 7, finish=Finish.STOP)) == ("long", "large")
 
 
@@ -219,7 +219,7 @@ def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
     request = machine.placer.with_session(live, router.now)
     candidate_table, settings = machine.registry.candidate_table(live), machine.settings
     outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
-    if isinstance(outcome, Rejection) and live.failures:  # then any worker is better than none
+    if isinstance(outcome, Rejection) and live.failures:  # after a failure any worker is better than none
         request = structs.replace(request, placement=Placement.AUTO, kv_path=None, pin=None)
         outcome = decide(request, candidate_table, machine.policy, settings, random.Random(0))
     return isinstance(outcome, Decision)
@@ -227,7 +227,7 @@ def could_be_served(router: RouterMachineDriver, request_id: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_request_waits_for_available_capacity(seed):
-    """Requests of all kinds; workers of all kinds that come, go, drain, fail and are booked by others."""
+    """Requests of all kinds; workers that join, leave, drain, fail and are reserved by peers."""
     dice, incarnations = random.Random(seed), count()
     router = RouterMachineDriver(oversubscribe=1.0, max_queued=25, max_queue_seconds=1e6, session_affinity="hard")
     running: dict[str, Dispatch] = {}

@@ -1,4 +1,4 @@
-"""Adapters: who serves them, and where requests for them go."""
+"""LoRA adapters: which workers serve them, and where requests for them go."""
 
 import pytest
 from msgspec import structs
@@ -152,7 +152,7 @@ def test_lora_reservations_follow_the_requests():
     work = the(Dispatch, fleet.ask("r1", ADA))
     other = "d2" if work.worker_id == "d1" else "d1"
 
-    fleet.leave(work.worker_id)  # the machine checks its books after each event
+    fleet.leave(work.worker_id)  # the machine checks its reservations after each event
     fleet.join_with(work.worker_id, ADA)
     assert fleet.placed("r2", ADA) == other
 

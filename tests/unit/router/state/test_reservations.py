@@ -1,4 +1,4 @@
-"""What bookings tell placement beyond what the machine's own tests show."""
+"""Reservations: what placement reads from them, beyond what the machine's own tests show."""
 
 import random
 
@@ -26,7 +26,7 @@ def reservations() -> tuple[WorkerReservations, np.ndarray]:
 
 
 def test_answer_near_its_end_counts_less_but_at_least_one():
-    """320 tokens expected. What is there grows by a block every 32, what counts shrinks as the rest gets short."""
+    """320 tokens are expected. The answer grows by a block every 32 tokens, while the counted share shrinks towards the end."""
     made, column = reservations()
     made.reserve(R1, (1, 2), 64, 64, START, expected_tokens=320)
     counted = []
@@ -80,10 +80,10 @@ def test_token_seconds_include_the_wait_for_other_prompts():
 
     made.computed(R1, Nanos(SECOND))  # 1,000 tokens in 1 s
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
-    made.computed(RequestId("r2"), Nanos(2 * SECOND))  # behind 1,000 others: the same pace
+    made.computed(RequestId("r2"), Nanos(2 * SECOND))  # behind 1,000 other tokens: the same rate
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
     made.reserve(RequestId("r3"), (), 10, 10, START)
-    made.computed(RequestId("r3"), Nanos(SECOND))  # a short one says nothing about tokens
+    made.computed(RequestId("r3"), Nanos(SECOND))  # a short prompt says nothing about the time per token
     assert column[TOKEN_SECONDS] == pytest.approx(1e-3)
     made.reserve(RequestId("r4"), (), 1000, 1000, START)
     made.computed(RequestId("r4"), Nanos(5 * SECOND))
@@ -99,5 +99,5 @@ def test_expected_length_reduces_the_reserved_blocks():
         router.step(work, token)
 
     (pool,) = router.machine.registry.tables.values()
-    assert pool.columns[ACTIVE_BLOCKS, 0] == 3  # of the prompt, and one
+    assert pool.columns[ACTIVE_BLOCKS, 0] == 3  # blocks of the prompt, and one
     assert router.booked("d1")[1] == 4

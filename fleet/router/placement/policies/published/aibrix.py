@@ -3,7 +3,8 @@
     if most requests - least > imbalance:  the worker with the fewest requests
     else: by match, then by requests, the first that has no more than mean + deviations × standard deviation of them
 
-Where nobody is below that bound, the worker with the fewest requests. Its documentation says 16 requests and 2 deviations.
+If no worker is below that bound, the worker with the fewest requests is taken. AIBrix's documentation says 16 requests and 2
+deviations.
 """
 
 from msgspec import Struct
@@ -14,7 +15,7 @@ from fleet.router.placement.policies.pipeline import Pipeline
 
 
 class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rule above, as a choice: what others have scored is not looked at."""
+    """The rule above as a picker: costs of scorers are ignored."""
 
     imbalance: int = 8
     deviations: float = 1.0
@@ -33,7 +34,7 @@ class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Aibrix(PrefixMatch, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AIBrix's prefix-cache rule: the longest match among those that have not many more requests than the others."""
+    """AIBrix's prefix-cache rule: the longest match among workers that have not many more requests than the others."""
 
     def policy(self) -> Pipeline:
         return Pipeline("aibrix", picker=self)

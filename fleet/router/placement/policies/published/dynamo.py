@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo's cost function, in KV blocks, as release 1.6 ships it.
+"""NVIDIA Dynamo's cost function in KV blocks, as release 1.6 ships it.
 
 Source: lib/kv-router/src/scheduling/selector/default.rs.
 
@@ -9,11 +9,11 @@ Source: lib/kv-router/src/scheduling/selector/default.rs.
            + unique decode blocks, with those that the prompt would add
            + decode_active_request_weight · active requests
 
-and the choice by temperature: see `Softmax`. Its prefill workers are scored the same, without the decode term. The store's memory
-counts as host memory, tiers below it as disk.
+The choice is by temperature (`Softmax`). Dynamo's prefill workers are scored the same without the decode term. The store's memory
+counts as host memory, and tiers below it as disk.
 
-What is done otherwise: the decode worker of a pair is chosen as if it did everything, where Dynamo goes by its load alone; and answers
-count as they grow, which Dynamo can and by default does not.
+Two things differ: the decode worker of a pair is chosen as if it did everything, while Dynamo goes by its load alone; and answers
+count as they grow, which is an option in Dynamo.
 """
 
 from collections.abc import Mapping

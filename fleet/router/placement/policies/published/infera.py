@@ -1,9 +1,9 @@
-"""AMD Infera's cost (AMD-AGI/Infera v0.1), with its weight for workers that do whole requests.
+"""AMD Infera's cost (AMD-AGI/Infera v0.1), with its weight for aggregated workers.
 
     cost = weight × (prompt blocks - hits)  +  distinct blocks of requests in flight  +  recent
 
-*recent* is the sum of the blocks that a worker did not have when it was picked, times 0.97 for every pick since, by whomever: so a
-worker that has just been given much is spared before any load shows it. Its weight is 20 for prefill workers, 2 for decode workers.
+*recent* is the sum of the blocks that a worker did not hold when it was picked, times 0.97 for every later pick of any worker. So a
+worker that has just been given much is spared before its load shows it. The weight is 20 for prefill workers and 2 for decode workers.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from fleet.router.candidates import Candidates, Floats, PlacementRequest, Random
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.policy import PlacementPolicy
 
-FADES = 0.97  # a pick; half is left after 23
+FADES = 0.97  # factor for each pick; half is left after 23 picks
 PREFILL_WEIGHT = 20.0
-NOTHING = 1e-3  # blocks, and less
+NOTHING = 1e-3  # blocks; smaller values are forgotten
 
 
 class RecentMisses:

@@ -5,9 +5,9 @@ For each prefill instance, with the longest match of all instances at hand:
     if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
     else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
 
-*queue* is the sum of the queued prefills; the paper fits prefill and transfer times offline, here they are a number of seconds
-a token each (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Its decode
-instance is the least loaded that keeps the time between tokens; with one worker for both, load is not looked at.
+*queue* is the sum of the queued prefills. The paper fits prefill and transfer times offline; here they are seconds for each
+token (`prefill_seconds_per_token`, `quadratic_seconds` for attention, and `transfer_seconds_per_token`). Mooncake's decode
+instance is the least loaded one that keeps the time between tokens; here one worker does both, and its load is ignored.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from fleet.router.placement.policies.pipeline import Pipeline
 
 
 class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The algorithm's TTFT, in seconds."""
+    """The TTFT of the algorithm in seconds."""
 
     balancing_threshold: float = 4.0
     prefill_seconds_per_token: float = 1e-4
@@ -47,7 +47,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's conductor: the least time to the first token, fetching the longest match where it is much longer."""
+    """Mooncake's conductor: the least time to the first token; it fetches the longest match where that is much longer."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

@@ -4,7 +4,7 @@
     else, if the longest match is more than `match_threshold` of the prompt: the worker that has it
     else:                                                                     the worker with the smallest tree
 
-Its *tree* is what the router itself has sent to a worker; here that is counted in blocks that were new there. Copies of the rule in
+A *tree* is what the router itself has sent to a worker; here it is counted in blocks that were new there. Copies of the rule in
 SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
 """
 
@@ -17,11 +17,11 @@ from fleet.router.candidates import Candidates, Floats, PlacementRequest, Random
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.pipeline import Pipeline
 
-MAX_TREE_BLOCKS = 10_000  # its cap on a tree; beyond, all are as large as each other
+MAX_TREE_BLOCKS = 10_000  # SMG's cap on a tree; larger trees count as equal
 
 
 class CacheAware:
-    """Remembers the trees' sizes."""
+    """The rule with the sizes of the trees."""
 
     def __init__(self, match_threshold: float, balance_abs: int, balance_rel: float):
         self._match_threshold = match_threshold
@@ -34,7 +34,7 @@ class CacheAware:
         prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
-        if len(self._trees) > 2 * len(candidates) + 64:  # of workers that have left
+        if len(self._trees) > 2 * len(candidates) + 64:  # forget workers that have left
             known = set(candidates.worker_ids)
             self._trees = {name: size for name, size in self._trees.items() if name in known}
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))

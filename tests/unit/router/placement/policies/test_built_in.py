@@ -1,4 +1,4 @@
-"""Policies against their published formulas, and the choices that follow from them."""
+"""Built-in policies: their published formulas, and the choices that follow from them."""
 
 import heapq
 import itertools
@@ -99,7 +99,7 @@ GOLDEN = [
 
 
 def test_low_decode_weight_keeps_shared_prefix_together():
-    """A worker with all of the prompt and two requests that use it is better than an idle one without anything."""
+    """A worker with the whole prompt and two requests that use it is better than an idle one without anything."""
     settings = RouterSettings()
     cold = score(a_candidate(prompt_tokens=2048), 2048, settings)
     warm = score(
@@ -109,7 +109,7 @@ def test_low_decode_weight_keeps_shared_prefix_together():
     assert warm.cost == pytest.approx(64 - 60 + 4 * 0.3 * 2 + 68 * 0.3 + 2)
 
 
-PRICES = [  # workers in all, of these computing prompts now, requests on this one; price of its work
+PRICES = [  # workers, computing workers, requests on this worker; price of its work
     (1, 0, 0, 0.0),
     (1, 1, 0, 1.0),
     (4, 0, 0, 0.0),
@@ -123,7 +123,7 @@ PRICES = [  # workers in all, of these computing prompts now, requests on this o
 
 @pytest.mark.parametrize(("workers", "busy", "requests", "price"), PRICES)
 def test_price_of_work_grows_with_computing_workers(workers, busy, requests, price):
-    """By hand from rule 4 of `fleet.router.placement.policies.fleet`: a prompt of ten blocks, of which six have to be computed."""
+    """The numbers follow from rule 4 of `fleet.router.placement.policies.fleet`: a prompt of ten blocks, six of them to be computed."""
     rows = [
         a_candidate(
             f"w{place}", prompt_tokens=320, engine_blocks=4, backlog_tokens=32 * (place < busy), requests=requests
@@ -136,7 +136,7 @@ def test_price_of_work_grows_with_computing_workers(workers, busy, requests, pri
 
 
 def test_busy_cluster_waits_for_prefix_and_idle_one_recomputes():
-    """The same two workers: one has 8 of 10 blocks and 12 blocks to compute before it, the other nothing of either."""
+    """One worker has 8 of 10 blocks and 12 blocks to compute before; the other has neither."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=8, backlog_tokens=32 * 12)
     cold = a_candidate("cold", prompt_tokens=320)
     others = [a_candidate(f"busy{place}", prompt_tokens=320, backlog_tokens=32 * 100) for place in range(6)]
@@ -147,7 +147,7 @@ def test_busy_cluster_waits_for_prefix_and_idle_one_recomputes():
 
 
 def test_prefill_goes_where_it_delays_fewer_streams():
-    """Of two that have to compute as much, and have the same to compute before it."""
+    """Both workers have to compute the same, and have the same backlog."""
     few = a_candidate("few", prompt_tokens=320, requests=1)
     many = a_candidate("many", prompt_tokens=320, requests=8)
     apart = {"running_request_blocks": 0.0, "decode_weight": 0.0}
@@ -307,7 +307,7 @@ def test_dynamo_credit_decays_with_excess_backlog():
 
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 3.0])
 def test_softmax_draws_with_its_published_probabilities(temperature):
-    """Chi-square, 5 degrees of freedom; 20.5 is exceeded by one fair run in a thousand."""
+    """A chi-square test with 5 degrees of freedom; one fair run in a thousand exceeds 20.5."""
     values = np.array([3.0, 4.0, 5.0, 5.0, 9.0, 13.0])
     weights = [math.exp(-(value - 3) / (10 * temperature)) for value in values]
     expected = [20_000 * weight / sum(weights) for weight in weights]
@@ -352,7 +352,7 @@ def test_random_policy_is_uniform():
 
 
 def test_two_choices_takes_less_loaded_of_uniform_pair():
-    """Of four, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never."""
+    """Of four workers, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never wins."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
     candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)
@@ -427,7 +427,7 @@ def test_sticky_keeps_the_session_while_worker_has_room():
 
 
 def test_mooncake_fetches_a_much_longer_match():
-    """FAST '25, Algorithm 1, with 0.1 ms a token for prefill, 0.01 ms for a transfer, no attention term, threshold 4."""
+    """FAST '25, Algorithm 1, with 0.1 ms of prefill and 0.01 ms of transfer for each token, no attention term, threshold 4."""
     parameters = {
         "balancing_threshold": 4.0,
         "prefill_seconds_per_token": 1e-4,
@@ -478,7 +478,7 @@ def test_every_policy_places_and_explains_every_request(name):
 
 
 def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: int = 64) -> list[tuple[str, int]]:
-    """Worker and prompt tokens to compute, of requests that begin alike and arrive at once."""
+    """Return worker and prompt tokens to compute, for requests that begin alike and arrive at once."""
     found = []
     for number in range(requests):
         tail = a_prompt(own, first=100_000 * (number + 1))
@@ -491,7 +491,7 @@ def placements(router: RouterMachineDriver, *, prefix: int, requests: int, own: 
 
 @pytest.mark.parametrize(("requests", "full_prefills"), [(2, 1), (8, 1), (16, 1), (32, 2), (64, 4)])
 def test_simultaneous_siblings_compute_their_prompt_few_times(requests, full_prefills):
-    """Before any cache has told of it. Sixteen idle workers; without foresight there would be one each."""
+    """No cache has reported anything. On sixteen idle workers each sibling would go to a worker of its own."""
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(16)))
 
     found = placements(router, prefix=1024, requests=requests, own=0)
@@ -501,7 +501,7 @@ def test_simultaneous_siblings_compute_their_prompt_few_times(requests, full_pre
 
 
 def test_hot_prefix_spreads_with_the_number_of_requests():
-    """One hot prefix, from 4 to 64 at once; each further copy costs one prefill, so hits stay near all."""
+    """One hot prefix with 4 to 64 requests at once; each further copy costs one prefill, so almost all requests hit."""
     reach, hit_rates = [], []
     for requests in (4, 16, 32, 64):
         router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -521,9 +521,9 @@ def test_hot_prefix_spreads_with_the_number_of_requests():
 
 
 def spread_at(rate: float) -> tuple[int, float]:
-    """Workers that got requests, and the share of requests that found the prefix: one prefix, ten seconds at a rate.
+    """Return the workers that got requests, and the share of requests that found the prefix, after ten seconds at a rate.
 
-    Eight workers with batches of 16, of which one has the prefix; each computes 5,000 tokens a second, one prompt after the other,
+    Eight workers with batches of 16, one of which has the prefix; each computes 5,000 tokens a second, one prompt after the other,
     and answers for a second.
     """
     router = RouterMachineDriver(*((f"w{number}", Role.BOTH) for number in range(8)))
@@ -560,7 +560,7 @@ def spread_at(rate: float) -> tuple[int, float]:
 
 
 def test_hot_prefix_spreads_as_needed_and_keeps_hits():
-    """A batch of 16 serves about 16 a second: from there on each more of these takes one worker more, and one prefill."""
+    """A batch of 16 serves about 16 requests a second; each further 16 need one more worker and one prefill."""
     measured = {rate: spread_at(rate) for rate in (1, 8, 16, 32, 64, 96)}
 
     workers = [count for count, _ in measured.values()]

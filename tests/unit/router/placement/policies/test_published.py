@@ -1,4 +1,4 @@
-"""Rules of other routers that choose by cases or remember what they chose, by hand from their published form."""
+"""Rules of other routers that decide by cases or remember their choices, compared with figures from their published form."""
 
 import random
 
@@ -19,7 +19,7 @@ ASKED = PlacementRequest(prompt_tokens=320)
 
 
 class Router:
-    """One policy, asked again and again."""
+    """One policy that is asked repeatedly."""
 
     def __init__(self, name: str, **parameters):
         self.policy = policy(name, parameters)
@@ -34,7 +34,7 @@ class Router:
 
 
 def test_aibrix_takes_longest_match_of_calm_workers():
-    """Requests 0, 2 and 4: mean 2, deviation 1.63; the bound is 3.63."""
+    """Requests 0, 2 and 4 have mean 2 and deviation 1.63; the bound is 3.63."""
     idle = a_candidate("idle", prompt_tokens=320, engine_blocks=1)
     calm = a_candidate("calm", prompt_tokens=320, engine_blocks=5, requests=2)
     busy = a_candidate("busy", prompt_tokens=320, engine_blocks=9, requests=4)
@@ -65,7 +65,7 @@ def test_aibrix_takes_fewest_requests_when_unbalanced():
     [(33, 1, "warm"), (34, 1, "idle"), (40, 7, "idle"), (400, 367, "warm"), (440, 399, "idle")],
 )
 def test_smg_takes_fewest_requests_when_unbalanced(most, least, chosen):
-    """More than 32, and more than 1.1 times."""
+    """The difference is more than 32, and the factor more than 1.1."""
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10, requests=most, max_running=1000)
     idle = a_candidate("idle", prompt_tokens=320, requests=least, max_running=1000)
 
@@ -79,7 +79,7 @@ def test_smg_takes_long_match_or_the_smallest_tree():
     router = Router("smg")
 
     assert router.pick(cold, most) == "most"  # four new blocks
-    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # five, since it had been sent nothing
+    assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "half"  # five, because it had been sent nothing
     assert router.pick(half, a_candidate("most", prompt_tokens=320)) == "most"  # ten more
     assert router.pick(a_candidate("half", prompt_tokens=320), a_candidate("most", prompt_tokens=320), cold) == "cold"
 
@@ -143,7 +143,7 @@ def parts(router: Router, *rows, request: PlacementRequest) -> dict[str, list[fl
 
 @pytest.mark.parametrize(("blocks", "chosen"), [(5, "idle"), (6, "warm")])
 def test_preble_exploits_a_mostly_cached_prompt(blocks, chosen):
-    """Of ten blocks, six are more than four; five are not more than five. The one that has them has had 3.2 s of work."""
+    """Of ten blocks, six are more than four; five are not more than five. The worker with the blocks has had 3.2 s of work."""
     router = Router("preble", **TIMES)
     router.pick(a_candidate("warm", prompt_tokens=3200), request=a_question(3200))
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=blocks)
@@ -164,7 +164,7 @@ def test_preble_exploits_longest_match_then_least_load():
 
 
 def test_preble_load_sums_prefill_and_decode_in_the_window():
-    """320 tokens of which 64 were there, 10 of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
+    """320 tokens with 64 cached, and 10 tokens of an answer: 0.256 + 0.1 s; forgotten after three minutes."""
     router = Router("preble", **TIMES)
     half = a_candidate("half", prompt_tokens=320, engine_blocks=2)
     cold = a_candidate("cold", prompt_tokens=320)
@@ -191,7 +191,7 @@ def test_preble_explore_cost_includes_attention():
 
 
 def test_preble_eviction_weighs_by_sharing_requests():
-    """Room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
+    """There is room for 20 blocks, 10 of them a prompt of key 7 that three of four requests had: 320 ms x 3/4."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     router.pick(full, request=a_question(key=7))
@@ -217,7 +217,7 @@ def test_preble_evicts_least_recently_used_nodes_first():
 
 
 def test_preble_rebalances_to_the_least_loaded_worker():
-    """More than 1.5 times the load, and only when there have been 50 requests a worker. Warm has 1 s then; cold gets 0.33 s each."""
+    """The load is more than 1.5 times the least, after 50 requests for each worker. Warm has 1 s then; cold gets 0.33 s each."""
     router = Router("preble", **TIMES)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=10)
     cold = a_candidate("cold", prompt_tokens=320)
@@ -239,7 +239,7 @@ def test_preble_exploits_by_cost_instead_of_load():
 
 
 def test_preble_eviction_counts_only_that_workers_requests():
-    """One of two requests of `full` had key 7, whatever others got: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
+    """One of two requests of `full` had key 7: 320 ms x 1/2. Two of three of `busy` had it: 320 ms x 2/3."""
     router = Router("preble", **TIMES)
     full = a_candidate("full", prompt_tokens=320, kv_blocks=20)
     busy = a_candidate("busy", prompt_tokens=320, kv_blocks=20)
@@ -266,7 +266,7 @@ def test_preble_evicts_unused_nodes_for_free():
 
 
 def a_queue(ahead: int, **fields) -> Router:
-    """Key 7 at `warm`, where 32 of its tokens are to be computed: nothing ahead of it in the first half, then so many tokens."""
+    """Queue key 7 at `warm`, with 32 tokens to compute: nothing ahead in the first half, then this many tokens."""
     router = Router("preble", **TIMES | fields)
     for seconds, backlog in ((0, 0), (100, ahead)):
         warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9, backlog_tokens=backlog)
@@ -276,7 +276,7 @@ def a_queue(ahead: int, **fields) -> Router:
 
 @pytest.mark.parametrize(("ahead", "chosen"), [(31, "warm"), (32, "cold")])
 def test_preble_copies_a_prefix_with_doubled_queue(ahead, chosen):
-    """From 32 tokens to 64 and not to 63. To the least loaded of those that have it not."""
+    """The copy is made from 64 tokens on, not from 63, on the least loaded worker without the prefix."""
     router = a_queue(ahead)
     warm = a_candidate("warm", prompt_tokens=320, engine_blocks=9)
     some = a_candidate("some", prompt_tokens=320)

@@ -49,9 +49,8 @@ from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.shared_limits import admit_with_peers
 from fleet.router.state.lora import resolve_model
-from fleet.router.tenants import Tenants
+from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import tenant_salt
 
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread

@@ -28,7 +28,6 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.candidates import RandomSource
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -66,7 +65,7 @@ from fleet.router.placement.policies.built_in import parameters
 from fleet.router.placement.policies.built_in import policy as built_in_policy
 from fleet.router.placement.rejection import Rejection, WaitForRoom
 from fleet.router.placer import Placer
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
 from fleet.router.queueing.ledger import ReservationLedger
 from fleet.router.queueing.ordered_requests import OrderedRequests

@@ -18,12 +18,11 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Placement
 from fleet.core.work import WorkerDescription
-from fleet.router.candidates import PlacementRequest, RandomSource
 from fleet.router.placement.break_even import PrefillBreakEven
 from fleet.router.placement.candidate_table import CandidateTable
 from fleet.router.placement.decision import Decision, decide, decide_decode
 from fleet.router.placement.rejection import Rejection, RejectionCause, WaitForRoom
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import PlacementPolicy, PlacementRequest, RandomSource
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest

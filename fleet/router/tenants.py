@@ -22,11 +22,12 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from fleet.core.clock import MILLISECOND, SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, invalid
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
+ROUNDS = 100  # each round admits at least an equal share of what is left
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -304,6 +305,26 @@ class Tenants:
                 requests=limited.told.requests + requests, tokens=limited.told.tokens + tokens
             )
             self.on_taken()
+
+
+async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
+    """Admit a request like `Tenants.admit`, but wait for peer routers near a limit.
+
+    Raises:
+        RequestRejected: The tenant has used up its limit.
+    """
+    for _ in range(ROUNDS):
+        settle = tenants.settle_with_others
+        if settle is None or not tenants.is_unsure(tenant, prompt_tokens, clock.now()):
+            break
+        if not await settle():
+            break  # without its peers' answers each router counts by itself
+    return tenants.admit(tenant, prompt_tokens, clock.now())
+
+
+async def await_settle(settle: SettleWithPeers) -> bool:
+    """Await `settle` in a coroutine, for a task."""
+    return await settle()
 
 
 def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:

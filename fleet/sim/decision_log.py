@@ -28,7 +28,6 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.core.roles import Phase
 from fleet.core.work import Start
-from fleet.router.candidates import Rows
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     CacheDriftChanged,
@@ -44,6 +43,7 @@ from fleet.router.messages import (
     request_of,
 )
 from fleet.router.placement.decision import CostTerms, Decision
+from fleet.router.policy import Rows
 
 
 class DecisionLog:

@@ -51,8 +51,7 @@ from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.server import RequestListener
-from fleet.router.shared_limits import admit_with_peers, await_settle
-from fleet.router.tenants import Tenants
+from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fleet.router.candidates import (
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BELOW_BLOCKS,

@@ -27,23 +27,22 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.core.work import WorkerDescription
-from fleet.router.candidates import (
+from fleet.router.placement.break_even import PrefillBreakEven
+from fleet.router.placement.candidate_table import CandidateTable, common_path
+from fleet.router.placement.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
+from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
+from fleet.router.policy import (
     BELOW_BLOCKS,
     ENGINE_BLOCKS,
     LIMIT,
     REQUESTS,
     Candidates,
+    PlacementPolicy,
     PlacementRequest,
     RandomSource,
     Rows,
     token_seconds,
 )
-from fleet.router.placement.break_even import PrefillBreakEven
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.eligibility import IneligibleReason, at_home, capable, eligible, paired, unfit
-from fleet.router.placement.rejection import Rejection, WaitForRoom, explain_no_candidate, reject_without_pair
-from fleet.router.placement.topology import common_path
-from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 
 
@@ -155,7 +154,7 @@ def decide(
         rng: The source of randomness for ties.
         break_even: The learned break-even of prefill, if it is to be used.
     """
-    members, columns = candidate_table.members, candidate_table.columns
+    topology, columns = candidate_table.topology, candidate_table.columns
     rows = eligible(request, candidate_table)
     if len(rows) == 0:
         return explain_no_candidate(request, candidate_table)
@@ -171,7 +170,7 @@ def decide(
     elif request.placement is Placement.AGGREGATED:
         splitting, why = False, PlacementReason.ASKED_BY_CLIENT
     else:
-        partners = members.partners(row, request.placement, request.kv_path)
+        partners = topology.partners(row, request.placement, request.kv_path)
         pairing = paired(request, candidate_table, row) if len(partners.pool) else partners.rows
         prefill_rows = pairing
         if len(pairing):
@@ -190,8 +189,8 @@ def decide(
             place, prefill_by = policy.choose(request, candidate_table.candidates(prefill_rows), Phase.PREFILL, rng)
             prefill_row = int(prefill_rows[place])
             return Decision(
-                decode=members.worker_ids[row],
-                prefill=members.worker_ids[prefill_row],
+                decode=topology.worker_ids[row],
+                prefill=topology.worker_ids[prefill_row],
                 kv_path=partners.paths[prefill_row],
                 why=why,
                 uncached_tokens=uncached,
@@ -205,7 +204,7 @@ def decide(
                 prefill_policy=prefill_by,
             )
     return Decision(
-        decode=members.worker_ids[row],
+        decode=topology.worker_ids[row],
         why=why,
         uncached_tokens=uncached,
         min_tokens=min_tokens,
@@ -230,13 +229,13 @@ def decide_decode(
 
     Limits do not apply here: the work is under way, and waiting would only keep its blocks occupied.
     """
-    members, columns = candidate_table.members, candidate_table.columns
-    able = capable(request, members, candidate_table.answering, request.answer_tokens)
+    topology, columns = candidate_table.topology, candidate_table.columns
+    able = capable(request, topology, candidate_table.answering, request.answer_tokens)
     reads = [
         row
         for row in able.nonzero()[0].tolist()
-        if members.worker_ids[row] != prefill.worker_id
-        and common_path(prefill, members.descriptions[row], kv_path, settings) is not None
+        if topology.worker_ids[row] != prefill.worker_id
+        and common_path(prefill, topology.descriptions[row], kv_path, settings) is not None
     ]
     if not reads:
         return None
@@ -246,7 +245,7 @@ def decide_decode(
         rows = roomy
     rows = at_home(candidate_table, rows)
     place, _ = policy.choose(request, candidate_table.candidates(rows), Phase.AGGREGATED, rng)
-    return members.worker_ids[int(rows[place])]
+    return topology.worker_ids[int(rows[place])]
 
 
 class PrefillPoolState(StrEnum):
@@ -304,7 +303,7 @@ def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: i
     if not candidate_table.warm:
         return tokens, tokens
     engine, coming, store, below = candidate_table.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1, row].tolist()
-    block_tokens, held = candidate_table.members.descriptions[row].block_tokens, engine + store + below
+    block_tokens, held = candidate_table.topology.descriptions[row].block_tokens, engine + store + below
     return max(1, tokens - int(held * block_tokens)), max(1, tokens - int((held + coming) * block_tokens))
 
 

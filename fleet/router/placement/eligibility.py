@@ -14,10 +14,9 @@ import numpy as np
 
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement
-from fleet.router.candidates import LIMIT, REQUESTS, Flags, PlacementRequest, Rows
 from fleet.router.native.costs import all_have_room
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.topology import PoolTopology
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology
+from fleet.router.policy import LIMIT, REQUESTS, Flags, PlacementRequest, Rows
 
 
 class IneligibleReason(StrEnum):
@@ -42,7 +41,7 @@ _PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the
 
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
     """Return the workers that could serve a request now."""
-    fits = table.members.all_fit(request.prompt_tokens, request.answer_tokens)
+    fits = table.topology.all_fit(request.prompt_tokens, request.answer_tokens)
     if fits and table.failed is None and all_have_room(table.columns) and _anybody_will_do(request):
         return table.serving.rows  # the most frequent case
     return at_home(table, _able(request, table).nonzero()[0])
@@ -63,11 +62,11 @@ def _anybody_will_do(request: PlacementRequest) -> bool:
 
 def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
     """Return the candidates before LoRA adapters are considered."""
-    members, columns = table.members, table.columns
-    able = capable(request, members, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
+    topology, columns = table.topology, table.columns
+    able = capable(request, topology, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:
         able = able & np.array(
-            [_excluded(request, members, row) is None for row in range(len(members))], dtype=np.bool_
+            [_excluded(request, topology, row) is None for row in range(len(topology))], dtype=np.bool_
         )
     if request.placement is Placement.DISAGGREGATED:
         for row in able.nonzero()[0].tolist():
@@ -75,16 +74,16 @@ def _able(request: PlacementRequest, table: CandidateTable) -> Flags:
     return able
 
 
-def capable(request: PlacementRequest, members: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
+def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
     """Return which of some workers could serve the request if they were idle."""
-    if not members.all_fit(request.prompt_tokens, answer_tokens):
-        flags = flags & members.fit(request.prompt_tokens, answer_tokens)
+    if not topology.all_fit(request.prompt_tokens, answer_tokens):
+        flags = flags & topology.fit(request.prompt_tokens, answer_tokens)
     if request.adapter is not None:
-        flags = flags & members.with_adapter(request.adapter)
+        flags = flags & topology.with_adapter(request.adapter)
     if request.form:
-        flags = flags & members.keeping_forms
+        flags = flags & topology.keeping_forms
     if request.among is not None:
-        flags = flags & members.among(request.among)
+        flags = flags & topology.among(request.among)
     return flags
 
 
@@ -98,10 +97,10 @@ def at_home(table: CandidateTable, rows: Rows) -> Rows:
 
 def paired(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
     """Return the prefill workers that pair with a decode worker and could take the prompt if they had room."""
-    rows = table.members.partners(decode_row, request.placement, request.kv_path).rows
+    rows = table.topology.partners(decode_row, request.placement, request.kv_path).rows
     if len(rows) == 0:
         return rows
-    able: Rows = rows[capable(request, table.members, table.able, 1)[rows]]
+    able: Rows = rows[capable(request, table.topology, table.able, 1)[rows]]
     return able
 
 
@@ -111,8 +110,8 @@ def _free_partners(request: PlacementRequest, table: CandidateTable, decode_row:
     return free
 
 
-def _excluded(request: PlacementRequest, members: PoolTopology, row: int) -> IneligibleReason | None:
-    description = members.descriptions[row]
+def _excluded(request: PlacementRequest, topology: PoolTopology, row: int) -> IneligibleReason | None:
+    description = topology.descriptions[row]
     if request.pin is not None and description.worker_id != request.pin:
         return IneligibleReason.NOT_PINNED
     if request.among is not None and description.worker_id not in request.among:
@@ -132,14 +131,14 @@ def unfit(
     request: PlacementRequest, table: CandidateTable, candidates: set[WorkerId]
 ) -> dict[WorkerId, IneligibleReason]:
     """Return why each other worker was no candidate."""
-    members, columns = table.members, table.columns
-    fits = members.fit(request.prompt_tokens, request.answer_tokens)
+    topology, columns = table.topology, table.columns
+    fits = topology.fit(request.prompt_tokens, request.answer_tokens)
     causes = {}
-    for row in members.decodes.nonzero()[0].tolist():
-        worker_id = members.worker_ids[row]
+    for row in topology.decodes.nonzero()[0].tolist():
+        worker_id = topology.worker_ids[row]
         if worker_id in candidates:
             continue
-        if (cause := _excluded(request, members, row)) is not None:
+        if (cause := _excluded(request, topology, row)) is not None:
             causes[worker_id] = cause
         elif table.draining[row]:
             causes[worker_id] = IneligibleReason.DRAINING

@@ -24,10 +24,9 @@ from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.built_in import BUILT_IN, DEFAULT, parameters, policy
 from fleet.router.placement.policies.composed import Composed, PolicyCatalog
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 from fleet.router.settings.router import RouterSettings
 
 log = logging.getLogger(__name__)

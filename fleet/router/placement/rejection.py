@@ -14,9 +14,9 @@ from msgspec import Struct
 from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement, Role
-from fleet.router.candidates import PlacementRequest
 from fleet.router.placement.candidate_table import CandidateTable
 from fleet.router.placement.eligibility import IneligibleReason, unfit
+from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
@@ -57,7 +57,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
     """Return why there is no candidate; a cause that time can remove comes first."""
-    members = table.members
+    topology = table.topology
     others = unfit(request, table, set())
     causes = set(others.values())
     if IneligibleReason.AT_LIMIT in causes:
@@ -105,7 +105,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             field="pin",
         )
     if IneligibleReason.NO_PAIR in causes:
-        roles = zip(members.descriptions, table.draining.tolist(), strict=True)
+        roles = zip(topology.descriptions, table.draining.tolist(), strict=True)
         if not any(each.role is not Role.DECODE and not draining for each, draining in roles):
             return Rejection(
                 reason=Reason.NO_WORKER,
@@ -115,7 +115,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             )
         return reject_without_pair(request)
     if IneligibleReason.TOO_SMALL in causes:
-        longest = max(each.max_model_len for each in members.descriptions if each.role is not Role.PREFILL)
+        longest = max(each.max_model_len for each in topology.descriptions if each.role is not Role.PREFILL)
         return Rejection(
             reason=Reason.TOO_LARGE,
             cause=RejectionCause.TOO_LARGE,

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
-from fleet.router.placement.topology import WorkerSizes
+from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.queueing.ordered_requests import OrderedRequests, QueuePosition
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 from fleet.router.sessions import SessionKey

@@ -18,10 +18,10 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement
-from fleet.router.candidates import PlacementRequest
 from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
+from fleet.router.policy import PlacementRequest
 from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 

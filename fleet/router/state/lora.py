@@ -20,8 +20,8 @@ from msgspec import Struct
 from fleet.core.ids import ModelName
 from fleet.core.requests import ModelCard
 from fleet.core.work import LoadReport, LoraAdapter, WorkerDescription
-from fleet.router.candidates import MAX_RUNNING, REQUESTS, Flags, Floats
-from fleet.router.placement.topology import PoolTopology
+from fleet.router.placement.candidate_table import PoolTopology
+from fleet.router.policy import MAX_RUNNING, REQUESTS, Flags, Floats
 from kvstore.block import adapter_salt
 
 
@@ -41,12 +41,12 @@ class LoraWorker(Protocol):
 
 
 def homes(
-    adapter: LoraAdapter, members: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
+    adapter: LoraAdapter, topology: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
 ) -> Sequence[Flags]:
     """Return groups of workers, the best first; the first group with a worker that can take the request counts."""
-    able = members.with_adapter(adapter)
-    loaded: Flags = np.zeros(len(members), dtype=np.bool_)
-    free: Flags = np.zeros(len(members), dtype=np.bool_)
+    able = topology.with_adapter(adapter)
+    loaded: Flags = np.zeros(len(topology), dtype=np.bool_)
+    free: Flags = np.zeros(len(topology), dtype=np.bool_)
     for row, worker in enumerate(workers):
         if not able[row]:
             continue

@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
-from fleet.router.candidates import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from fleet.router.kv_index.peer_prompts import MIN_ANNOUNCED_TOKENS, PromptAnnouncements
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, RadixTree
+from fleet.router.policy import ACTIVE_BLOCKS, BACKLOG_TOKENS, QUANTITIES, REQUESTS, TOKEN_SECONDS, Floats
 from kvstore.block import blocks_for
 
 TOKEN_SECONDS_WEIGHT = 0.25  # weight of the newest prefill in the seconds per token: mostly the last four count

@@ -19,8 +19,7 @@ from fleet.router.kv_index.prefix_index import (
     store_tier_holder,
 )
 from fleet.router.messages import ReservationTotals, StoreChanged
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.topology import WorkerSizes, limit
+from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, limit
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import listed
@@ -161,7 +160,7 @@ class WorkerRegistry:
 
     def sizes(self, model: ModelName) -> WorkerSizes:
         """Return the sizes of a model's workers."""
-        return self.tables.get(model, self._nobody).members.sizes
+        return self.tables.get(model, self._nobody).topology.sizes
 
     def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
         """Replace a peer router's reservations; return the workers where it now has fewer requests."""

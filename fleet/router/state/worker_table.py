@@ -12,7 +12,15 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import LoadReport, WorkerDescription
-from fleet.router.candidates import (
+from fleet.router.kv_index.assumed_cache import AssumedCache
+from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
+from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
+from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
+from fleet.router.kv_index.radix_tree import Keys, RadixTree
+from fleet.router.messages import ReservationTotals
+from fleet.router.native.costs import spread, spread_live
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BELOW_BLOCKS,
@@ -35,15 +43,6 @@ from fleet.router.candidates import (
     Rows,
     token_seconds,
 )
-from fleet.router.kv_index.assumed_cache import AssumedCache
-from fleet.router.kv_index.cache_accuracy import CacheAccuracy, Knowledge
-from fleet.router.kv_index.peer_prompts import PeerPrompts, PromptAnnouncements, deeper
-from fleet.router.kv_index.prefix_index import PrefixIndex, StoreNamespace, engine_cache_holder, store_tier_holder
-from fleet.router.kv_index.radix_tree import Keys, RadixTree
-from fleet.router.messages import ReservationTotals
-from fleet.router.native.costs import spread, spread_live
-from fleet.router.placement.candidate_table import CandidateTable, ServingWorkers
-from fleet.router.placement.topology import PoolTopology, limit
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import homes
@@ -189,7 +188,7 @@ class WorkerTable:
     def has_room_on(self, worker_id: WorkerId) -> bool:
         """Return whether a worker is below its limit."""
         worker, elsewhere = self.workers[worker_id], self._booked_elsewhere
-        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.members.rows[worker_id]]
+        there = 0 if elsewhere is None else elsewhere[REQUESTS, self.topology.rows[worker_id]]
         return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
@@ -226,13 +225,13 @@ class WorkerTable:
 
     def _now_serving(self) -> ServingWorkers:
         draining = np.array([worker.draining for worker in self.workers.values()], dtype=np.bool_)
-        return ServingWorkers.of(self.members, draining)
+        return ServingWorkers.of(self.topology, draining)
 
     def _arrange(self) -> None:
         """Rebuild the table after a worker has joined or left, or its description has changed."""
         workers = list(self.workers.values())
         descriptions = [worker.description for worker in workers]
-        self.members = PoolTopology(descriptions, self._settings)
+        self.topology = PoolTopology(descriptions, self._settings)
         self._serving = self._now_serving()
         columns: Floats = np.zeros((QUANTITIES, len(workers)))
         for row, worker in enumerate(workers):
@@ -316,13 +315,13 @@ class WorkerTable:
         failed: Flags | None = None
         if live.failed_on:
             failed = np.array(
-                [(each.worker_id, each.incarnation) in live.failed_on for each in self.members.descriptions], np.bool_
+                [(each.worker_id, each.incarnation) in live.failed_on for each in self.topology.descriptions], np.bool_
             )
         adapter = live.arrived.adapter
         if adapter is None:
-            return CandidateTable(self.members, columns, self._serving, failed, warm)
-        found = homes(adapter, self.members, self.workers.values(), columns)
-        return CandidateTable(self.members, columns, self._serving, failed, warm=warm, homes=found)
+            return CandidateTable(self.topology, columns, self._serving, failed, warm)
+        found = homes(adapter, self.topology, self.workers.values(), columns)
+        return CandidateTable(self.topology, columns, self._serving, failed, warm=warm, homes=found)
 
     def _note_stores(
         self, columns: Floats, held: list[tuple[int, int]], size: int, tiers: Mapping[StoreNamespace, Sequence[str]]
@@ -357,8 +356,8 @@ class WorkerTable:
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
         """Yield for each answering worker its requests and the seconds per prompt token."""
         columns = self.columns
-        for row, worker_id in enumerate(self.members.worker_ids):
-            if self.members.decodes[row]:
+        for row, worker_id in enumerate(self.topology.worker_ids):
+            if self.topology.decodes[row]:
                 elsewhere = 0.0 if self._booked_elsewhere is None else self._booked_elsewhere[REQUESTS, row]
                 yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 

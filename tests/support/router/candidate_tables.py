@@ -7,14 +7,13 @@ from msgspec import Struct, structs
 
 from fleet.core.roles import Phase, Role
 from fleet.core.work import WorkerDescription
-from fleet.router import candidates as quantity
-from fleet.router.candidates import Candidates, PlacementRequest, RandomSource
-from fleet.router.placement.candidate_table import CandidateTable, ServingWorkers
+from fleet.router import policy as quantity
+from fleet.router.placement.candidate_table import CandidateTable, PoolTopology, ServingWorkers, limit
 from fleet.router.placement.decision import CostTerms, Decision, DecisionExplanation
 from fleet.router.placement.decision import decide as decide_in_table
 from fleet.router.placement.policies.built_in import parameters, policy
 from fleet.router.placement.rejection import Rejection, WaitForRoom
-from fleet.router.placement.topology import PoolTopology, limit
+from fleet.router.policy import Candidates, PlacementRequest, RandomSource
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import blocks_for
 from tests.support.builders import BLOCK_TOKENS, a_description
@@ -76,10 +75,10 @@ def table(rows: Sequence[CandidateRow], settings: RouterSettings) -> CandidateTa
             each.below_blocks,
             each.conversion,
         ]
-    members = PoolTopology([each.description for each in rows], settings)
+    topology = PoolTopology([each.description for each in rows], settings)
     draining = np.array([each.draining for each in rows], dtype=bool)
     failed = np.array([each.failed for each in rows], dtype=bool)
-    return CandidateTable(members, columns, ServingWorkers.of(members, draining), failed if failed.any() else None)
+    return CandidateTable(topology, columns, ServingWorkers.of(topology, draining), failed if failed.any() else None)
 
 
 def decide(

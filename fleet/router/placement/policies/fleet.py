@@ -37,7 +37,11 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import (
+from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
+from fleet.router.native.twin import credit_of, price_of
+from fleet.router.placement.policies.pickers import Lowest, Softmax
+from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import (
     ACTIVE_BLOCKS,
     BACKLOG_TOKENS,
     BLOCK_TOKENS,
@@ -50,10 +54,6 @@ from fleet.router.candidates import (
     Floats,
     PlacementRequest,
 )
-from fleet.router.native.costs import fleet_costs, fleet_lowest, lowest
-from fleet.router.native.twin import credit_of, price_of
-from fleet.router.placement.policies.pickers import Lowest, Softmax
-from fleet.router.placement.policies.pipeline import Pipeline
 
 _PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum attribute
 

@@ -5,8 +5,8 @@ from itertools import accumulate
 
 from msgspec import Struct
 
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.native import costs as native
+from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 _STEPS = 1 << 53  # number of different random floats between 0 and 1
 

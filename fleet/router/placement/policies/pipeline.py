@@ -5,9 +5,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.placement.policies.pickers import Lowest, drawn
-from fleet.router.policy import Filter, ItemizedScorer, Picker, PlacementPolicy, RankingScorer, Scorer
+from fleet.router.policy import (
+    Candidates,
+    Filter,
+    Floats,
+    ItemizedScorer,
+    Picker,
+    PlacementPolicy,
+    PlacementRequest,
+    RandomSource,
+    RankingScorer,
+    Rows,
+    Scorer,
+)
 
 
 class Pipeline:

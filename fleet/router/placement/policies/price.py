@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 from fleet.core.ids import WorkerId, longest_prefix
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
+from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from fleet.router import candidates as quantity
+from fleet.router import policy as quantity
 from fleet.router.native import costs, twin
 
 native = pytest.mark.skipif(not costs.BUILT, reason="not built")

@@ -10,11 +10,11 @@ from msgspec import structs
 from fleet.core.errors import Reason
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import KvPath, Placement, Role
-from fleet.router.candidates import PlacementRequest
+from fleet.router.placement.candidate_table import common_path
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
 from fleet.router.placement.eligibility import IneligibleReason
 from fleet.router.placement.rejection import Rejection, WaitForRoom
-from fleet.router.placement.topology import common_path
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description
 from tests.support.router.candidate_tables import CandidateRow, a_candidate, decide, score

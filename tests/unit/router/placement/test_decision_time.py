@@ -8,11 +8,11 @@ import pytest
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.core.work import KvEvents, KvRemoved, KvStored
-from fleet.router.candidates import LIMIT, REQUESTS
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import KvChanged, RequestCancelled
 from fleet.router.placement.decision import Decision, decide
 from fleet.router.placement.policies.built_in import BUILT_IN
+from fleet.router.policy import LIMIT, REQUESTS
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
 from fleet.v1 import worker_pb2

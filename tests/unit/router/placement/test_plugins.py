@@ -12,12 +12,12 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import RequestId
 from fleet.core.roles import Phase, Role
-from fleet.router.candidates import PlacementRequest
 from fleet.router.machine import RouterMachine
 from fleet.router.placement import plugins as router_policies
 from fleet.router.placement.plugins import GuardedPolicy, open_policy, policy_catalogue
 from fleet.router.placement.policies.built_in import BUILT_IN, policy
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import a_joined_worker, an_arrival
 from tests.support.router.candidate_tables import a_candidate, candidates_of

@@ -8,7 +8,7 @@ from fleet.core.ids import StoreId, WorkerId
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvRemoved, KvStored
-from fleet.router import candidates as quantity
+from fleet.router import policy as quantity
 from fleet.router.kv_index.prefix_index import engine_cache_holder, store_tier_holder
 from fleet.router.messages import KvChanged, StoreChanged, WorkerDraining
 from fleet.router.state.live_requests import LiveRequest
@@ -111,7 +111,7 @@ def test_worker_table_equals_a_loop_over_workers(seed):
         candidate_table = router.machine.registry.candidate_table(probe)
         assert candidate_table.columns[LOOKED_AT].T.tolist() == by_hand(router, probe)
         names = [worker.description.worker_id for worker in router.machine.registry.serving(probe.arrived.model)]
-        assert list(candidate_table.members.worker_ids) == names
+        assert list(candidate_table.topology.worker_ids) == names
     assert works, "the history placed something"
 
 

@@ -9,9 +9,9 @@ deviations.
 
 from msgspec import Struct
 
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 
 class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

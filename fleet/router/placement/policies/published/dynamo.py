@@ -22,9 +22,9 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest
 from fleet.router.placement.policies.pickers import Softmax
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 
 class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -44,10 +44,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.core.roles import Phase
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource, Rows
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.published.preble_window import RequestWindow
-from fleet.router.policy import PlacementPolicy
+from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource, Rows
 
 BALANCED_AFTER = 50  # requests for each worker
 

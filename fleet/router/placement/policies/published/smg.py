@@ -13,9 +13,9 @@ from math import isfinite
 import numpy as np
 from msgspec import Struct
 
-from fleet.router.candidates import Candidates, Floats, PlacementRequest, RandomSource
 from fleet.router.placement.policies.pickers import lowest
 from fleet.router.placement.policies.pipeline import Pipeline
+from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
 MAX_TREE_BLOCKS = 10_000  # SMG's cap on a tree; larger trees count as equal
 

@@ -15,10 +15,10 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored
-from fleet.router.candidates import PlacementRequest
 from fleet.router.messages import Arrived, KvChanged, WorkerStepped
 from fleet.router.placement.policies.built_in import BUILT_IN, parameters, policy
 from fleet.router.placement.policies.pickers import Softmax
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival, some_progress
@@ -376,11 +376,11 @@ def test_consistent_hash_keeps_keys_within_load_bound():
     names = [f"w{number}" for number in range(8)]
     keys = [random.Random(number).getrandbits(64) for number in range(400)]
 
-    def owners(members) -> dict[int, str]:
+    def owners(topology) -> dict[int, str]:
         ring = policy("consistent_hash", {})
-        candidates = candidates_of([a_candidate(name) for name in members], SETTINGS)
+        candidates = candidates_of([a_candidate(name) for name in topology], SETTINGS)
         return {
-            key: members[
+            key: topology[
                 ring.choose(
                     PlacementRequest(prompt_tokens=9, first_key=key), candidates, Phase.AGGREGATED, random.Random(0)
                 )[0]

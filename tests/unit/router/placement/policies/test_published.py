@@ -8,9 +8,9 @@ import pytest
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import Phase
-from fleet.router.candidates import PlacementRequest
 from fleet.router.placement.policies.built_in import policy
 from fleet.router.placement.policies.published import preble_window
+from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings
 from tests.support.router.candidate_tables import a_candidate, candidates_of
 

@@ -24,8 +24,7 @@ from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from fleet.router.settings.selection import SelectionSettings
-from fleet.router.shared_limits import admit_with_peers
-from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.net.frames import open_server

@@ -1,7 +1,4 @@
-"""Recordings, read back (`fleet.recording.format` says what is in one): each event as the machine heard it, and what it said.
-
-Compressed by gzip too; lines that are empty are passed over.
-"""
+"""Reader of recordings (`fleet.recording.format`), plain or compressed by gzip. Empty lines are skipped."""
 
 import struct
 from base64 import b64decode
@@ -30,15 +27,15 @@ from fleet.recording.format import (
 from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 
-MAX_LINE_BYTES = 64 << 20  # a cache of a million blocks that a worker tells at once has 30 MB
+MAX_LINE_BYTES = 64 << 20  # an event with a million cached blocks has 30 MB
 
 
 class RecordingError(ConfigurationRefused):
-    """It cannot be read; the message names file, line and field."""
+    """The recording cannot be read; the message names the file, the line and the field."""
 
 
 class RecordedEvent(Struct, frozen=True, kw_only=True):
-    """An event, read back; its prompt is as long as it was, and blank."""
+    """An event of a recording; its prompt has the recorded length and blank tokens."""
 
     line: int
     now: Nanos
@@ -48,18 +45,18 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """A file, read from its beginning: `head`, then `entries`, once; then `end` and `torn`."""
+    """A recording. Read `head`, then `entries` once; after that `end` and `torn` are set."""
 
     def __init__(self, path: Path):
-        """Opens it and reads the head.
+        """Open the file and read the head.
 
         Raises:
-            RecordingRefused: There is none, or it is no recording of this format.
+            RecordingError: The file does not exist, or is no recording of this format.
         """
         self._path = path
         self._number = 0
         self.end: str | None = None
-        self.torn = False  # the last line is cut off
+        self.torn = False  # whether the last line is cut off
         try:
             with open_plain_or_gzip(path) as file:
                 first = self._next(file)
@@ -75,10 +72,10 @@ class Recording:
         self.head = self._decoded(first, _HEAD)
 
     def entries(self) -> Iterator[RecordedEvent]:
-        """All events, in order.
+        """Yield all events in order.
 
         Raises:
-            RecordingRefused: A line is none; those before it were.
+            RecordingError: A line is malformed; the events before it are valid.
         """
         try:
             yield from self._entries()
@@ -117,7 +114,7 @@ class Recording:
         return RecordedEvent(line=self._number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next(self, file: BinaryIO) -> bytes | None:
-        """The next whole line that is not empty; None when there is none."""
+        """Return the next whole line that is not empty; None at the end."""
         while True:
             self._number += 1
             line = file.readline(MAX_LINE_BYTES)
@@ -136,7 +133,7 @@ class Recording:
             cause, path = split_validation_error(error)
             field = f"{where}{path}".removeprefix(".")
             raise self._refused(f"{field}: {cause}" if field else cause) from error
-        except AssertionError as error:  # of a value that checks itself
+        except AssertionError as error:  # raised by values that check themselves
             raise self._refused(f"{where}: contradicts itself: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._refused(f"{where}: {error}" if where else str(error)) from error
@@ -176,7 +173,7 @@ _END = msgspec.json.Decoder(RecordingEnd)
 
 @cache
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
-    """By name; made when a recording is read, since that takes msgspec a while."""
+    """Return decoders by event name; made on first use, because that takes msgspec a while."""
     kinds = get_args(RouterEvent)
     return {
         written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds

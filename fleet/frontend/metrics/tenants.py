@@ -1,4 +1,4 @@
-"""What each tenant has had, as metrics; read when somebody asks for them. Labels are the tenants that settings name."""
+"""Metrics of tenants, read on each scrape. Labels are the tenants that the settings name."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -8,13 +8,11 @@ from fleet.router.tenants import TenantUsage
 
 
 class TenantMetrics:
-    """Register it with a `CollectorRegistry`."""
-
     def __init__(self, read: Callable[[], Mapping[str, TenantUsage]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("fleet_tenant_requests", "Requests that were let in", labels=["tenant"])
+        requests = CounterMetricFamily("fleet_tenant_requests", "Admitted requests", labels=["tenant"])
         tokens = CounterMetricFamily("fleet_tenant_tokens", "Tokens of prompts and of answers", labels=["tenant", "of"])
         for tenant, usage in self._read().items():
             requests.add_metric([tenant], usage.requests)

@@ -1,4 +1,4 @@
-"""How requests fail that are not served, in the shape of the OpenAI API."""
+"""Error answers of the OpenAI API."""
 
 from http import HTTPStatus
 
@@ -12,15 +12,15 @@ from fleet.net.status_codes import REASON_STATUSES
 
 
 def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[str, str]) -> None:
-    """Answer a request that is refused; what has begun as a stream ends with an event that says so.
+    """Answer a rejected request; a started stream ends with an error event.
 
     Args:
-        exchange: The request, and where the answer goes.
-        refused: Why.
-        more: Headers of the answer, if it has not begun.
+        exchange: The exchange of the request.
+        refused: The rejection.
+        more: Further headers if the answer has not started.
 
     Raises:
-        ClientGone: The connection is closed.
+        ClientDisconnected: The connection is closed.
     """
     if exchange.began:
         exchange.send(error_event(refused), content_type=EVENT_STREAM, last=True)
@@ -30,19 +30,19 @@ def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[st
     if seconds:
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
-        headers += (("www-authenticate", "Bearer"),)  # a 401 has to say how (RFC 9110, 15.5.2)
+        headers += (("www-authenticate", "Bearer"),)  # required with 401 (RFC 9110, 15.5.2)
     exchange.respond(REASON_STATUSES[refused.reason].http, error_body(refused), headers=headers)
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer what never came to be a request of ours."""
+    """Answer a request that is not part of the API."""
     exchange.respond(
         status, http_error_body(MalformedRequest(status, message)), headers=(("allow", allow),) if allow else ()
     )
 
 
 def http_error_body(malformed: MalformedRequest) -> bytes:
-    """The body of the answer to what is no request."""
+    """Return the body that explains an invalid request."""
     kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = malformed.status.name.lower()
     return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})

@@ -1,10 +1,10 @@
-"""What is left of a tenant's limits, in the headers that OpenAI's clients know."""
+"""Rate limit headers, as OpenAI's clients know them."""
 
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 
 def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
-    """Headers of an answer; none for a tenant without limits."""
+    """Return the headers of an answer; none for a tenant without limits."""
     headers: list[tuple[str, str]] = []
     for name in () if allowance is None else ("requests", "tokens"):
         bucket: RemainingLimit | None = getattr(allowance, name)

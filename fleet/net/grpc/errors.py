@@ -1,4 +1,4 @@
-"""Refusals as gRPC statuses with details: our own `ErrorDetail`, and the standard ones that tools understand."""
+"""Rejections as gRPC statuses with details: Fleet's `ErrorDetail` and the standard ones that tools understand."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from fleet.core.errors import RequestRejected
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.v1 import inference_pb2 as pb
 
-MAX_MESSAGE_CHARACTERS = 500  # it is sent three times in metadata, of which clients take 8 KiB
+MAX_MESSAGE_CHARACTERS = 500  # the message is sent three times in metadata, and clients accept 8 KiB of metadata
 
 
 def encode_status(refused: RequestRejected) -> Any:
-    """What `ServicerContext.abort_with_status` takes."""
+    """Return the status for `ServicerContext.abort_with_status`."""
     message = (
         refused.message
         if len(refused.message) <= MAX_MESSAGE_CHARACTERS

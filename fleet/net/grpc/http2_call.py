@@ -1,13 +1,15 @@
-"""One call of `grpc_http2`: messages in and out, its deadline, and its status.
+"""One call of `fleet.net.grpc.http2`: its messages, its deadline and its status.
 
 Rules:
 
-1. A call is a task. It is cancelled when its client resets it, when its connection ends, and when its deadline has come.
-2. A caller that does not read makes `CallContext.write` wait. One that takes too little of what waits for it (`SlowReader`), or
-   that leaves the last words unread, is reset.
-3. A caller that sends more than its handler reads is not given room for more: windows open as messages are read.
-4. A message longer than the limit is refused by its length, before it has come; so is what has begun and is not whole in time.
-5. What is compressed is unpacked when its handler reads it (`grpc_compression`): until then it takes no more room than it came with.
+1. A call is a task. It is cancelled when its client resets it, when its connection ends, and at its deadline.
+2. `CallContext.write` waits while the caller does not read. A caller that reads too slowly (`SlowReader`), or that
+   leaves the final status unread, is reset.
+3. A caller that sends more than its handler reads gets no further window; windows open as messages are read.
+4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
+   after a time limit.
+5. A compressed message is decompressed when its handler reads it (`fleet.net.grpc.compression`), so it takes no more
+   memory before.
 """
 
 import asyncio
@@ -34,16 +36,16 @@ from fleet.net.slow_reader import SlowReader
 log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE_BYTES = 9 << 20
-"""Above `fleet.net.grpc.calls.MAX_REQUEST_BYTES`: up to here what is too large is told so in our words."""
+"""Exceeds `fleet.net.grpc.calls.MAX_REQUEST_BYTES`, so that an oversized message up to here gets a typed error."""
 
 LONGEST_HEAD_BYTES = 16 << 10  # names and values
 
 REQUEST_SECONDS = 60.0
-"""For a message to come, from its first byte; for the only one of a call, from the call's begin."""
+"""The time for a message to arrive, from its first byte; for the only message of a call, from the start of the call."""
 
-LAST_SECONDS = 30.0  # for the caller to take what was said last
-UNREAD_MESSAGES = 4  # of a caller, from which on its window stays closed
-MESSAGE_BYTES = 64  # that each takes besides its content
+LAST_SECONDS = 30.0  # for the caller to read the final messages and the status
+UNREAD_MESSAGES = 4  # unread messages above which the caller's window stays closed
+MESSAGE_BYTES = 64  # overhead of each message
 
 PREFIX = struct.Struct(">BI")
 RESPONSE_HEADERS = (
@@ -51,19 +53,19 @@ RESPONSE_HEADERS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", b",".join(ENCODINGS)),
 )
-INTERNAL_ERROR, CANCEL = 0x2, 0x8  # of HTTP/2
+INTERNAL_ERROR, CANCEL = 0x2, 0x8  # HTTP/2 error codes
 _NOT_METADATA = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # of a status's message; everything else beside letters and digits is escaped
+_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # unescaped characters of a status message, beside letters and digits
 
 
 class Http2ServerApi(Protocol):
-    """What is needed of `fleet.net.grpc.http2.Http2Server`."""
+    """The part of `Http2Server` that a call needs."""
 
     limits: GrpcSettings
     slow_log: SlowClientLog
-    held_bytes: int  # of requests of all calls together, from the first byte to the end of the answer
+    held_bytes: int  # of the requests of all calls, from the first byte to the end of the answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 
@@ -71,7 +73,7 @@ class Http2ServerApi(Protocol):
 
 
 class Http2ConnectionApi(Protocol):
-    """What is needed of `fleet.net.grpc.http2.Http2Connection`."""
+    """The part of `Http2Connection` that a call needs."""
 
     loop: asyncio.AbstractEventLoop
     http: ngh2.Connection
@@ -82,39 +84,39 @@ class Http2ConnectionApi(Protocol):
     def peer(self) -> str: ...
 
     def full(self, stream: int) -> bool:
-        """Whether a call is to wait until its caller reads."""
+        """Return whether a call must wait until its caller reads."""
 
     def wait(self, call: "CallContext") -> None:
-        """Call `resume_writer` when it is to wait no more."""
+        """Call `resume_writer` when the call may continue."""
 
     def soon(self) -> None:
-        """Send what there is, at the end of this turn."""
+        """Send pending bytes at the end of this turn."""
 
     def taken(self, call: "CallContext", amount: int) -> None:
-        """Give the caller room for so many bytes more."""
+        """Open the caller's window by `amount` bytes."""
 
     def finished(self, call: "CallContext", *, whole: bool) -> None:
-        """It has said all; where the caller has not, nobody listens to the rest."""
+        """Note that the answer is complete; unless the request is `whole`, the rest of it is discarded."""
 
     def reset(self, call: "CallContext", code: int) -> None:
-        """End it at once."""
+        """End the call at once."""
 
 
 class CallContext:
-    """Implements as much of `grpc.aio.ServicerContext` as services here use; to those that take a stream, it is their messages."""
+    """Implements the used part of `grpc.aio.ServicerContext`; a streaming handler iterates over it for its messages."""
 
     def __init__(self, line: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, whole: bool) -> None:
         self.stream = stream
-        self.task: asyncio.Task[None] | None = None  # that serves it
+        self.task: asyncio.Task[None] | None = None  # the task that serves the call
         self._line = line
         self._loop = line.loop
         self._headers = dict(headers)
         self._pairs = headers
         self._encoding: bytes = self._headers.get(b"grpc-encoding", IDENTITY)
         self._metadata: Sequence[tuple[str, str | bytes]] = ()
-        self._whole = whole  # nothing more comes
+        self._whole = whole  # the caller has sent everything
         self._begun = False
-        self._over_at: float | None = None  # its status is written, or nobody would see it
+        self._over_at: float | None = None  # when the status was written, or the caller left
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing: Sequence[tuple[str, str | bytes]] = ()
@@ -122,13 +124,13 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._incoming = bytearray()
         self._incoming_since: float | None = None
-        self._messages: deque[tuple[int, bytes]] = deque()  # whether each is compressed, and what it is
-        self._unacknowledged = 0  # bytes of the window that were used
+        self._messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
+        self._unacknowledged = 0  # received bytes for which the window was not reopened
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-        self._written = 0  # bytes of messages, ever
-        self._slow_reader: SlowReader | None = None  # once a message has had to wait
+        self._written = 0  # bytes of all messages so far
+        self._slow_reader: SlowReader | None = None  # made when a message first has to wait
         self._deserialize: Any = None
         self._serialize: Any = None
         self._held = 0
@@ -170,10 +172,10 @@ class CallContext:
         await self.abort(status.code, status.details, status.trailing_metadata or ())
 
     async def write(self, message: Any) -> None:
-        """Send one message, once the caller has read enough of those before; one at a time.
+        """Send one message after the caller has read enough earlier ones; one write runs at a time.
 
         Raises:
-            grpc.aio.UsageError: The call is over.
+            grpc.aio.UsageError: The call has ended.
         """
         if self._over_at is not None:
             raise grpc.aio.UsageError("the call is over")
@@ -185,7 +187,7 @@ class CallContext:
                 line.http.send_response(self.stream, RESPONSE_HEADERS)
             line.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
             self._written += len(content)
-        except ngh2.NGH2Error as error:  # of which the connection is about to hear
+        except ngh2.NGH2Error as error:  # the connection is about to handle the error
             raise grpc.aio.UsageError("the call is over") from error
         line.soon()
         while line.full(self.stream):
@@ -206,16 +208,12 @@ class CallContext:
     # From the connection
 
     def resume_writer(self) -> None:
-        """The caller has read."""
+        """Resume the writer, because the caller has read."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
     def begin(self, refusal: str) -> None:
-        """Serve it.
-
-        Args:
-            refusal: Why not; empty: it is served.
-        """
+        """Start to serve the call, or end it with UNAVAILABLE if `refusal` gives a reason."""
         if refusal:
             self._finish(grpc.StatusCode.UNAVAILABLE, refusal)
             return
@@ -230,7 +228,7 @@ class CallContext:
         self.task = self._loop.create_task(self._serve())
 
     def take(self, data: bytes, *, whole: bool) -> None:
-        """What the caller has sent."""
+        """Take bytes from the caller."""
         self._whole = self._whole or whole
         if self._over_at is not None or self._rejection is not None:
             self._line.taken(self, len(data))
@@ -244,7 +242,7 @@ class CallContext:
         self._wake()
 
     def look(self, now: float) -> None:
-        """End what has lasted too long."""
+        """Enforce the time limits of the call."""
         if self._over_at is not None:
             if now - self._over_at > LAST_SECONDS:
                 self._line.reset(self, CANCEL)
@@ -259,14 +257,14 @@ class CallContext:
             self.task.cancel()
 
     def cancel(self, code: grpc.StatusCode, details: str) -> None:
-        """End it with that status."""
+        """End the call with this status."""
         if self._over_at is None:
             self._finish(code, details)
         if self.task is not None:
             self.task.cancel()
 
     def close(self) -> None:
-        """It is over on the other side."""
+        """Release the call after its stream has ended."""
         if self._over_at is None:
             self._over_at = self._loop.time()
             if self.task is not None:
@@ -277,7 +275,7 @@ class CallContext:
             self._timer.cancel()
         self.resume_writer()
 
-    # Inside
+    # Internal
 
     def _hold(self, amount: int) -> None:
         self._held += amount
@@ -295,7 +293,7 @@ class CallContext:
         return slow
 
     def _drop(self) -> None:
-        """What was not read, so that the connection has room again for other calls."""
+        """Discard unread bytes, so that the connection's window is free for other calls."""
         self._incoming.clear()
         self._messages.clear()
         self._incoming_since = None
@@ -307,7 +305,7 @@ class CallContext:
             self._reader.set_result(None)
 
     def _cut(self) -> None:
-        """Messages out of what has come."""
+        """Split the received bytes into messages."""
         while len(self._incoming) >= PREFIX.size:
             compressed, size = PREFIX.unpack_from(self._incoming)
             if compressed > (self._encoding != IDENTITY):
@@ -330,7 +328,7 @@ class CallContext:
             self._refuse(too_much.code, too_much.details, too_much.trailing_metadata)
 
     def _is_one_too_many(self) -> bool:
-        """Return whether there is no room for what is coming; long messages are refused before ordinary ones are."""
+        """Return whether there is no memory for the arriving message; long messages are refused before ordinary ones."""
         server = self._line.server
         if len(self._incoming) < PREFIX.size:
             return server.over_memory_limit(long=False)
@@ -340,19 +338,19 @@ class CallContext:
     def _refuse(
         self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> None:
-        """End it with that status, once those messages are read that came before."""
+        """End the call with this status after the earlier messages are read."""
         self._rejection = code, details, trailing_metadata
         self._hold(-len(self._incoming))
         self._incoming.clear()
 
     def _give_room(self) -> None:
-        """For what was read, and for what belongs to a message that has begun; not for more messages than may wait."""
+        """Open the window for read messages and for the rest of a started one, within `UNREAD_MESSAGES`."""
         if self._unacknowledged and len(self._messages) < UNREAD_MESSAGES:
             self._line.taken(self, self._unacknowledged)
             self._unacknowledged = 0
 
     async def _read(self) -> tuple[Any] | None:
-        """The next message; None: there is none."""
+        """Return the next message; None at the end of the request."""
         while not self._messages:
             if self._rejection is not None:
                 await self.abort(*self._rejection)
@@ -388,7 +386,7 @@ class CallContext:
         except grpc.aio.AbortError:
             code, details = self._code, self._details
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            if self._over_at is None:  # by its own handler: the caller does not read
+            if self._over_at is None:  # cancelled by `look`: the caller does not read
                 self._over_at = self._loop.time()
                 self._line.reset(self, CANCEL)
         except Exception:  # supervisor: a bug in one call does not end the others
@@ -435,7 +433,7 @@ class CallContext:
         self._say(trailers)
 
     def _say(self, last: Sequence[tuple[bytes, bytes]]) -> None:
-        """The end."""
+        """Send the trailers and end the call."""
         self._over_at = self._loop.time()
         http = self._line.http
         try:

@@ -1,19 +1,20 @@
-"""HTTP/1.1 on one connection: parsing by httptools, limits, keep-alive, back-pressure. Knows nothing of what is served.
+"""HTTP/1.1 connection: parsing by httptools, limits, keep-alive and back-pressure; independent of the served API.
 
 Rules:
 
-1. One request of a connection is served at a time; what a client pipelines waits, unparsed but for a few, and reading stops
-   meanwhile. In one turn of the event loop no more than a few are served, so that others have their turns.
-2. Whatever is wrong with a message is answered in its turn, and then the connection closes, since the two sides may no
-   longer agree on where the next message begins.
-3. A client that closes its sending side while an engine works for it is taken to be gone: TCP cannot tell it from one
-   that closed altogether, and nobody may be worked for in vain.
-4. Nothing is buffered without bound: a writer waits (`Exchange.drained`) while the client does not read, and a client
-   that takes too little of what waits for it is cut off (`SlowReader`).
-   What is relayed from elsewhere is not read there meanwhile (`Exchange.relay`).
-5. Every stage has a deadline, looked at by the server's sweep: a timer a connection would cost more than a request.
-6. Another protocol that is offered (``Upgrade``, as Java's client does with HTTP/2) is not taken up, and its request served.
-7. A head that was parsed before, byte for byte but for the length of its body, is not parsed again.
+1. A connection serves one request at a time. Pipelined requests wait unparsed, apart from a few, and reading stops
+   meanwhile. In one turn of the event loop only a few requests are served, so that other connections get their turns.
+2. A malformed message is answered in its turn. Then the connection closes, because the two sides may no longer agree
+   where the next message begins.
+3. A client that closes its sending side while an engine works for it counts as disconnected: TCP cannot tell it from a
+   client that closed both sides, and no engine may work for nobody.
+4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
+   too slowly is disconnected (`SlowReader`). A relayed source is not read meanwhile (`Exchange.relay`).
+5. Every stage has a deadline, which the server's sweep checks. A timer for each connection would cost more than a
+   request.
+6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
+   served.
+7. A head that equals an earlier one, apart from the content length, is not parsed again.
 8. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
 """
 
@@ -46,28 +47,30 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
 from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
-HIGH_WATER_BYTES = 64 << 10  # unsent bytes of a connection from which on its writer waits
-_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # say more than what is asked
-PARSE_BYTES = 8 << 10  # parsed at once, as long as nothing waits: some hundred of the shortest requests
+HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
+_MEANINGFUL_HEADERS = frozenset(
+    {b"transfer-encoding", b"expect", b"upgrade"}
+)  # headers that change how a message is read
+PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
-MAX_LINGERING = 256  # newcomers without a place that are answered at once; others are closed without a word
-RETRY_AFTER_SECONDS = 1  # for newcomers without a place
-LINGER_SECONDS = 2.0  # how long a client that still sends is listened to, so that it sees the answer instead of a reset
+MAX_LINGERING = 256  # refused newcomers that get an answer; others are closed without one
+RETRY_AFTER_SECONDS = 1  # for refused newcomers
+LINGER_SECONDS = 2.0  # a client that still sends is read for this time, so that it gets the answer and not a reset
 
 
 class ConnectionStage(Enum):
     IDLE = auto()  # between requests
     HEAD = auto()
     BODY = auto()
-    CLOSING = auto()  # nothing more is understood; whatever comes is thrown away
+    CLOSING = auto()  # further bytes are dropped
 
 
 ErrorBody = Callable[[MalformedRequest], bytes]
-"""The body that answers a malformed message, as JSON."""
+"""Returns the JSON body that explains a malformed request."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """One client."""
+    """Connection of one client."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
         slow_log: SlowClientLog,
         lasts_seconds: float = 0,
     ) -> None:
-        """`lasts_seconds`: for so long it takes requests, and one more, whose answer says that it was the last; 0: as the client likes."""
+        """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
         self._settings = settings
         self._clock = clock
         self._old_at = self._in(lasts_seconds) if lasts_seconds else None
@@ -90,11 +93,11 @@ class HttpConnection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._place: ConnectionSlot[HttpConnection] | None = None  # in the table; None: there was none
+        self._place: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
         self._heads = heads
         self._held = held
         self._slow_log = slow_log
-        self._held_bytes = 0  # of it, by this connection
+        self._held_bytes = 0  # bytes held by this connection
         self._parser = httptools.HttpRequestParser(self)
         self._stage = ConnectionStage.IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
@@ -102,22 +105,24 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._between_bytes = 0  # that came since the last piece of the body: sizes of chunks, trailers
+        self._between_bytes = 0  # bytes since the last piece of the body: chunk sizes, trailers
         self._body = BodyBuffer()
-        self._began_with: bytes | None = None  # the head of the request, as it came, if it came as a whole
-        self._known: tuple[HttpHead, int] | None = None  # of the request whose body arrives unparsed
+        self._began_with: bytes | None = None  # the raw head if it arrived in one piece
+        self._known: tuple[HttpHead, int] | None = (
+            None  # head and content length of a request whose body arrives unparsed
+        )
         self._waiting: deque[HttpRequest | MalformedRequest] = deque()
-        self._unparsed = b""  # that came behind those
-        self._served = 0  # in this turn, about
+        self._unparsed = b""  # bytes that follow the waiting requests
+        self._served = 0  # requests served in this turn, approximately
         self._turn_is_due = False
-        self._declined: HttpHead | None = None  # of a request that offers another protocol
-        self._exchange: Exchange | None = None  # that is served
+        self._declined: HttpHead | None = None  # the head of a request that offers another protocol
+        self._exchange: Exchange | None = None  # the exchange being served
         self._serving: ExchangeTask | None = None
         self._beginning = False
         self._source: RelaySource | None = None
         self._gone = False
         self._half_closed = False
-        self._paused: asyncio.Future[None] | None = None  # done when the client reads again
+        self._paused: asyncio.Future[None] | None = None  # done after the client reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True
@@ -126,7 +131,7 @@ class HttpConnection(asyncio.Protocol):
     # From the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are none of asyncio's classes
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports are not asyncio classes
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
             configure_client_socket(sock)
@@ -148,17 +153,17 @@ class HttpConnection(asyncio.Protocol):
         self._connections.pop(self, None)
         if self._place is not None:
             self._table.remove(self._place)
-            self._place = None  # the two hold each other
+            self._place = None  # break the reference cycle
         self._hold(-self._held_bytes)
         self._forget_waiting()
-        del self._parser  # likewise
+        del self._parser  # break the reference cycle
         self._source = None
         if self._serving is not None:
             self._serving.cancel()
         self._resume()
 
     def eof_received(self) -> bool:
-        """Returns whether the connection stays open for writing."""
+        """Return whether the connection stays open for writing."""
         self._half_closed = True
         if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
             self._refuse(HTTPStatus.BAD_REQUEST, "the request is incomplete")
@@ -173,7 +178,7 @@ class HttpConnection(asyncio.Protocol):
             self._unparsed += data
             return
         stage = self._stage
-        begin = 0  # of what is not understood yet
+        begin = 0  # start of the bytes that are not handled yet
         if stage is ConnectionStage.IDLE and self._exchange is None and self._paused is None:
             end = data.find(b"\r\n\r\n") + 4
             content = data[:end]
@@ -197,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
         self._wait_for_client()
 
     def _understand(self, data: bytes, begin: int) -> None:
-        """Take what arrived, from `begin` on."""
+        """Handle the received bytes from `begin` on."""
         if self._known is not None:
             data = self._rest_of_known(data, begin)
             if not data or self._stage is ConnectionStage.CLOSING:
@@ -257,7 +262,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._stage is not ConnectionStage.HEAD:
-            return  # a trailer: nothing that we understand may come after the body (RFC 9110, 6.5.1)
+            return  # a trailer, which may be ignored (RFC 9110, 6.5.1)
         name = name.lower()
         known = self._headers.get(name)
         self._headers[name] = value if known is None else known + b", " + value
@@ -312,7 +317,7 @@ class HttpConnection(asyncio.Protocol):
         body = self._body.whole()
         self._body = BodyBuffer()
         if (content := self._began_with) is not None:
-            self._began_with = None  # of this request only
+            self._began_with = None  # valid for this request only
             self._remember(content, head, body)
         self._waiting.append(HttpRequest(head, body))
         self._advance()
@@ -321,13 +326,13 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def old(self) -> bool:
-        """Whether the client is to make another connection."""
+        """Whether the client should open another connection."""
         return self._old_at is not None and self._clock.now() >= self._old_at
 
     def expire(self, now: Nanos) -> None:
-        """End what has lasted too long."""
+        """Enforce the deadlines and the slow reader limit."""
         waiting = 0
-        if self._paused is not None or self._exchange is None:  # while it is served, its buffer grows
+        if self._paused is not None or self._exchange is None:  # a served request may fill the buffer
             waiting = self._transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
             self._slow_log.cut(client_key(self._transport.get_extra_info("peername")), waiting)
@@ -341,10 +346,10 @@ class HttpConnection(asyncio.Protocol):
             case ConnectionStage.IDLE:
                 self._transport.close()
             case ConnectionStage.CLOSING:
-                self._transport.close()  # after what still waits for the client, as long as it reads
+                self._transport.close()  # sends the rest first, as long as the client reads
 
     def displace(self) -> None:
-        """Close at once, since the table needs the place; nothing is being served."""
+        """Close at once, because the table needs the slot; no request is being served."""
         if self._stage in (ConnectionStage.HEAD, ConnectionStage.BODY):
             refusal = MalformedRequest(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -359,20 +364,20 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once, whatever is being done."""
+        """Close at once, even while a request is being served."""
         self._transport.abort()
 
     def close_when_idle(self) -> None:
-        """Close now if nothing is being served; else after it."""
+        """Close now if no request is being served, otherwise after it."""
         if self._exchange is None:
             self._transport.close()
         self._stage = ConnectionStage.CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Where the bytes of `source` go, which is not read while the client does not.
+        """Return the transport for the bytes of `source`, which pauses while the client does not read.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
         if self._gone or self._transport.is_closing():
             raise ClientDisconnected
@@ -382,10 +387,10 @@ class HttpConnection(asyncio.Protocol):
         return self._transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all of it at once.
+        """Write all pieces at once.
 
         Raises:
-            ClientGone: The connection is closed.
+            ClientDisconnected: The connection is closed.
         """
         if self._gone or self._transport.is_closing():
             raise ClientDisconnected
@@ -395,17 +400,17 @@ class HttpConnection(asyncio.Protocol):
         """Wait while the client does not read.
 
         Raises:
-            ClientGone: It did not read for too long, or closed.
+            ClientDisconnected: The client did not read for too long, or closed the connection.
         """
-        while (paused := self._paused) is not None:  # until the client reads, or `expire` has cut it off
+        while (paused := self._paused) is not None:  # until the client reads or `expire` disconnects it
             await asyncio.shield(paused)
         if self._gone:
             raise ClientDisconnected
 
-    # Inside
+    # Internal
 
     def _parse(self, data: bytes) -> None:
-        """As far as rule 1 allows."""
+        """Parse as much as rule 1 allows."""
         if len(data) <= PARSE_BYTES:
             self._parser.feed_data(data)
             return
@@ -428,13 +433,13 @@ class HttpConnection(asyncio.Protocol):
         self._advance()
 
     def _decline(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol as if it did not (rule 6); `rest` is what follows its head.
+        """Serve a request that offers another protocol without upgrading (rule 6); `rest` follows its head.
 
-        Its connection closes after it: the other side may have begun to speak otherwise.
+        The connection closes after the answer, because the client may already have switched to the other protocol.
         """
         head, self._declined = self._declined, None
         if head is None:
-            return  # it was refused
+            return  # the request was refused
         if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self._exchange is not None:
             self._refuse(
                 HTTPStatus.NOT_IMPLEMENTED, "no other protocol is spoken here; send the request without an upgrade"
@@ -455,12 +460,12 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = b""
 
     def _remember(self, content: bytes, head: HttpHead, body: bytes) -> None:
-        """Note the head of a request, if nothing but its length says where the body ends."""
+        """Cache the head if only the content length determines where the body ends."""
         if head.keep_alive and head.chunked_answer and not head.headers.keys() & _MEANINGFUL_HEADERS:
             self._heads.add(content, head, len(body))
 
     def _rest_of_known(self, data: bytes, begin: int) -> bytes:
-        """Take what belongs to a body whose head is known, from `begin` on; returns what comes after it."""
+        """Add bytes from `begin` on to a body whose head is known; return the bytes after the body."""
         assert self._known is not None
         head, body_bytes = self._known
         end = begin + body_bytes - self._body.size
@@ -479,14 +484,14 @@ class HttpConnection(asyncio.Protocol):
         return data[end:]
 
     def _begin(self, request: HttpRequest) -> None:
-        """Serve a request; nothing else is being served."""
+        """Start to serve a request; no other one is being served."""
         if self._place is not None:
             self._place.served = True
         exchange = self._exchange = Exchange(self, request)
         self._beginning = True
         serving = self._serve(exchange)
         self._beginning = False
-        if self._exchange is exchange:  # else it is over already
+        if self._exchange is exchange:  # else the exchange has ended already
             self._serving = serving
 
     def _advance(self) -> None:
@@ -514,9 +519,9 @@ class HttpConnection(asyncio.Protocol):
         self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
-        """The served request is over, whether its answer is complete or not."""
+        """Note that the request has been served, whether its answer is complete or not."""
         if self._source is not None and self._paused is not None:
-            self._source.resume_reading()  # its next answer is another client's
+            self._source.resume_reading()  # the next answer of the source goes to another client
         if self._exchange is not None and not self._gone:
             self._hold(-len(self._exchange.request.body))
         self._exchange = self._serving = self._source = None
@@ -530,7 +535,7 @@ class HttpConnection(asyncio.Protocol):
             self._deadline = Nanos(self._clock.now() + self._idle_nanos)
         if not (self._waiting or self._unparsed):
             self._wait_for_client()
-        elif not self._beginning:  # else `_advance` goes on by itself
+        elif not self._beginning:  # else `_advance` continues by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
@@ -538,7 +543,7 @@ class HttpConnection(asyncio.Protocol):
         self._held.bytes += size
 
     def _is_one_too_many(self) -> bool:
-        """Whether the body that is coming is a long one, and there is no room for those."""
+        """Return whether the arriving body is a long one and the memory for bodies is full."""
         return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
 
     def _refuse_long(self) -> None:
@@ -548,7 +553,7 @@ class HttpConnection(asyncio.Protocol):
         self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
 
     def _wait_for_client(self) -> None:
-        """Say in the table what the connection waits for, unless a request is being served, or is about to be."""
+        """Note in the table what the connection waits for, unless a request is being or about to be served."""
         if self._exchange is not None or self._waiting or self._unparsed:
             return
         if self._stage is ConnectionStage.IDLE:
@@ -563,9 +568,9 @@ class HttpConnection(asyncio.Protocol):
             self._table.waits(self._place, group, self._clock.now() / SECOND)
 
     def _is_http_0_9(self, data: bytes) -> bool:
-        """Return whether a request line has ended without a version, of which `data` is the last that came.
+        """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser knows it one byte later, and would then wait for the rest of a head that such clients never send.
+        The parser notices it one byte later, and would wait for the rest of a head that such clients never send.
         """
         if self._stage is not ConnectionStage.HEAD or not self._url:
             return False
@@ -595,7 +600,7 @@ class HttpConnection(asyncio.Protocol):
         self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes")
 
     def _hang_up(self) -> None:
-        """Close, after what is written was sent and what the client is still sending was thrown away."""
+        """Close after the answer was sent and the rest of the request was dropped."""
         self._stage = ConnectionStage.CLOSING
         if self._place is not None:
             self._table.waits(self._place, WaitingFor.CLOSING, self._clock.now() / SECOND)

@@ -7,6 +7,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fleet.router.state.snapshot import RouterSnapshot
+from fleet.router.tenants import TenantUsage
 
 Value = TypeVar("Value", bound=StrEnum)
 
@@ -159,3 +160,20 @@ def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
             tokens.add_metric([each.knowledge, what], count)
     yield from families.values()
     yield tokens
+
+
+class TenantMetrics:
+    """Requests and tokens of the tenants that the settings name."""
+
+    def __init__(self, read: Callable[[], Mapping[str, TenantUsage]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("fleet_tenant_requests", "Admitted requests", labels=["tenant"])
+        tokens = CounterMetricFamily("fleet_tenant_tokens", "Tokens of prompts and of answers", labels=["tenant", "of"])
+        for tenant, usage in self._read().items():
+            requests.add_metric([tenant], usage.requests)
+            tokens.add_metric([tenant, "prompts"], usage.prompt_tokens)
+            tokens.add_metric([tenant, "answers"], usage.answer_tokens)
+        yield requests
+        yield tokens

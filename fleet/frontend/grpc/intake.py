@@ -5,19 +5,11 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
-from fleet.core.errors import Reason, RequestRejected, draining_rejection
+from fleet.core.errors import draining_rejection
 from fleet.frontend.generation import Generation
 from fleet.net.grpc.calls import Context
+from fleet.net.grpc.errors import long_message_rejection
 from fleet.net.settings import ORDINARY_BODY_BYTES
-
-RETRY_AFTER_MS = 1000
-
-
-def long_message_rejection() -> RequestRejected:
-    """Return the rejection of a long message while the memory for messages is full."""
-    return RequestRejected(
-        Reason.QUEUE_FULL, "too many long requests are being taken in; retry later", retry_after_ms=RETRY_AFTER_MS
-    )
 
 
 class MessageMemory(Protocol):

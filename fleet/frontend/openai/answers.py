@@ -8,14 +8,12 @@ from typing import Protocol
 
 import msgspec
 
-from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName
-from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, Usage
+from fleet.core.requests import Delta, Finished, KvPhase, Logprobs, ModelCard, RateLimitStatus, RemainingLimit, Usage
 from fleet.frontend.openai.requests import OpenAiRequest
-from fleet.net.status_codes import REASON_STATUSES
+from fleet.net.http.messages import sse_event
 
 DONE = b"data: [DONE]\n\n"
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens; stands for an unknown model length
 MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
@@ -30,41 +28,25 @@ class TokenText(Protocol):
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
 
-def _error(refused: RequestRejected) -> Json:
-    error: Json = {
-        "message": refused.message,
-        "type": REASON_STATUSES[refused.reason].openai,
-        "param": refused.field or None,
-        "code": refused.reason,
-    }
-    if refused.cause:
-        error["cause"] = refused.cause
-    return error
-
-
-def error_body(refused: RequestRejected) -> bytes:
-    """Return the body of a failed call; `refused` names the field as the client wrote it."""
-    return encode({"error": _error(refused)})
-
-
-def error_event(refused: RequestRejected) -> bytes:
-    """Return the last event of a failed stream. It contains the retry hint, which otherwise is in a header."""
-    error = _error(refused)
-    if refused.retry_after_ms:
-        error["retry_after_ms"] = refused.retry_after_ms
-    return sse_event(encode({"error": error}))
-
-
-def sse_event(content: bytes) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + content + b"\n\n"
-
-
 def model_object(card: ModelCard, created: int) -> Json:
     """Return a model as ``GET /v1/models`` lists it."""
     length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
     parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists LoRA adapters
     return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
+
+
+def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
+    """Return the headers of an answer; none for a tenant without limits."""
+    headers: list[tuple[str, str]] = []
+    for name in () if allowance is None else ("requests", "tokens"):
+        bucket: RemainingLimit | None = getattr(allowance, name)
+        if bucket is not None:
+            headers += [
+                (f"x-ratelimit-limit-{name}", str(bucket.limit)),
+                (f"x-ratelimit-remaining-{name}", str(bucket.remaining)),
+                (f"x-ratelimit-reset-{name}", f"{bucket.full_in_seconds:.3f}s"),
+            ]
+    return tuple(headers)
 
 
 class ChatFormatter:

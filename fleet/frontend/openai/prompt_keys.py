@@ -14,17 +14,16 @@ Rules:
 """
 
 import array
+import hashlib
 import hmac
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from hashlib import shake_256
 
 import msgspec
 import numpy as np
 from msgspec import Raw, Struct, structs
 
-from fleet.backends.kv_events.translator import salt_of_client
 from fleet.core.clock import MILLISECOND, Clock, Nanos
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import ModelName
@@ -34,7 +33,7 @@ from fleet.frontend.openai.bodies import ContentPart, MessageBody
 from fleet.router.kv_index.prefix_index import KEY_BYTES, keys_of
 from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
-from kvstore.block import HashAlgorithm, chain
+from kvstore.block import HashAlgorithm, adapter_salt, chain
 
 ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
 RUNS = 5  # measurements of the tokenizer; the fastest one counts
@@ -87,7 +86,13 @@ class SecretBlockKeys:
         return tuple(key ^ mask for key in keys)
 
     def _expanded(self, what: str, count: int) -> bytes:
-        return shake_256(self._root + what.encode()).digest(count)
+        return hashlib.shake_256(self._root + what.encode()).digest(count)
+
+
+def client_salt(adapter: str, told: str) -> bytes:
+    """Return the salt of a chain on a server whose clients choose salts, which may be any text."""
+    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
+    return adapter_salt(adapter, salt) if adapter else salt
 
 
 class PromptReader:
@@ -128,14 +133,14 @@ class PromptReader:
         """Return a reader for requests that name a LoRA adapter of this model."""
         reader = copy(self)
         reader.adapter = LoraAdapter(name)
-        reader._salt = salt_of_client(name, "")  # noqa: SLF001 - a copy that this method makes
+        reader._salt = client_salt(name, "")  # noqa: SLF001 - a copy that this method makes
         return reader
 
     def salted(self, read: KeyedPrompt, told: str) -> KeyedPrompt:
         """Return the prompt with keys for a client's cache salt."""
         if not any(read.keys.values()):
             return read
-        salt = salt_of_client("" if self.adapter is None else self.adapter.name, told)
+        salt = client_salt("" if self.adapter is None else self.adapter.name, told)
         keys = {size: self._keys(read.tokens, size, salt) for size in self._block_sizes}
         return structs.replace(read, keys=keys)
 

@@ -28,11 +28,9 @@ from fleet.core.errors import Reason, RequestRejected, internal_error
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.openai.answers import error_event
+from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.failures import send_rejection
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
-from fleet.frontend.openai.rate_limit_headers import rate_limit_headers
 from fleet.frontend.openai.relay_requests import (
     EMBEDDINGS,
     MAX_ANSWER_TOKENS,
@@ -46,6 +44,7 @@ from fleet.frontend.openai.relay_requests import (
     relay_sampling,
 )
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.net.http.errors import error_event, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field

@@ -21,15 +21,15 @@ from fleet.core.requests import Admitted, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.merged import merge_metrics
-from fleet.frontend.openai.answers import EVENT_STREAM, ChatFormatter, CompletionFormatter, model_object
-from fleet.frontend.openai.failures import send_http_error, send_rejection
+from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter, model_object, rate_limit_headers
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.rate_limit_headers import rate_limit_headers
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relay_requests import EMBEDDINGS
 from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
+from fleet.net.http.messages import EVENT_STREAM
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field

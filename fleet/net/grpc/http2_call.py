@@ -26,9 +26,8 @@ from urllib.parse import quote
 import grpc
 import ngh2
 
-from fleet.frontend.grpc.intake import long_message_rejection
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
-from fleet.net.grpc.errors import encode_status
+from fleet.net.grpc.errors import encode_status, long_message_rejection
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 from fleet.net.slow_reader import SlowReader

@@ -120,6 +120,8 @@ class HeldBodyBytes:
         self.bytes = 0
 
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
 WRONG_VERSION = "the request's version must be HTTP/1.1 or HTTP/1.0"
 
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
@@ -191,3 +193,8 @@ def response_head(
         lines.append("connection: close")
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def sse_event(content: bytes) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + content + b"\n\n"

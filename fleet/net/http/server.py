@@ -12,9 +12,9 @@ from http import HTTPStatus
 
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
-from fleet.frontend.openai.failures import http_error_body, send_http_error, send_rejection
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
+from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes
 from fleet.net.limit_log import ConnectionLimitLog, SlowClientLog

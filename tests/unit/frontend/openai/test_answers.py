@@ -9,8 +9,9 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, KvPhase, Logprobs, Source, Usage
 from fleet.core.roles import Phase
-from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter, error_body
+from fleet.frontend.openai.answers import ChatFormatter, CompletionFormatter
 from fleet.frontend.openai.requests import read_chat, read_completion
+from fleet.net.http.errors import error_body
 from tests.support.builders import MODEL, a_kv_report
 
 KV = (

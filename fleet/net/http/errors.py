@@ -1,13 +1,12 @@
-"""Error answers of the OpenAI API."""
+"""Error answers over HTTP: JSON objects and last events of streams, in the form of the OpenAI API."""
 
 from http import HTTPStatus
 
 import msgspec
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.frontend.openai.answers import EVENT_STREAM, error_body, error_event
 from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import MalformedRequest
+from fleet.net.http.messages import EVENT_STREAM, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
 
@@ -16,7 +15,7 @@ def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[st
 
     Args:
         exchange: The exchange of the request.
-        refused: The rejection.
+        refused: The rejection, which names the field as the client wrote it.
         more: Further headers if the answer has not started.
 
     Raises:
@@ -25,9 +24,8 @@ def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[st
     if exchange.began:
         exchange.send(error_event(refused), content_type=EVENT_STREAM, last=True)
         return
-    seconds = -(-refused.retry_after_ms // 1000)
     headers = more
-    if seconds:
+    if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
         headers += (("www-authenticate", "Bearer"),)  # required with 401 (RFC 9110, 15.5.2)
@@ -35,10 +33,9 @@ def send_rejection(exchange: Exchange, refused: RequestRejected, *more: tuple[st
 
 
 def send_http_error(exchange: Exchange, status: HTTPStatus, message: str, *, allow: str = "") -> None:
-    """Answer a request that is not part of the API."""
-    exchange.respond(
-        status, http_error_body(MalformedRequest(status, message)), headers=(("allow", allow),) if allow else ()
-    )
+    """Answer a request that no handler can take."""
+    content = http_error_body(MalformedRequest(status, message))
+    exchange.respond(status, content, headers=(("allow", allow),) if allow else ())
 
 
 def http_error_body(malformed: MalformedRequest) -> bytes:
@@ -46,3 +43,28 @@ def http_error_body(malformed: MalformedRequest) -> bytes:
     kind = "server_error" if malformed.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     code = malformed.status.name.lower()
     return msgspec.json.encode({"error": {"message": malformed.message, "type": kind, "param": None, "code": code}})
+
+
+def error_body(refused: RequestRejected) -> bytes:
+    """Return the body of a rejection."""
+    return msgspec.json.encode({"error": _error(refused)})
+
+
+def error_event(refused: RequestRejected) -> bytes:
+    """Return the last event of a failed stream. It contains the retry hint, which otherwise is in a header."""
+    error = _error(refused)
+    if refused.retry_after_ms:
+        error["retry_after_ms"] = refused.retry_after_ms
+    return sse_event(msgspec.json.encode({"error": error}))
+
+
+def _error(refused: RequestRejected) -> dict[str, object]:
+    error: dict[str, object] = {
+        "message": refused.message,
+        "type": REASON_STATUSES[refused.reason].openai,
+        "param": refused.field or None,
+        "code": refused.reason,
+    }
+    if refused.cause:
+        error["cause"] = refused.cause
+    return error

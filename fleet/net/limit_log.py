@@ -20,7 +20,7 @@ class ConnectionLimitLog:
         self._refused = 0  # count at the last message
         self._tell_at = float("-inf")
 
-    def tell(self, now: float, listen: str) -> None:
+    def log_changes(self, now: float, listen: str) -> None:
         """Log how many connections gave way or were refused since the last message, if any.
 
         Args:
@@ -43,31 +43,31 @@ class SlowClientLog:
     """Counts and logs clients that were disconnected because they read too slowly."""
 
     def __init__(self, limits: ConnectionSettings) -> None:
-        self.cuts = 0  # clients disconnected since the start
+        self.disconnected = 0  # clients disconnected since the start
         self._limits = limits
         self._told = 0  # count at the last message
         self._tell_at = float("-inf")
         self._client = ""  # the client that was disconnected last
         self._waiting = 0  # bytes that this client had not read
 
-    def cut(self, client: str, waiting: int) -> None:
+    def note(self, client: str, waiting: int) -> None:
         """Note that a client is disconnected because it read too little."""
-        self.cuts += 1
+        self.disconnected += 1
         self._client, self._waiting = client, waiting
 
-    def tell(self, now: float, listen: str) -> None:
+    def log_changes(self, now: float, listen: str) -> None:
         """Log how many clients were disconnected since the last message, if any, and the last of them."""
-        if self.cuts == self._told or now < self._tell_at:
+        if self.disconnected == self._told or now < self._tell_at:
             return
         log.warning(
             "clients cut off because they read too slowly",
             extra={
                 "listen": listen,
-                "clients": self.cuts - self._told,
+                "clients": self.disconnected - self._told,
                 "last_client": self._client,
                 "unread_bytes": self._waiting,
                 "write_timeout_seconds": self._limits.write_timeout_seconds,
                 "min_read_bytes": self._limits.min_read_bytes,
             },
         )
-        self._told, self._tell_at = self.cuts, now + LOG_INTERVAL_SECONDS
+        self._told, self._tell_at = self.disconnected, now + LOG_INTERVAL_SECONDS

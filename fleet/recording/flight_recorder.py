@@ -61,13 +61,13 @@ class FlightRecorder:
         """
         self._path = path
         self._hasher = hasher
-        self._room = most_bytes
+        self._remaining_bytes = most_bytes
         self._keys: list[Keys] = []  # hashed since the last event
         self._lines: deque[bytes] = deque()  # for the thread
-        self._behind = 0  # bytes passed to the thread
+        self._enqueued = 0  # bytes passed to the thread
         self._written = 0  # bytes that the thread has written
-        self._heard = False  # whether an event was recorded
-        self._over = False  # whether the recording has ended
+        self._has_event = False  # whether an event was recorded
+        self._ended = False  # whether the recording has ended
         self._stop = threading.Event()
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
@@ -78,7 +78,7 @@ class FlightRecorder:
             file = _new_path(path).open("wb", buffering=0)
         except (OSError, ValueError) as error:  # ValueError: the name contains NUL
             raise ConfigurationRefused(f"record: {path}: {getattr(error, 'strerror', error)}") from error
-        self._take(head_line(head))
+        self._add(head_line(head))
         self._thread = threading.Thread(target=self._write, args=(file,), name="flight recorder", daemon=True)
         self._thread.start()
 
@@ -91,12 +91,12 @@ class FlightRecorder:
         self.close("the router ended" if error is None else f"the router ended: {type(error).__name__}")
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
-        if self._over:
+        if self._ended:
             return
-        self._heard = True
+        self._has_event = True
         keys, self._keys = self._keys, []
         try:
-            self._take(entry_line(now, event, keys, commands))
+            self._add(entry_line(now, event, keys, commands))
         except Exception:  # supervisor: the router serves on without a recording
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
@@ -104,7 +104,7 @@ class FlightRecorder:
     def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:
         """Return the keys of a prompt and record them with the next event."""
         keys = self._hasher(tokens, block_tokens, salt)
-        if not self._over:
+        if not self._ended:
             self._keys.append(keys)
         return keys
 
@@ -114,35 +114,35 @@ class FlightRecorder:
         self._stop.set()
         self._thread.join(STOP_SECONDS)
 
-    def _take(self, line: bytes) -> None:
-        if len(line) > self._room:
+    def _add(self, line: bytes) -> None:
+        if len(line) > self._remaining_bytes:
             self._end("it has its full size (record_mib)")
             log.warning("recording stopped at its full size", extra={"path": str(self._path)})
-        elif self._behind - self._written > MAX_BACKLOG_BYTES:
+        elif self._enqueued - self._written > MAX_BACKLOG_BYTES:
             self._end("the disk was too slow")
             log.warning("recording stopped, the disk is too slow", extra={"path": str(self._path)})
         else:
-            self._room -= len(line)
-            self._hand_over(line)
+            self._remaining_bytes -= len(line)
+            self._enqueue(line)
 
-    def _hand_over(self, line: bytes) -> None:
-        self._behind += len(line)
+    def _enqueue(self, line: bytes) -> None:
+        self._enqueued += len(line)
         self._lines.append(line)
 
     def _end(self, why: str) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._keys = []
-            self._hand_over(end_line(why))
+            self._enqueue(end_line(why))
 
     # Methods of the thread
 
     def _write(self, file: BinaryIO) -> None:
         try:
             with file:
-                while not (self._stop.wait(WRITE_INTERVAL_SECONDS) or self._heard):
+                while not (self._stop.wait(WRITE_INTERVAL_SECONDS) or self._has_event):
                     pass
-                if not self._heard:
+                if not self._has_event:
                     _new_path(self._path).unlink()
                     return
                 _rotate(self._path)
@@ -150,7 +150,7 @@ class FlightRecorder:
                     self._drain(file)
                 self._drain(file)
         except OSError as error:
-            self._over = True
+            self._ended = True
             self._lines.clear()
             log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - the router is not affected
 

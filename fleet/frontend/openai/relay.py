@@ -177,7 +177,7 @@ class RelayedRequest:
         if self._began:
             self._exchange.relayed(keep_alive=False)
         else:
-            self._exchange.over()
+            self._exchange.finish()
 
     # From the client's connection
 
@@ -190,7 +190,7 @@ class RelayedRequest:
         self._relay.ended(self, RequestRejected(Reason.CANCELLED, "the client has gone"))
         if submitted:
             self._relay.router.close(self.request_id, self)
-        self._exchange.over()
+        self._exchange.finish()
 
     @property
     def over(self) -> bool:
@@ -268,7 +268,7 @@ class Relay:
         except RequestRejected as refused:
             with suppress(ClientDisconnected):
                 send_rejection(exchange, refused)
-            exchange.over()
+            exchange.finish()
             return _FINISHED
         if reader is None:
             return None

@@ -157,10 +157,10 @@ class HttpFrontend(HttpServer):
             return serving_
         return super().serve(exchange)
 
-    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:
+    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:
         if path.startswith("/v1/models/"):
             return {"GET": self._model}
-        return super().answer_of(path)
+        return super().handlers_of(path)
 
     async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, read_chat, ChatFormatter)

@@ -41,8 +41,8 @@ MAX_CALLS = 32_768  # concurrent calls
 MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
-GOING_SECONDS = 1.0  # between the shutdown notice and the last accepted call
-LAST_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
+SHUTDOWN_NOTICE_SECONDS = 1.0  # between the shutdown notice and the last accepted call
+FINAL_FLUSH_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
 BACKLOG = 4096  # pending connections, as over HTTP
 
 CONFIGURATION = ngh2.Configuration(
@@ -133,7 +133,7 @@ class Http2Server:
         for bound in self._sockets:
             make = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
             self._servers.append(await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG))
-        self._sweep = loop.create_task(self._look_after())
+        self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
         """Accept nothing new, let calls finish for `grace` seconds, then cancel the rest."""
@@ -152,11 +152,11 @@ class Http2Server:
         for connection in list(self.connections):
             connection.cancel_calls()
         if tasks:
-            await asyncio.wait(tasks, timeout=LAST_SECONDS)
+            await asyncio.wait(tasks, timeout=FINAL_FLUSH_SECONDS)
         for connection in list(self.connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_SECONDS):
+            async with asyncio.timeout(FINAL_FLUSH_SECONDS):
                 while self.connections:
                     self._left.clear()
                     await self._left.wait()
@@ -171,7 +171,7 @@ class Http2Server:
         called = _CallDetails(method, metadata)
         return next((found for each in self._handlers if (found := each.service(called)) is not None), None)
 
-    def refusal(self) -> str:
+    def rejection(self) -> str:
         """Return why the server accepts no call now; empty if it does."""
         if self.closing:
             return "the server is going away"
@@ -186,7 +186,7 @@ class Http2Server:
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
-    def left(self, connection: "Http2Connection") -> None:
+    def connection_closed(self, connection: "Http2Connection") -> None:
         self.connections.pop(connection, None)
         if connection.place is not None:
             self.table.remove(connection.place)
@@ -202,15 +202,15 @@ class Http2Server:
             if call.task is not None and not call.task.done()
         ]
 
-    async def _look_after(self) -> Never:
+    async def _sweep_forever(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             await asyncio.sleep(0)  # uvloop wakes sleepers before it reads sockets
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
-                connection.look(now)
-            self._limit_log.tell(now, self._listen)
-            self.slow_log.tell(now, self._listen)
+                connection.check_limits(now)
+            self._limit_log.log_changes(now, self._listen)
+            self.slow_log.log_changes(now, self._listen)
 
 
 class Http2Connection(asyncio.Protocol):
@@ -229,14 +229,14 @@ class Http2Connection(asyncio.Protocol):
         self._paused = False
         self._slow_reader = SlowReader(server.limits.write_timeout_seconds, server.limits.min_read_bytes)
         self._buffer = WriteBufferCounter()
-        self._spoke = False
+        self._has_spoken = False
         self._gone = False
-        self._going_at: float | None = None
-        self._last_word = False  # whether GOAWAY was sent, so no more calls are accepted
-        self._began_at = self._heard_at = self.loop.time()
-        self._asked_at: float | None = None  # when the unanswered ping was sent; None if there is none
+        self._shutdown_at: float | None = None
+        self._goaway_sent = False  # whether GOAWAY was sent, so no more calls are accepted
+        self._began_at = self._received_at = self.loop.time()
+        self._pinged_at: float | None = None  # when the unanswered ping was sent; None if there is none
         seconds = server.connection_seconds
-        self._old_at = self._heard_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
+        self._old_at = self._received_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
     # From the event loop
 
@@ -263,22 +263,22 @@ class Http2Connection(asyncio.Protocol):
         self._gone = True
         for call in list(self.calls.values()):
             self._end(call)
-        self.server.left(self)
+        self.server.connection_closed(self)
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
-        self._asked_at = None
-        if not self._spoke:
-            self._spoke = True
-            self._waits()
+        self._received_at = self.loop.time()
+        self._pinged_at = None
+        if not self._has_spoken:
+            self._has_spoken = True
+            self._note_idle()
         try:
             self.http.receive_data(data)
         except ngh2.NGH2Error:
-            self._hear()
+            self._handle_events()
             self.flush()  # send the library's error frame
             self._transport.close()
             return
-        self._hear()
+        self._handle_events()
         self.flush()
 
     def pause_writing(self) -> None:
@@ -298,69 +298,69 @@ class Http2Connection(asyncio.Protocol):
             return "unix:"
         return f"ipv4:{name[0]}:{name[1]}" if len(name) == 2 else f"ipv6:[{name[0]}]:{name[1]}"
 
-    def full(self, stream: int) -> bool:
+    def must_wait(self, stream: int) -> bool:
         return self._paused or self.http.queued_body_size(stream) > MAX_QUEUED_BYTES
 
-    def soon(self) -> None:
+    def schedule_flush(self) -> None:
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self.flush)
 
-    def wait(self, call: CallContext) -> None:
+    def wait_for_room(self, call: CallContext) -> None:
         self._waiting[call] = None
 
-    def finished(self, call: CallContext, *, whole: bool) -> None:
-        if not whole:
+    def finished(self, call: CallContext, *, complete: bool) -> None:
+        if not complete:
             self._ending[call] = None
-        self.soon()
+        self.schedule_flush()
 
-    def taken(self, call: CallContext, amount: int) -> None:
+    def acknowledge(self, call: CallContext, amount: int) -> None:
         if amount and not self._gone:
             with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
                 self.http.acknowledge_received_data(amount, call.stream)
-            self.soon()
+            self.schedule_flush()
 
     def reset(self, call: CallContext, code: int) -> None:
         if call.stream in self.calls:
             with contextlib.suppress(ngh2.NGH2Error):  # the stream has just ended
                 self.http.reset_stream(call.stream, code)
-            self.soon()
+            self.schedule_flush()
 
     # From the server
 
-    def look(self, now: float) -> None:
+    def check_limits(self, now: float) -> None:
         """Enforce the time limits of the connection and its calls."""
         waiting = self._transport.get_write_buffer_size() if self._paused else 0
-        silent = not self._spoke and now - self._began_at > self.server.limits.first_byte_timeout_seconds
-        mute = self._asked_at is not None and now - self._asked_at > SILENCE_SECONDS
+        silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
+        unanswered = self._pinged_at is not None and now - self._pinged_at > SILENCE_SECONDS
         slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
         if slow:
-            self.server.slow_log.cut(self.peer(), waiting)
-        if silent or mute or slow:
+            self.server.slow_log.note(self.peer(), waiting)
+        if silent or unanswered or slow:
             self._transport.abort()
             return
         try:
-            if now - self._heard_at > SILENCE_SECONDS and self._asked_at is None:
-                self._asked_at = now
+            if now - self._received_at > SILENCE_SECONDS and self._pinged_at is None:
+                self._pinged_at = now
                 self.http.ping(b"are you?")
-                self.soon()
+                self.schedule_flush()
             if now >= self._old_at:
                 self.go_away()
-            if self._going_at is not None and now - self._going_at > GOING_SECONDS:
-                self._take_no_more()
+            if self._shutdown_at is not None and now - self._shutdown_at > SHUTDOWN_NOTICE_SECONDS:
+                self._send_goaway()
         except ngh2.NGH2Error:  # the connection is ending already
             self._transport.abort()
             return
         for call in list(self.calls.values()):
-            call.look(now)
+            call.check_limits(now)
 
     def displace(self) -> None:
         """Close at once, because the table needs the slot; no calls are running."""
-        if self._spoke and not self._last_word:
+        if self._has_spoken and not self._goaway_sent:
             with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
                 self.http.send_goaway()
             self.flush()
-        if self._paused or not self._spoke:
+        if self._paused or not self._has_spoken:
             self._transport.abort()
         else:
             self._transport.close()
@@ -374,11 +374,11 @@ class Http2Connection(asyncio.Protocol):
         if self._gone:
             return
         with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
-            if self._going_at is None:
-                self._going_at = self.loop.time()
+            if self._shutdown_at is None:
+                self._shutdown_at = self.loop.time()
                 self.http.send_shutdown_notice()
             if at_once:
-                self._take_no_more()
+                self._send_goaway()
         self.flush()
 
     def cancel_calls(self) -> None:
@@ -408,19 +408,19 @@ class Http2Connection(asyncio.Protocol):
             return
         if content:
             self._transport.write(content)
-            self._hear()  # handle streams that ended by this write
+            self._handle_events()  # handle streams that ended by this write
         for call in list(self._ending):
             if not self.http.queued_body_size(call.stream):
                 del self._ending[call]
                 self.reset(call, 0)  # the rest of the caller's messages is not needed
         for call in list(self._waiting):
-            if not self.full(call.stream):
+            if not self.must_wait(call.stream):
                 del self._waiting[call]
                 call.resume_writer()
         if not self.http.want_read and not self.http.want_write:
             self._transport.close()
 
-    def _hear(self) -> None:
+    def _handle_events(self) -> None:
         new = []
         for event in self.http.events():
             match event:
@@ -430,9 +430,9 @@ class Http2Connection(asyncio.Protocol):
                         with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
                             self.http.acknowledge_received_data(len(event.data), event.stream_id)
                     else:
-                        call.take(event.data, whole=event.end_stream)
+                        call.receive(event.data, complete=event.end_stream)
                 case RequestReceived():
-                    call = CallContext(self, event.stream_id, event.headers, whole=event.end_stream)
+                    call = CallContext(self, event.stream_id, event.headers, complete=event.end_stream)
                     if self.place is not None:
                         self.place.served = True
                     self.calls[event.stream_id] = call
@@ -440,7 +440,7 @@ class Http2Connection(asyncio.Protocol):
                     new.append(call)
                 case TrailersReceived():
                     if (ended := self.calls.get(event.stream_id)) is not None:
-                        ended.take(b"", whole=True)
+                        ended.receive(b"", complete=True)
                 case StreamClosed():
                     if (ended := self.calls.get(event.stream_id)) is not None:
                         self._end(ended)
@@ -448,27 +448,27 @@ class Http2Connection(asyncio.Protocol):
                     pass
         for call in new:
             if call.stream in self.calls:  # concurrent calls
-                call.begin(self.server.refusal())
+                call.begin(self.server.rejection())
 
     def _end(self, call: CallContext) -> None:
         del self.calls[call.stream]
         if not self.calls:
-            self._waits()
+            self._note_idle()
         self._waiting.pop(call, None)
         self._ending.pop(call, None)
         self.server.calls -= 1
         call.close()
 
-    def _waits(self) -> None:
+    def _note_idle(self) -> None:
         """Note in the table that there are no calls."""
         if self.place is not None:
             self.server.table.waits(self.place, WaitingFor.IDLE, self.loop.time())
 
-    def _take_no_more(self) -> None:
-        if not self._last_word:
-            self._last_word = True
+    def _send_goaway(self) -> None:
+        if not self._goaway_sent:
+            self._goaway_sent = True
             self.http.send_goaway()
-            self.soon()
+            self.schedule_flush()
         if not self.calls and not self.server.closing:
             self._transport.close()
 

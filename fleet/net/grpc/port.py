@@ -66,7 +66,7 @@ async def open_port(
     names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
     server.add_generic_rpc_handlers((healths.handler(), _reflection(names)))
     address = _bind(server, listen, bind)
-    await healths.tell()
+    await healths.notify()
     await server.start()
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
@@ -77,7 +77,7 @@ async def open_port(
             failure = error  # the task group would wrap the body's own error
         finally:
             watch.cancel()
-            await healths.tell()  # report the last state to watchers
+            await healths.notify()  # report the last state to watchers
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -118,7 +118,7 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
     def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
         super().__init__()
         self._services = services
-        self._told: dict[str, int] = {}
+        self._notified: dict[str, int] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the methods, which take bytes."""
@@ -145,14 +145,14 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
     async def watch(self) -> None:
         """Notify watchers forever."""
         while True:
-            await self.tell()
+            await self.notify()
             await asyncio.sleep(HEALTH_SECONDS)
 
-    async def tell(self) -> None:
+    async def notify(self) -> None:
         """Notify watchers of changed states."""
         for service in self._services:
-            if (status := self._status(service)) != self._told.get(service):
-                self._told[service] = status
+            if (status := self._status(service)) != self._notified.get(service):
+                self._notified[service] = status
                 await self.set(service, status)
 
     def _status(self, service: str) -> int:

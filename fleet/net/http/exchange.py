@@ -36,7 +36,7 @@ class ExchangeConnection(Protocol):
     """The connection of an exchange, as far as the exchange needs it (`HttpConnection`)."""
 
     @property
-    def old(self) -> bool:
+    def is_expired(self) -> bool:
         """Whether the client should open another connection."""
         ...
 
@@ -61,7 +61,7 @@ class Exchange:
     def __init__(self, connection: ExchangeConnection, request: HttpRequest) -> None:
         self._connection = connection
         self.request = request
-        self._keep_alive = request.head.keep_alive and not connection.old
+        self._keep_alive = request.head.keep_alive and not connection.is_expired
         self._began = False
         self._complete = False
 
@@ -145,9 +145,9 @@ class Exchange:
     def relayed(self, *, keep_alive: bool) -> None:
         """End a relayed answer. Without `keep_alive` the end of the connection marks the end of the answer."""
         self._complete = keep_alive
-        self.over()
+        self.finish()
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """End the exchange.
 
         Another one may follow on the connection, but not after an incomplete answer, so that the client notices.

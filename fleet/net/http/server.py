@@ -57,7 +57,7 @@ async def run_server(server: "HttpServer", listen: str, *, shared: bool = False)
         finally:
             port.close()
             sweep.cancel()
-            server.cut()
+            server.disconnect_all()
     if failure is not None:
         raise failure
 
@@ -119,7 +119,7 @@ class HttpServer:
                 if also is not None:
                     await also()
 
-    def cut(self) -> None:
+    def disconnect_all(self) -> None:
         """Close all connections and cancel their requests."""
         for connection in list(self._connections):
             connection.abort()
@@ -132,8 +132,8 @@ class HttpServer:
             now = self._clock.now()
             for connection in list(self._connections):
                 connection.expire(now)
-            self._limit_log.tell(now / SECOND, self.address)
-            self._slow_log.tell(now / SECOND, self.address)
+            self._limit_log.log_changes(now / SECOND, self.address)
+            self._slow_log.log_changes(now / SECOND, self.address)
             await asyncio.sleep(SWEEP_SECONDS)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
@@ -144,13 +144,13 @@ class HttpServer:
         task.add_done_callback(partial(self._served, exchange))
         return task
 
-    def answer_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
+    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
         """Return the handlers by method for a path outside of the route table; None if there are none."""
         return None
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
-        exchange.over()
+        exchange.finish()
         if not self._serving:
             self._quiet.set()
 
@@ -169,7 +169,7 @@ class HttpServer:
 
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
-        methods = self._routes.get(request.path) or self.answer_of(request.path)
+        methods = self._routes.get(request.path) or self.handlers_of(request.path)
         if methods is None:
             send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
         elif (answer := methods.get("GET" if request.method == "HEAD" else request.method)) is None:

@@ -58,10 +58,10 @@ class StreamAuthenticator:
         self._refusal = refusal
         self._limit = limit
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
-        self._letting_in: dict[
+        self._handshakes: dict[
             _UnprovenCaller, asyncio.Task[None]
         ] = {}  # includes connections for one turn after the proof
-        self._told: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
+        self._logged_at: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
 
     @asynccontextmanager
     async def guarding(
@@ -69,57 +69,61 @@ class StreamAuthenticator:
     ) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        take = partial(self._take, listener, made, accept)
+        take = partial(self._accept_connection, listener, made, accept)
         loop.add_reader(listener, take)
         try:
             yield
         finally:
             loop.remove_reader(listener)
             listener.close()
-            tasks = list(self._letting_in.values())
+            tasks = list(self._handshakes.values())
             for task in tasks:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
 
-    def _take(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
+    def _accept_connection(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> None:
         loop = asyncio.get_running_loop()
         try:
             accepted, address = listener.accept()
         except OSError as error:  # usually the caller has left meanwhile
             if error.errno in OUT_OF_FILES:
                 loop.remove_reader(listener)
-                loop.call_later(OUT_OF_FILES_SECONDS, self._take_again, listener, made, accept)
+                loop.call_later(OUT_OF_FILES_SECONDS, self._resume_accepting, listener, made, accept)
             return
         accepted.setblocking(False)
         host = str(address[0])
         caller = _UnprovenCaller(self._identity, self._kind, self._refusal, accept, self._limit, self._unproven.discard)
         if (gone := self._unproven.add(caller, host)) is not None:
-            self._letting_in[gone].cancel("it had proven nothing when newer ones came")
-        task = loop.create_task(self._let_in(caller, accepted, host, made), name="stream that is to be proven")
-        self._letting_in[caller] = task
+            self._handshakes[gone].cancel("it had proven nothing when newer ones came")
+        task = loop.create_task(self._run_handshake(caller, accepted, host, made), name="stream handshake")
+        self._handshakes[caller] = task
         task.add_done_callback(partial(self._done, caller, accepted))
 
-    def _take_again(self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept) -> None:
+    def _resume_accepting(
+        self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
+    ) -> None:
         if listener.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(listener, partial(self._take, listener, made, accept))
+            asyncio.get_running_loop().add_reader(listener, partial(self._accept_connection, listener, made, accept))
 
     def _done(self, caller: "_UnprovenCaller", accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._unproven.discard(caller)
-        del self._letting_in[caller]
-        if not caller.began:
+        del self._handshakes[caller]
+        if not caller.started:
             accepted.close()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("stream was not let in", exc_info=error)
+            log.error("stream handshake failed", exc_info=error)
 
-    async def _let_in(
+    async def _run_handshake(
         self, caller: "_UnprovenCaller", accepted: socket.socket, host: str, made: Callable[[Accept], FrameConnection]
     ) -> None:
         """Run the handshake of one connection."""
         identity, tls = self._identity, None
         if identity.tls is not None:
             tls = DiagnosedTls(identity.tls, self._refusal(NEEDS_TLS))
-        caller.began = True
+        caller.started = True
         try:
             async with asyncio.timeout(PROVE_SECONDS):
                 await asyncio.get_running_loop().connect_accepted_socket(
@@ -142,15 +146,15 @@ class StreamAuthenticator:
                 self._refuse(caller, host, caller.cause)
 
     def _refuse(self, caller: "_UnprovenCaller", host: str, cause: str) -> None:
-        if caller.is_let_in:  # the receiver owns the connection already
+        if caller.is_admitted:  # the receiver owns the connection already
             return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
-        if now - self._told.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
+        if now - self._logged_at.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return
-        if len(self._told) >= MAX_LOGGED_CAUSES:
-            self._told.clear()
-        self._told[host, cause] = now
+        if len(self._logged_at) >= MAX_LOGGED_CAUSES:
+            self._logged_at.clear()
+        self._logged_at[host, cause] = now
         log.warning("stream refused", extra={"peer": host, "kind": self._kind.decode(), "cause": cause})
 
 
@@ -164,28 +168,28 @@ class _UnprovenCaller:
         refusal: RejectionPayload,
         accept: Accept,
         limit: int,
-        let_in: "Callable[[_UnprovenCaller], None]",
+        on_proven: "Callable[[_UnprovenCaller], None]",
     ) -> None:
-        """Wait for the connection. `let_in` is called after the proof; `StreamAuthenticator` has the other arguments."""
-        self.began = False  # the event loop owns the socket
+        """Wait for the connection. `on_proven` is called after the proof; `StreamAuthenticator` has the other arguments."""
+        self.started = False  # the event loop owns the socket
         self.proven = asyncio.Event()  # also set after a refusal
         self.cause = ""  # set if the peer is refused
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
         self._refusal = refusal
         self._accept = accept
         self._limit = limit
-        self._let_in = let_in
+        self._on_proven = on_proven
         self._connection: FrameConnection | None = None
 
     @property
-    def is_let_in(self) -> bool:
+    def is_admitted(self) -> bool:
         return self.proven.is_set() and not self.cause
 
     def made(self, connection: FrameConnection) -> FrameReceiver:
         self._connection = connection
         if self._verifier is None:  # the certificate was the proof
             self.proven.set()
-            self._let_in(self)
+            self._on_proven(self)
             return self._accept(connection)
         connection.allow(MAX_HANDSHAKE_BYTES)
         return self
@@ -204,7 +208,7 @@ class _UnprovenCaller:
             self.proven.set()
         if self._verifier.proven:
             self.proven.set()
-            self._let_in(self)
+            self._on_proven(self)
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:
@@ -296,7 +300,7 @@ class _UnprovenListener:
         try:
             answer = self._prover.received(payload)
         except ProofFailed as error:
-            self._refused(error)
+            self._refuse(error)
             self._connection.abort(error)
             return
         if answer:
@@ -309,9 +313,9 @@ class _UnprovenListener:
         """Do nothing: no writer waits."""
 
     def lost(self, cause: Exception | None) -> None:
-        self._refused(cause or ConnectionError("it ended the connection before it proved who it is"))
+        self._refuse(cause or ConnectionError("it ended the connection before it proved who it is"))
 
-    def _refused(self, cause: Exception) -> None:
+    def _refuse(self, cause: Exception) -> None:
         if not self.proven.is_set():
             self.cause = cause
             self.proven.set()

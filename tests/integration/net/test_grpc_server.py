@@ -189,7 +189,7 @@ async def crowded_world(monkeypatch):
 @asynccontextmanager
 async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
-    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.1)
     server, service = Http2Server(limits=limits), TestedService()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
@@ -508,7 +508,7 @@ async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
 
 
 async def test_who_leaves_the_last_words_unread_is_reset(world, monkeypatch):
-    monkeypatch.setattr(grpc_http2_call, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_http2_call, "UNREAD_STATUS_SECONDS", 0.1)
     async with world.client({INITIAL_WINDOW: 100}) as client:
         call = client.call("Thrice", message(b"x" * 995))
         await client.end_of(call)

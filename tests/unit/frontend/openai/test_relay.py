@@ -18,7 +18,7 @@ REQUEST = HttpRequest(
 class Line:
     """To the client."""
 
-    old = False
+    is_expired = False
 
     def __init__(self):
         self.written = b""

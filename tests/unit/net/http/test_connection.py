@@ -108,7 +108,7 @@ def served(connection, exchanges, data):
     connection.data_received(data)
     exchange = exchanges.pop()
     exchange.respond(200, b"{}")
-    exchange.over()
+    exchange.finish()
     return exchange.request
 
 

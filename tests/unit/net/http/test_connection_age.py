@@ -41,7 +41,7 @@ def answered(connection, client, exchanges) -> bool:
     connection.data_received(REQUEST)
     exchange = exchanges.pop()
     exchange.respond(HTTPStatus.OK, b"{}")
-    exchange.over()
+    exchange.finish()
     return b"connection: close" not in client.written.lower()
 
 

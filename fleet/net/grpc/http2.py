@@ -234,7 +234,7 @@ class Http2Connection(asyncio.Protocol):
         self._shutdown_at: float | None = None
         self._goaway_sent = False  # whether GOAWAY was sent, so no more calls are accepted
         self._began_at = self._received_at = self.loop.time()
-        self._pinged_at: float | None = None  # when the unanswered ping was sent; None if there is none
+        self.pinged_at: float | None = None  # when the unanswered ping was sent; None if there is none
         seconds = server.connection_seconds
         self._old_at = self._received_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
@@ -267,7 +267,7 @@ class Http2Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self.loop.time()
-        self._pinged_at = None
+        self.pinged_at = None
         if not self._has_spoken:
             self._has_spoken = True
             self._note_idle()
@@ -332,7 +332,7 @@ class Http2Connection(asyncio.Protocol):
         """Enforce the time limits of the connection and its calls."""
         waiting = self._transport.get_write_buffer_size() if self._paused else 0
         silent = not self._has_spoken and now - self._began_at > self.server.limits.first_byte_timeout_seconds
-        unanswered = self._pinged_at is not None and now - self._pinged_at > SILENCE_SECONDS
+        unanswered = self.pinged_at is not None and now - self.pinged_at > SILENCE_SECONDS
         slow = self._slow_reader.overdue(now, waiting, self._buffer.written)
         if slow:
             self.server.slow_log.note(self.peer(), waiting)
@@ -340,8 +340,8 @@ class Http2Connection(asyncio.Protocol):
             self._transport.abort()
             return
         try:
-            if now - self._received_at > SILENCE_SECONDS and self._pinged_at is None:
-                self._pinged_at = now
+            if now - self._received_at > SILENCE_SECONDS and self.pinged_at is None:
+                self.pinged_at = now
                 self.http.ping(b"are you?")
                 self.schedule_flush()
             if now >= self._old_at:

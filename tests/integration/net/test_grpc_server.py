@@ -390,10 +390,10 @@ async def test_a_server_that_stood_still_does_not_take_it_for_silence_of_its_cli
         await until(lambda: world.service.began == 1)
         (connection,) = world.server.connections
 
-        connection.look(asyncio.get_running_loop().time() + 1000)
+        connection.check_limits(asyncio.get_running_loop().time() + 1000)
 
-        assert connection._asked_at is not None
-        await until(lambda: connection._asked_at is None)  # it has answered
+        assert connection.pinged_at is not None
+        await until(lambda: connection.pinged_at is None)  # it has answered
         world.service.go.set()
         assert [each async for each in call] == [b"a"]
 

@@ -204,8 +204,7 @@ def _parts_of_router(settings: RouterSettings) -> _RouterParts:
     from fleet.backends.workers.streams import WorkerStreams  # noqa: PLC0415
     from fleet.core.telemetry import RouterProcessMetrics  # noqa: PLC0415
     from fleet.frontend.generation import Generation  # noqa: PLC0415
-    from fleet.frontend.metrics.router import RouterMetrics  # noqa: PLC0415
-    from fleet.frontend.metrics.tenants import TenantMetrics  # noqa: PLC0415
+    from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics  # noqa: PLC0415
     from fleet.frontend.openai.prompt_keys import SecretBlockKeys  # noqa: PLC0415
     from fleet.frontend.text.codec import load_codec  # noqa: PLC0415
     from fleet.frontend.text.tokenizer_check import TokenizerCheck  # noqa: PLC0415

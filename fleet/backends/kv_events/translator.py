@@ -13,7 +13,6 @@ Rules:
 5. The books are bounded by what the engine can hold; more means that removals were lost, and nothing is known any more.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,12 +79,6 @@ def salt_of_router(adapter: str, told: str) -> bytes:
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("no salt of a router")
     return salt
-
-
-def salt_of_client(adapter: str, told: str) -> bytes:
-    """Of a server whose clients choose salts, which may be any text."""
-    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
-    return block.adapter_salt(adapter, salt) if adapter else salt
 
 
 class _CachedBlock(msgspec.Struct):

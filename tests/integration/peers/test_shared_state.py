@@ -13,7 +13,8 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.membership.messages import MemberJoined, Register
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings

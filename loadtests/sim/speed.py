@@ -24,7 +24,8 @@ from msgspec import Struct, structs
 from fleet.sim.results.outcomes import RunOutcome
 from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection, read_scenario
-from fleet.sim.workload.traffic import DrawnWorkload, RecordedWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import RecordedWorkload
 from loadtests.host import facts
 
 STUDIES = Path(__file__).parent.parent / "studies"

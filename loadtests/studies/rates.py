@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.sim.scenario import Scenario, SimulatedPoolSection
-from fleet.sim.workload.traffic import DrawnWorkload
+from fleet.sim.workload.drawn import DrawnWorkload
 from loadtests.studies.runs import capacity, planned_of, read, requests_in, simulated
 
 WANTED = 0.9

@@ -44,8 +44,8 @@ SCALINGS = 10
 ANSWER_SECONDS = 0.05
 
 
-class NoProbes:
-    """Answers the operator's calls to routers, after the usual delay."""
+class DelayedProbes:
+    """Probe sender that answers each probe after the usual delay."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -71,7 +71,7 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
     async with open_api_client(str(server.kubeconfig(folder)), "fleet-operator/measured") as cluster:
         clock = SystemClock()
         leader = LeaseLeader(cluster, lease, "default", "measured", clock, utc_now)
-        clients = NoProbes()
+        clients = DelayedProbes()
         operator = Operator(
             settings, cluster, None, leader, clock, utc_now, OperatorMetrics(CollectorRegistry()), clients
         )

@@ -78,12 +78,12 @@ class PoolObservation(Struct, frozen=True, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        """Whether the pool has the wanted replicas for good; before the orchestrator has read a plan, they may still change."""
+        """True if the pool has the wanted replicas for good; before the orchestrator has read a plan, they may still change."""
         return self.wanted == self.ready and not self.draining and self.why is None
 
     @property
     def unfinished(self) -> bool:
-        """Whether a plan for this pool is not settled."""
+        """True if a plan for this pool is not settled."""
         return bool(self.plan) and not self.settled
 
     def before_a_write(self, replicas: int) -> int:

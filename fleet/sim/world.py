@@ -56,7 +56,7 @@ ENDS_PER_HASH = 256  # ended requests that go into the digest together
 
 
 class _ClientView(Struct, kw_only=True, eq=False):
-    """What a client has seen of its request, and the block names of its prompt."""
+    """The client's view of its request, and the block names of its prompt."""
 
     request: TraceRequest
     chain: Sequence[int]

@@ -92,7 +92,7 @@ class GroupFactors(Struct, frozen=True, kw_only=True):
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """What single matrix products reach on a GPU in one data type, as shares of its data sheet."""
+    """Efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
 
     gpu: str
     number: Number

@@ -27,7 +27,7 @@ HELD_OUT_OF = 5
 
 
 class MeasuredPhase(StrEnum):
-    """Whether one engine served a whole request."""
+    """Kind of serving that was measured."""
 
     AGGREGATED = "aggregated"
     DISAGGREGATED = "disaggregated"

@@ -39,7 +39,7 @@ class StoreProfile(Struct, frozen=True, kw_only=True):
 
 
 class TierChange(Struct, frozen=True):
-    """What a store tells those who watch it."""
+    """Change of a store, as its watchers see it."""
 
     tier: str
     stored: Sequence[int] = ()

@@ -64,7 +64,7 @@ class SimulatedRequests(Protocol):
 
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):
-    """What the workers of a cluster share."""
+    """Objects and callbacks that the workers of a cluster share."""
 
     kernel: Kernel
     message_delay: Nanos

@@ -39,7 +39,7 @@ class EngineAdmission:
 
     @property
     def wanted(self) -> bool:
-        """Whether an attempt waits for room."""
+        """True if an attempt waits for room."""
         return bool(self._waiting)
 
     def wait(self, attempt: SimulatedAttempt) -> None:

@@ -92,7 +92,7 @@ class KvBudget:
 
     @property
     def changed(self) -> bool:
-        """Whether `changes` would return anything."""
+        """True if `changes` would return anything."""
         return bool(self._stored or self._removed)
 
     def changes(self) -> tuple[list[int], list[int]]:

@@ -81,7 +81,7 @@ class VirtualEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no attempt, and no block that a decode worker will fetch."""
+        """True if there is no attempt, and no block that a decode worker will fetch."""
         return not self._attempts and not self._kept
 
     @property

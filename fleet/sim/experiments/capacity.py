@@ -37,7 +37,7 @@ class CapacityPoint(Struct, frozen=True, kw_only=True):
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """What `fleet sim capacity --json` prints."""
+    """Output of `fleet sim capacity --json`."""
 
     rate: float  # requests per second
     rate_per_gpu: float

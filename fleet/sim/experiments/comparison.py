@@ -65,7 +65,7 @@ class FigureDifference(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What `fleet sim compare --json` prints."""
+    """Output of `fleet sim compare --json`."""
 
     a: str
     b: str

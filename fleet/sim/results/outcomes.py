@@ -171,7 +171,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """What `fleet sim run --json` prints. Times are in ms, rates per second of simulated time, money in dollars."""
+    """Output of `fleet sim run --json`. Times are in ms, rates per second of simulated time, money in dollars."""
 
     digest: str
     requests: int

@@ -88,7 +88,7 @@ class SimulatedClients(Protocol):
 
     @property
     def over(self) -> bool:
-        """Whether nothing will be sent any more, and all is answered."""
+        """True if nothing will be sent any more, and all is answered."""
         ...
 
 
@@ -131,7 +131,7 @@ class _Sender:
 
     @property
     def idle(self) -> bool:
-        """Whether all requests are over."""
+        """True if all requests are over."""
         return not self._live and not self._world.live
 
     def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:

@@ -69,7 +69,7 @@ class SoakTally:
 
 
 class ReceivedAnswer(Struct):
-    """What one client has received so far."""
+    """Answer of one client so far."""
 
     tokens: list[int] = []  # one by one over gRPC, with the last event over HTTP
     text: str = ""

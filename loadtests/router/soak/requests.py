@@ -31,7 +31,7 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def survives(self) -> bool:
-        """Whether a started answer continues after its worker is lost."""
+        """True if a started answer continues after its worker is lost."""
         return self.sampling.stateless
 
 

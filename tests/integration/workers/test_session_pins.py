@@ -64,7 +64,7 @@ async def test_a_chain_is_held_until_it_is_released():
         holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
 
-        assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
+        assert (holds.pinned, holds.refused, holds.dropped) == (1, 0, 0)
 
 
 async def test_a_hold_ends_by_itself():

@@ -70,7 +70,7 @@ def test_a_worker_that_does_not_say_what_its_blocks_are_may_only_be_met_through_
     rejected = refusal(handed(None, KvPath.DIRECT), Role.DECODE, FACTS)
 
     assert rejected is not None
-    assert "in a way that is not told" in rejected.message
+    assert "an unknown layout" in rejected.message
 
 
 ADAPTED = msgspec.structs.replace(FACTS, adapters=(LoraAdapter(ModelName("ada"), "1"),), adapter_slots=1)

@@ -89,10 +89,10 @@ def test_who_does_not_come_in_time_is_named():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (joining(0), "rank 0 of 3 is none of the 2 that follow this leader"),
-        (joining(3), "rank 3 of 3 is none of the 2"),
-        (joining(1, nodes=4), "rank 1 of 4 is none of the 2"),
-        (joining(1, alike="other"), "rank 1 is told other things than its leader"),
+        (joining(0), "rank 0 of 3 does not belong to the 2 ranks of this leader"),
+        (joining(3), "rank 3 of 3 does not belong to the 2"),
+        (joining(1, nodes=4), "rank 1 of 4 does not belong to the 2"),
+        (joining(1, alike="other"), "rank 1 has other settings than its leader"),
     ],
 )
 def test_who_is_of_another_group_is_refused_for_good(asked, said):

@@ -62,7 +62,7 @@ async def test_a_failure_is_logged_when_its_cause_changes(monkeypatch, caplog):
         running.cancel()
 
     warnings = [(each.message, each.cause) for each in caplog.records if each.levelname == "WARNING"]
-    assert warnings == [("registry unreachable, serving goes on", "away"), ("registration refused", str(refused))]
+    assert warnings == [("registry unreachable", "away"), ("worker registration refused", str(refused))]
 
 
 async def test_whoever_was_replaced_does_not_ask_again():

@@ -46,8 +46,8 @@ def test_whole_engines_to_a_node_or_whole_nodes_to_an_engine(nodes, tensor, pipe
         ({}, "group.nodes: 1 engines .* of 1 ranks each cannot be shared out evenly among 2 nodes"),
         ({"extra": {"tensor_parallel_size": 3}}, "group.nodes: 1 engines"),
         ({"extra": {"data_parallel_size": 3, "tensor_parallel_size": 2}}, "group.nodes: 3 engines"),
-        ({"extra": {"nnodes": 2, "tensor_parallel_size": 2}}, "vllm.extra_args.nnodes: is for `group` to say"),
-        ({"extra": {"data_parallel_rank": 1}}, "vllm.extra_args.data_parallel_rank: is for `group` to say"),
+        ({"extra": {"nnodes": 2, "tensor_parallel_size": 2}}, "vllm.extra_args.nnodes: is set by `group`"),
+        ({"extra": {"data_parallel_rank": 1}}, "vllm.extra_args.data_parallel_rank: is set by `group`"),
         (
             {"extra": {"distributed_executor_backend": "ray"}},
             "vllm.extra_args.distributed_executor_backend: must be mp",

@@ -1,4 +1,4 @@
-"""What is looked at in one piece, and whom a change concerns. Pure."""
+"""Reconcile keys: what the controller handles in one piece. Pure."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from operators.observed.observe import InformerCaches, deployment_of
 
 
 class ReconcileKey(Struct, frozen=True, order=True):
-    """A deployment with everything that is about it, or a request for one."""
+    """A deployment together with all objects that concern it, or a ServingRequest."""
 
     kind: str
     namespace: str

@@ -1,19 +1,20 @@
-"""What has to be done so that a cluster becomes what a DisaggDeployment says: `reconcile(wish, seen) -> Reconciled`. Pure.
+"""Reconcile: which actions make a cluster match a DisaggDeployment. Pure.
 
 Rules:
 
-1. Level-triggered: everything follows from what is wished and what is seen now. Nothing is remembered between calls, so an operator that
-   is killed after any write goes on where it was.
-2. An object is applied when its digest, kept in an annotation, differs from what is seen. What somebody else made under one of our names is
-   left alone, and the deployment is Degraded until one of the two has another name. Now and then everything is applied afresh: so what somebody
-   has edited is put back.
-3. Children of workers are scaled by `operators.scaling`, one step a call. A child that should have no replicas is removed when its last pod has gone:
-   of an old revision, of a suspended deployment, of a role that is not wished for any more. So is whatever else is the deployment's own
-   and wanted no more.
-4. Replicas have one writer: the specification of a Static role, else the role's RoleScaler, which is made with the specification's number and from
-   then on never written.
-5. Before replicas are taken away, what each pod's warm blocks are worth is said to whoever chooses, where it is known. Of groups that are
-   a StatefulSet each, the least warm ones go; which of its groups a LeaderWorkerSet takes is not to be had: always the last ones.
+1. Level-triggered: every action follows from the desired and the observed state. Nothing is remembered between calls,
+   so an operator that is killed after any write continues where it was.
+2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
+   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. From
+   time to time everything is applied again, which restores what somebody has edited.
+3. Children of workers are scaled by `operators.scaling`, one step in each call. A child that should have no replicas is
+   removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
+   Other objects of the deployment are removed when they are not desired any more.
+4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
+   specification's number and never written afterwards.
+5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
+   groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
+   last groups.
 """
 
 import hashlib
@@ -42,13 +43,13 @@ MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Server-side apply of a manifest, which is all that we say of the object."""
+    """Server-side apply of a manifest, which contains all fields that the operator owns."""
 
     manifest: Manifest
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Only while it is asked for as many as were seen: a leader that comes late changes nothing."""
+    """Change replicas, but only from the observed number, so that a late leader changes nothing."""
 
     kind: str
     name: str
@@ -57,7 +58,7 @@ class Scale(Struct, frozen=True, tag=True):
 
 
 class SetDeletionCost(Struct, frozen=True, tag=True):
-    """Say what it would cost to lose a pod, so that of those that go the cheapest go."""
+    """Annotate a pod with its deletion cost, so that the cheapest pods are removed."""
 
     pod: str
     cost: int
@@ -69,7 +70,7 @@ class Remove(Struct, frozen=True, tag=True):
 
 
 class DeletePod(Struct, frozen=True, tag=True):
-    """A pod, which its controller then makes anew."""
+    """Delete a pod, which its controller then creates again."""
 
     pod: str
 
@@ -81,16 +82,16 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: PendingProbes | None = None
-    """What probes are to show; None: nothing yet."""
+    """The probes to send; None: not yet."""
 
 
 def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now: str) -> Reconciled:
-    """One step.
+    """Return one step towards the desired state.
 
     Args:
-        wish: What somebody has written.
-        seen: What there is.
-        images: Where the deployment names none.
+        wish: The desired deployment.
+        seen: The observed state.
+        images: Images for deployments that name none.
         now: RFC 3339, for conditions that change.
     """
     present = revision(wish, images, seen.served)
@@ -118,7 +119,7 @@ def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now:
 
 
 def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
-    """The children of the present revision, with the replicas that they have."""
+    """Yield the children of the present revision, with their current replicas."""
     for role in wish.workers:
         for each in seen.children:
             if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
@@ -134,7 +135,7 @@ def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images:
 def _changed(
     wish: DesiredDeployment, role: RoleSpec, change: ReplicaChange, seen: ObservedState, images: Images
 ) -> tuple[list[Manifest], list[Action]]:
-    """What to apply, and what else to do, so that a revision of a role is asked for so many replicas."""
+    """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
     child = next(
         (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)), None
     )
@@ -163,12 +164,12 @@ def _index(name: str) -> int:
 
 
 def _by_worth(child: ObservedChild) -> list[str]:
-    """Groups in the order in which they are to go: such as do not serve, then the least warm ones, then the last ones."""
+    """Return the groups in the order of removal: not serving first, then fewest warm blocks, then last index."""
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
 def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
-    """Of the pods some of which are to go, where it is known and not said yet."""
+    """Return the annotations for pods of which some will be removed, if the cost is known and not annotated yet."""
     return [
         SetDeletionCost(each.pod, cost)
         for each in seen.worths.get((child.role, child.replicas.revision), ())
@@ -177,7 +178,10 @@ def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
 
 
 def with_digest(manifest: Manifest) -> Manifest:
-    """The manifest with the digest of itself as an annotation. Replicas are not part of that: they have other writers."""
+    """Return the manifest with its own digest as an annotation.
+
+    The digest leaves out replicas, which have other writers.
+    """
     spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
     digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
     return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
@@ -198,12 +202,12 @@ def _differs(manifest: Manifest, seen: ObservedState) -> bool:
 
 
 def _scalers(wish: DesiredDeployment, seen: ObservedState) -> list[Manifest]:
-    """Those that are missing."""
+    """Return the missing RoleScalers."""
     return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
 
 
 def _scaled(wish: DesiredDeployment) -> Iterator[RoleSpec]:
-    """Roles with a RoleScaler."""
+    """Yield the roles that have a RoleScaler."""
     return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
@@ -247,13 +251,14 @@ def _ratio(text: str) -> tuple[int, int]:
 def _pruned(
     wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
 ) -> list[Action]:
-    """Of children that nobody needs any more, and of whatever else is ours and not wanted.
+    """Return the removals of children that are not needed any more, and of other objects of ours that are not desired.
 
-    That is of a role that is gone, say; or settings without a child, because their operator was killed in between.
+    Examples are objects of a removed role, or settings without a child because the operator was killed between two
+    writes.
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
-    # Our own processes begin anew all together by themselves, and may take long over it: see `workers.rank_rendezvous`.
+    # Our own processes restart together by themselves, which may take long (`workers.rank_rendezvous`).
     foreign = {role.name for role in wish.workers if is_foreign(role)}
     actions: list[Action] = []
     for each in seen.children:

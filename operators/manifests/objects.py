@@ -1,4 +1,4 @@
-"""How a child is written down."""
+"""Objects: the frame of each child object's manifest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ Manifest = dict[str, Any]
 
 
 def mapping(value: Any) -> Manifest:
-    """A part of a user's template, which nobody has checked."""
+    """Return a part of a user's template, which nobody has checked, as a mapping."""
     return dict(value) if isinstance(value, Mapping) else {}
 
 
@@ -30,13 +30,13 @@ def object_of(
                 "name": deployment.name,
                 "uid": deployment.uid,
                 "controller": True,
-                "blockOwnerDeletion": False,  # see operators.rbac, rule 4
+                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4
             }
         ]
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
-    """Something that is of no single role."""
+    """Return an object that belongs to no single role."""
     labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
     return object_of(deployment, api, kind, name, labels, spec)

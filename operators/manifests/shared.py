@@ -1,4 +1,4 @@
-"""What there is once in a deployment, whatever its revisions."""
+"""Shared objects: the children that exist once in a deployment, whatever its revisions."""
 
 import hashlib
 
@@ -18,12 +18,12 @@ from operators.manifests.workloads import SERVED, router_deployment
 def shared(
     deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED, *, routers: int | None = None
 ) -> list[Manifest]:
-    """What there is once: the router with its Services, and for each role a disruption budget, names for its pods, and who may reach them.
+    """Return the router with its Services, and for each role a disruption budget, pod names and network policies.
 
     Args:
-        deployment: What is wished.
-        images: Where it names none.
-        served: Which kinds the API server has.
+        deployment: The desired deployment.
+        images: Images if it names none.
+        served: The optional kinds of the API server.
         routers: Replicas of the router; None: as the deployment says.
     """
     router, spec = deployment.router, deployment.spec

@@ -1,4 +1,4 @@
-"""What routers say of their workers, asked for again and again: more often while something is not as it should be."""
+"""Router poller: asks routers which workers they know, more often while a deployment is not Ready."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -14,14 +14,14 @@ from operators.observed.observe import conditions_of
 from operators.observed.registrations import ReportedWorkers, WorkerRegistration
 
 MISSED_ANSWERS = 3
-"""Of a router, until what it said before is not believed any more."""
+"""After this number of missing answers, a router's last report does not count any more."""
 
 ROUNDS_BETWEEN_READY_POLLS = 6
-"""Rounds after which those are asked that are as they should be."""
+"""Ready deployments are polled once in this number of rounds."""
 
 
 class RouterAnswer(Struct, frozen=True):
-    """What a router said, and how often it has not answered since."""
+    """A router's last report, and the number of missing answers since."""
 
     workers: tuple[WorkerRegistration, ...] | None = None
     missed: int = 0
@@ -37,7 +37,16 @@ class RouterPoller:
         at_once: int,
         heard: Callable[[ReconcileKey], None],
     ) -> None:
-        """`pods` are a deployment's routers; `secret` is its control secret, by namespace and name; `seconds` pass between two rounds; `heard` is told whose workers are others than before."""
+        """Create the poller.
+
+        Args:
+            routers: Asks a router.
+            pods: Returns a deployment's router pods.
+            secret: Returns a deployment's control secret, by namespace and name.
+            seconds: The time between two rounds.
+            at_once: The most concurrent calls.
+            heard: Called with deployments whose workers have changed.
+        """
         self._routers = routers
         self._pods = pods
         self._secret = secret
@@ -47,11 +56,11 @@ class RouterPoller:
         self._words: dict[ReconcileKey, dict[str, RouterAnswer]] = {}
 
     def of(self, key: ReconcileKey) -> ReportedWorkers | None:
-        """By router; none that has not said anything, or not for a while. None where that goes for all."""
+        """Return the reports by router, without routers that have not answered for a while; None if no router has."""
         return _told(self._words.get(key, {})) or None
 
     async def run(self, deployments: Callable[[], Iterable[CustomObject]]) -> Never:
-        """Ask the routers of all there are at the moment; until cancelled."""
+        """Poll the routers of all present deployments until cancelled."""
         rounds = 0
         while True:
             async with asyncio.TaskGroup() as tasks:
@@ -86,7 +95,7 @@ class RouterPoller:
 
 
 def address_of(router: Pod) -> str:
-    """Where it is asked."""
+    """Return the address of a router's control port."""
     host = router.status.pod_ip
     return f"[{host}]:{CONTROL}" if ":" in host else f"{host}:{CONTROL}"
 

@@ -1,11 +1,13 @@
-"""Sends probes: to those deployments only of which something is still to be shown, and not too many at once.
+"""Prober: sends probes for deployments that lack evidence, with limited concurrency.
 
 Rules:
 
-1. A deployment has one probe on its way at most, all of them together `at_once`; deployments whose last one failed have half of these,
-   so that the others wait for no deadline of theirs. Nobody waits for a probe but the task that sent it.
-2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin anew.
-3. Nothing is sent by who does not lead.
+1. A deployment has at most one probe under way, and all deployments together have at most `at_once`. Deployments whose
+   last probe failed share half of these, so that the others do not wait for their deadlines. Only the sending task
+   waits for a probe.
+2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin
+   again.
+3. A process that does not lead sends nothing.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ class Prober:
         leads: Callable[[], bool],
         heard: Callable[[ReconcileKey], None],
     ) -> None:
-        """`heard` is told of whom something else is known than before."""
+        """Create the prober; `heard` is called with deployments whose evidence has changed."""
         self._clients = clients
         self._longest_seconds = longest_seconds
         self._leads = leads
@@ -51,16 +53,16 @@ class Prober:
         self._group: asyncio.TaskGroup | None = None
 
     def of(self, key: ReconcileKey) -> ProbeEvidence:
-        """What is known of a deployment."""
+        """Return what is known about a deployment."""
         return self._shown.get(key, ProbeEvidence())
 
     def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
-        """Show what is wanted of a deployment; None: nothing, for now."""
+        """Collect the missing evidence of a deployment; None: nothing is needed now."""
         if wanted is None:
             self._end(key)
             return
         if self._subjects.get(key) == wanted.subject:
-            return  # it is at it, or has done it
+            return  # the probes run already, or are done
         self._end(key)
         self._subjects[key] = wanted.subject
         self._shown[key] = wanted.shown
@@ -71,7 +73,7 @@ class Prober:
         self._shown.pop(key, None)
 
     async def run(self) -> Never:
-        """Until cancelled."""
+        """Send probes until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for key, subject in self._subjects.items():
@@ -96,7 +98,7 @@ class Prober:
         while aims := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
-                    self._subjects.pop(key, None)  # whoever leads again begins again
+                    self._subjects.pop(key, None)  # the next leader begins again
                     return
                 answer = await self._clients.ask(_probe(key, subject, aims[0], asked))
             asked += 1
@@ -107,7 +109,7 @@ class Prober:
     def _learn(
         self, key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion | ProbeFailure
     ) -> bool:
-        """Whether there should be a pause."""
+        """Add an answer to the evidence; return whether a pause should follow."""
         before = self.of(key)
         if isinstance(answer, ProbeFailure):
             after = probing.failed(before, subject, aim, answer)
@@ -120,7 +122,7 @@ class Prober:
 
 
 def _probe(key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, number: int) -> Probe:
-    """The next one, of so many: routers take turns."""
+    """Return the next probe; `number` makes the routers take turns."""
     return Probe(
         namespace=key.namespace,
         deployment=key.name,

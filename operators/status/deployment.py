@@ -1,14 +1,14 @@
-"""What a deployment's status says. Pure.
+"""Status of a DisaggDeployment. Pure.
 
 Rules:
 
-1. A deployment is Ready when every role has as many replicas of the present revision as it should, all ready and known to all routers, when no
-   old one is left, when the routers are ready, and when all who answer requests have answered one since (`operators.probes.evidence`). Never on
-   hearsay: what nobody has told yet is not so.
-2. What stands in the way is the reason of Ready, the most telling first: a name that is taken, what the API server refuses, what scheduler and
-   kubelet say, what has not come up, what is not known to the routers, what does not answer.
-3. A condition keeps its instant for as long as its status is the same.
-4. Whether blocks arrive is seen by probes, and by nobody else: until the next one it is as it was seen last.
+1. A deployment is Ready when every role has its replicas of the present revision, all ready and known to all routers,
+   no old replica is left, the routers are ready, and every worker that answers requests has answered one since
+   (`operators.probes.evidence`). Unknown facts count as not fulfilled.
+2. The reason of Ready is the most informative obstacle: a taken name, a refusal of the API server, a problem from
+   scheduler or kubelet, a missing replica, a worker that routers do not know, a worker that does not answer.
+3. A condition keeps its time while its status is the same.
+4. Only probes show whether blocks arrive. Until the next probe, the last result counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,13 +34,13 @@ from operators.scaling import PairSide, ScaledRole
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
-"""Reasons of Ready that are there for a moment on the way to it: nobody is told in a hurry."""
+"""Reasons of Ready that last only a moment on the way to it, so that their status is not written in a hurry."""
 
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
 TRUE, FALSE, UNKNOWN = "True", "False", "Unknown"
 ConditionUpdate = tuple[str, str, str, str]
-"""Type, status, reason, message."""
+"""Type, status, reason and message of a condition."""
 
 
 def status(
@@ -54,17 +54,17 @@ def status(
     at_rest: bool,
     now: str,
 ) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
-    """The status that there should be, and what probes are to show; None: nothing yet, or none are sent.
+    """Return the status to write, and the probes to send; None: not yet, or no probes are sent.
 
     Args:
-        wish: What somebody has written.
-        seen: What there is.
-        pools: Roles of workers, with what is asked for.
-        possible: The same, with what budget and ratio allow.
-        taken: What has one of our names and is not ours.
+        wish: The desired deployment.
+        seen: The observed state.
+        pools: The roles of workers with the requested targets.
+        possible: The same roles with the targets that budget and ratio allow.
+        taken: Objects of others that have one of our names.
         present: Revision of the specification.
-        routers: Replicas of the router that there should be.
-        at_rest: Nothing is under way, and no step is possible.
+        routers: The desired number of router replicas.
+        at_rest: Whether no change is under way, and no step is possible.
         now: RFC 3339.
     """
     workers = [_role(pool, seen, present) for pool in possible]
@@ -106,7 +106,7 @@ def status(
 
 
 def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
-    """Conditions of an object whose specification this operator does not understand: it was written for another version."""
+    """Return the conditions of an object whose specification was written for another version of the operator."""
     said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
     return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
 
@@ -114,7 +114,7 @@ def misread(seen_conditions: Sequence[Condition], generation: int, problem: str,
 def with_obstacle(
     seen_conditions: Sequence[Condition], generation: int, problem: str, now: str
 ) -> tuple[Condition, ...]:
-    """Conditions of a deployment that is left as it is because the operator has no control secret for it."""
+    """Return the conditions of a deployment that stays unchanged because the operator has no control secret for it."""
     said: ConditionUpdate = ("Ready", FALSE, "ControlSecretUnusable", problem)
     new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
     return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
@@ -172,7 +172,7 @@ def _hindrances(
     unregistered: Sequence[RoleStatus],
     old: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Why it is not ready, the most telling reason first."""
+    """Yield the obstacles to Ready, the most informative first."""
     if taken:
         yield "NameTaken", f"not made by this deployment: {', '.join(taken)}"
     if seen.refusals:
@@ -193,7 +193,7 @@ def _hindrances(
 def _wanted(
     wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], present: str
 ) -> PendingProbes | None:
-    """What is to be shown of a deployment in whose way nothing stands, and what of it is known."""
+    """Return the probes that a deployment without obstacles needs, with what is known already."""
     if seen.shown is None or seen.router is None:
         return None
     serving = {each.role: each.serving for each in seen.children if each.replicas.revision == present}
@@ -219,7 +219,7 @@ def _wanted(
 
 
 def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Ready, where only an answer may be missing."""
+    """Return the condition Ready of a deployment that may only lack an answer."""
     if wish.spec.suspend:
         return "Ready", FALSE, "Suspended", ""
     if wanted is None:
@@ -230,7 +230,7 @@ def _served(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes 
         return "Ready", TRUE, "AllRolesReady", ""
     failure, was = shown.told, _before(seen, "Ready")
     what = f"{len(subject.aims) - len(missing)} of {len(subject.aims)} workers have answered a request"
-    # Until the next leader has asked twice, what the one before was told.
+    # Until a new leader has sent two probes, the former leader's result counts.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
         words = was[3] if failure is None else f"{what}; {shown.failed}: {failure}; {BUSY}"
@@ -280,11 +280,11 @@ def _registered(seen: ObservedState, unregistered: Sequence[RoleStatus]) -> Cond
 
 
 def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Whether each worker that answers took over blocks that a prefill worker had computed."""
+    """Return whether each answering worker took over blocks that a prefill worker had computed."""
     if not any(role.type is RoleType.PREFILL for role in wish.workers):
         return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
     if KvPath.DIRECT not in wish.spec.kv_transfer.paths:
-        text = "workers keep blocks of their own, and nothing brings those of a prefill worker to a decode worker; add direct"
+        text = "no path brings blocks from a prefill worker to a decode worker; add direct to kvTransfer.paths"
         return "KVPathReady", FALSE, "NoPath", text
     subject, shown = (wanted.subject, wanted.shown) if wanted is not None else (None, ProbeEvidence())
     pairs = [aim for aim in subject.aims if aim.pair] if subject is not None else []
@@ -299,7 +299,7 @@ def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes
             "no probe was answered yet; routers count what arrives, as fleet_kv_bytes_total",
         )
     if unhanded := [aim.worker for aim in pairs if aim in shown.unhanded]:
-        text = f"{_named(unhanded)}: computed the prompt of a probe, instead of taking over what a prefill worker had computed"
+        text = f"{_named(unhanded)}: computed the prompt of a probe instead of taking over a prefill worker's blocks"
         return "KVPathReady", FALSE, "NotHandedOver", text
     if unclear := [aim.worker for aim in pairs if aim in shown.unclear]:
         return (
@@ -312,7 +312,7 @@ def _kv_path(wish: DesiredDeployment, seen: ObservedState, wanted: PendingProbes
 
 
 def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
-    """Whether the number of prefill replicas, or of decode replicas, moves beside the other. A rollout by itself moves neither."""
+    """Return whether the number of prefill or of decode replicas is changing; a rollout by itself changes neither."""
     pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
     asked = {
         side: sum(pool.asked for pool in pairs if pool.side is side) for side in (PairSide.PREFILL, PairSide.DECODE)
@@ -334,12 +334,12 @@ def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> Co
 
 
 def _settled(pool: ScaledRole, present: str) -> bool:
-    """Whether it has replicas of the present revision alone."""
+    """Return whether the role has only replicas of the present revision."""
     return not any(each.asked for each in pool.replicas if each.revision != present)
 
 
 def _leaving(pool: ScaledRole, present: str) -> int:
-    """Pods of the present revision that drain: in a rollout those of another one do."""
+    """Return the number of draining pods of the present revision; in a rollout, pods of old revisions drain."""
     return sum(each.leaving for each in pool.replicas if each.revision == present)
 
 
@@ -358,7 +358,7 @@ def _limited(pools: Sequence[ScaledRole], possible: Sequence[ScaledRole], stuck:
 
 
 def _stuck(pool: ScaledRole) -> bool:
-    """Whether it would have to change, were there a way."""
+    """Return whether the role has to change but no step is possible."""
     return pool.asked != pool.target or any(each.asked for each in pool.replicas if each.revision != pool.revision)
 
 
@@ -386,6 +386,6 @@ def _named(workers: Sequence[RunningPod]) -> str:
 
 
 def _before(seen: ObservedState, kind: str) -> ConditionUpdate:
-    """A condition as it was written last; empty: it was not."""
+    """Return a condition as it was last written; empty texts if it was not."""
     was = next((each for each in seen.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -289,8 +289,8 @@ async def test_who_may_not_is_told_so(a_world, tmp_path, server):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kubeconfig": "/nowhere"}, r"^discovery\.kubeconfig: /nowhere: No such file; name the one"),
-        ({"kubeconfig": ""}, r"^discovery\.kubeconfig: is needed outside of a pod"),
+        ({"kubeconfig": "/nowhere"}, r"^discovery\.kubeconfig: /nowhere: No such file; name the file"),
+        ({"kubeconfig": ""}, r"^discovery\.kubeconfig: is required outside of a pod"),
         ({"namespace": ""}, r"^discovery\.namespace: is needed"),
     ],
 )

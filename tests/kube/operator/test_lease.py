@@ -100,7 +100,7 @@ async def test_roles_of_somebody_else_that_lack_the_right_to_read_the_deployment
         renewed = lease(asked).expect(200)["spec"]["renewTime"]
         await until(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
 
-    assert caplog.messages.count("the lease will stay behind") == 1
+    assert caplog.messages.count("lease has no owner and will stay") == 1
 
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])

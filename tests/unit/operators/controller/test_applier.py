@@ -55,7 +55,7 @@ async def test_what_became_somebody_elses_after_it_was_decided_on_is_left_alone(
     cluster, store = Cluster(a_service("theirs")), InformerCaches()
     store.of(kinds.SERVICE, NamedObject).put(a_service("theirs"))
 
-    with pytest.raises(ObjectConflict, match="Service dd-router is somebody else's"):
+    with pytest.raises(ObjectConflict, match="Service dd-router belongs to somebody else"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
@@ -64,7 +64,7 @@ async def test_what_became_somebody_elses_after_it_was_decided_on_is_left_alone(
 async def test_a_name_that_turns_out_to_be_taken_is_known_afterwards():
     cluster, store = Cluster(a_service("theirs")), InformerCaches()
 
-    with pytest.raises(ObjectConflict, match="Service dd-router is there already"):
+    with pytest.raises(ObjectConflict, match="Service dd-router exists already"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []

@@ -115,7 +115,7 @@ def replicas(cluster):
     return {each.role: each.replicas.asked for each in cluster.seen().children}
 
 
-def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_written():
+def test_empty_cluster_reaches_desired_state_and_rests():
     cluster = Cluster()
 
     status = cluster.settle(a_wish())
@@ -126,7 +126,7 @@ def test_an_empty_cluster_becomes_what_is_wished_and_then_nothing_more_is_writte
     assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
 
 
-def test_a_new_specification_rolls_out_and_leaves_nothing_of_the_old_one():
+def test_new_specification_rolls_out_completely():
     cluster = Cluster()
     old = cluster.settle(a_wish()).update_revision
 
@@ -139,7 +139,7 @@ def test_a_new_specification_rolls_out_and_leaves_nothing_of_the_old_one():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
+def test_operator_killed_after_any_write_reaches_the_same_end(seed):
     chance = random.Random(seed)
     wishes = [a_wish(), a_wish(image="another"), a_wish(suspend=True), a_wish(balance={"gpuBudget": 3})]
     last = chance.choice(wishes)
@@ -161,7 +161,7 @@ def test_an_operator_that_dies_after_any_write_ends_at_the_same(seed):
     assert replicas(cluster) == replicas(expected)
 
 
-def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_at_the_start():
+def test_scaled_role_follows_its_scaler():
     def wish(count):
         return a_wish(
             {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
@@ -183,7 +183,7 @@ def test_replicas_of_a_scaled_role_are_the_scalers_and_the_specifications_only_a
     ][1:]
 
 
-def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
+def test_foreign_object_with_our_name_is_left_and_reported():
     outcome = reconcile(a_wish(), ObservedState(foreign=frozenset({("Service", "dd-router")})), IMAGES, NOW)
 
     assert not [
@@ -195,7 +195,7 @@ def test_what_somebody_else_made_under_our_name_is_left_alone_and_told():
     assert "Service dd-router" in condition(outcome.status, "Degraded").message
 
 
-def test_a_budget_that_is_too_small_is_told_in_a_condition():
+def test_too_small_budget_is_a_condition():
     roles = [
         {"name": name, "type": name, "replicas": 2, "gpus": {"perReplica": 4}, "parallelism": {"tensor": 4}}
         for name in ("prefill", "decode")
@@ -209,7 +209,7 @@ def test_a_budget_that_is_too_small_is_told_in_a_condition():
     assert "1 of 2" in condition(status, "ScalingLimited").message
 
 
-def test_a_condition_keeps_its_instant_while_its_status_is_the_same():
+def test_condition_keeps_its_time_while_status_is_equal():
     cluster = Cluster()
     cluster.settle(a_wish())
 
@@ -220,7 +220,7 @@ def test_a_condition_keeps_its_instant_while_its_status_is_the_same():
     assert condition(changed, "Ready").last_transition_time == LATER
 
 
-def test_a_role_that_is_not_wished_any_more_is_emptied_and_then_removed():
+def test_removed_role_is_emptied_then_deleted():
     aside = {"name": "aside", "type": "aggregated"}
     both = [{"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"}]
     cluster = Cluster()
@@ -236,7 +236,7 @@ def actions(seen, wish=None):
     return reconcile(wish or a_wish(), seen, IMAGES, NOW).actions
 
 
-def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_is_known_and_new():
+def test_deletion_costs_are_annotated_before_scale_down():
     cluster = Cluster()
     cluster.settle(a_wish())
     wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
@@ -263,7 +263,7 @@ def test_before_replicas_go_it_is_said_what_each_would_cost_to_lose_where_that_i
         ((0, 1, 2), {0: 3, 1: 3, 2: 3}, [2]),
     ],
 )
-def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, gone):
+def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
     wish = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
     seen = settled_seen(wish)
     [child] = seen.children
@@ -284,7 +284,7 @@ def test_of_groups_the_one_goes_whose_warm_blocks_are_worth_least(ready, warm, g
 
 
 @pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
-def test_a_half_of_a_group_is_given_back_and_of_foreign_engines_who_was_left_behind_begins_anew(container, ends):
+def test_half_group_is_removed_and_left_behind_pods_restart(container, ends):
     template = {"spec": {"containers": [{"name": "main"} | container]}}
     wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
     seen = settled_seen(wish)
@@ -304,7 +304,7 @@ def settled_seen(wish):
     return cluster.seen()
 
 
-def test_afresh_everything_is_applied_again_with_the_replicas_that_are_there():
+def test_afresh_applies_everything_with_current_replicas():
     seen = settled_seen(a_wish())
 
     again = actions(msgspec.structs.replace(seen, afresh=True))
@@ -314,7 +314,7 @@ def test_afresh_everything_is_applied_again_with_the_replicas_that_are_there():
     assert actions(seen) == ()
 
 
-def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_as_none():
+def test_unregistered_workers_are_not_ready():
     cluster = Cluster()
     cluster.registers = False
     status = cluster.settle(a_wish())
@@ -330,7 +330,7 @@ def test_workers_that_no_router_knows_are_not_ready_and_unknown_is_not_the_same_
     )
 
 
-def test_what_the_api_server_refuses_is_why_it_is_not_ready():
+def test_api_refusal_is_the_reason_of_not_ready():
     refusal = ApiRefusal("Deployment", "dd-all", "Invalid", "spec.x: must be positive")
 
     status = reconcile(a_wish(), ObservedState(refusals=(refusal,)), IMAGES, NOW).status
@@ -339,7 +339,7 @@ def test_what_the_api_server_refuses_is_why_it_is_not_ready():
     assert condition(status, "Ready").message == "Deployment dd-all: spec.x: must be positive"
 
 
-def test_a_router_that_is_scaled_otherwise_is_applied_again():
+def test_router_with_edited_scale_is_applied_again():
     seen = settled_seen(a_wish())
     scaled = msgspec.structs.replace(seen, router=msgspec.structs.replace(seen.router, asked=5))
 
@@ -348,7 +348,7 @@ def test_a_router_that_is_scaled_otherwise_is_applied_again():
     assert (again.manifest["metadata"]["name"], again.manifest["spec"]["replicas"]) == ("dd-router", 1)
 
 
-def test_where_a_rollout_has_no_room_it_says_so():
+def test_rollout_without_room_is_reported():
     gpus = {"gpus": {"perReplica": 1}, "balance": {"gpuBudget": 3}}
     roles = [
         {"name": name, "type": name, "replicas": count, "gpus": gpus["gpus"]}

@@ -48,7 +48,7 @@ def asked(subject, shown):
     return [aim.worker.pod for aim in wanted(subject, kept(subject, shown))]
 
 
-def test_every_worker_that_answers_requests_is_asked_once():
+def test_every_answering_worker_is_probed_once():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
     assert asked(subject, ProbeEvidence()) == ["a", "b"]
@@ -56,7 +56,7 @@ def test_every_worker_that_answers_requests_is_asked_once():
     assert asked(subject, after(subject, "a", "b")) == []
 
 
-def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not():
+def test_only_new_and_restarted_pods_are_probed():
     before = a_subject(an_aim("a"), an_aim("b"))
     shown = after(before, "a", "b")
 
@@ -65,14 +65,14 @@ def test_a_new_pod_and_one_that_has_begun_anew_are_asked_and_the_others_are_not(
     assert asked(a_subject(an_aim("a")), shown) == []
 
 
-def test_a_pod_that_was_made_anew_under_its_name_is_asked():
+def test_recreated_pod_with_the_same_name_is_probed():
     before, after_it = (a_subject(ProbeTarget("wide", RunningPod("dd-0-0", 0, uid))) for uid in ("u-1", "u-2"))
 
     assert asked(after_it, after(before, "dd-0-0")) == ["dd-0-0"]
     assert before.digest != after_it.digest, "what the status proves is of the one before"
 
 
-def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again():
+def test_changed_routers_cause_one_probe_for_each_role():
     aims = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
     shown = after(a_subject(*aims), "a", "b", "x", "y")
 
@@ -83,7 +83,7 @@ def test_behind_other_routers_or_prefill_workers_one_of_each_role_is_asked_again
         assert asked(changed, answered(part, changed, aims[2], ProbeCompletion())) == []
 
 
-def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_is_asked_again():
+def test_worker_that_took_no_blocks_over_is_probed_again():
     subject = a_subject(an_aim("a"), an_aim("b"))
     shown = after(subject, "b", shown=after(subject, "a", handed=False))
 
@@ -93,7 +93,7 @@ def test_a_worker_that_computed_what_it_should_have_taken_over_has_answered_and_
     assert after(subject, "a", handed=None).unclear == {subject.aims[0]}
 
 
-def test_one_failure_is_not_told_and_two_are_until_there_is_an_answer_or_other_pods():
+def test_second_failure_is_reported_until_an_answer():
     subject = a_subject(an_aim("a"))
     once = failed(ProbeEvidence(), subject, subject.aims[0], REFUSED)
     twice = failed(once, subject, subject.aims[0], REFUSED)
@@ -111,7 +111,7 @@ def told_after(subject, *failures, shown=None):
     return shown.told
 
 
-def test_what_is_told_turns_with_the_second_of_the_other_sort_in_a_row():
+def test_report_changes_with_two_failures_of_the_other_kind():
     subject = a_subject(an_aim("a"))
 
     assert told_after(subject, FULL) is None
@@ -122,7 +122,7 @@ def test_what_is_told_turns_with_the_second_of_the_other_sort_in_a_row():
     assert told_after(subject, FULL, FULL, REFUSED, REFUSED) == REFUSED
 
 
-def test_all_have_answered_before_where_only_the_routers_are_others():
+def test_answers_behind_former_routers_still_count():
     aims = (an_aim("a"), an_aim("b"))
     shown = after(a_subject(*aims), "a", "b")
 
@@ -133,7 +133,7 @@ def test_all_have_answered_before_where_only_the_routers_are_others():
     assert not missing_only_routers(a_subject(*aims), ProbeEvidence())
 
 
-def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
+def test_next_leader_trusts_the_status_evidence():
     subject = a_subject(an_aim("a"), an_aim("b"))
 
     assert asked(subject, evidence_from_status(subject, subject.digest, "True")) == []
@@ -141,7 +141,7 @@ def test_what_the_status_says_was_shown_is_believed_by_the_next_leader():
     assert unanswered(subject, evidence_from_status(subject, subject.digest, "False")) == ()
 
 
-def test_the_next_leader_knows_whose_answers_came_through_other_routers():
+def test_next_leader_knows_answers_behind_other_routers():
     subject = a_subject(an_aim("a"), an_aim("b"))
     before = a_subject(an_aim("a"), an_aim("b"), routers=("other",)).digest
 
@@ -151,7 +151,7 @@ def test_the_next_leader_knows_whose_answers_came_through_other_routers():
         assert evidence_from_status(subject, unlike, "True") is None
 
 
-def test_a_digest_is_of_all_pods_that_requests_pass_through():
+def test_digest_covers_all_pods_of_a_request():
     subject = a_subject(an_aim("a"))
     others = [
         a_subject(an_aim("a"), routers=("other",)),

@@ -45,7 +45,7 @@ def all_answered(subject, handed=True):
     return shown
 
 
-def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
+def test_ready_needs_an_answer_of_every_worker():
     seen = settled(a_wish())
 
     first = look(seen)
@@ -60,7 +60,7 @@ def test_nothing_is_ready_before_all_who_answer_requests_have_answered_one():
     assert (half.status.proved, whole.status.proved) == ("", subject.digest)
 
 
-def test_what_has_not_come_up_is_not_probed():
+def test_deployment_that_is_not_up_is_not_probed():
     seen = settled(a_wish())
     [prefill, decode] = sorted(seen.children, key=lambda each: each.role == "decode")
     missing = msgspec.structs.replace(decode, ready_pods=1)
@@ -70,7 +70,7 @@ def test_what_has_not_come_up_is_not_probed():
     assert (ready(outcome), outcome.wanted) == (("False", "RolesNotReady"), None)
 
 
-def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
+def test_deployment_that_answers_errors_is_not_ready():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
     shown = ProbeEvidence()
@@ -82,7 +82,7 @@ def test_a_deployment_that_answers_errors_is_never_ready_and_says_which():
     assert (found.reason, found.message) == ("ServedProbeFailed", "decode-0: 503 no_worker: nobody serves it")
 
 
-def test_routers_that_want_a_key_which_nobody_gave_leave_ready_unknown_and_say_what_to_do():
+def test_missing_api_key_leaves_ready_unknown():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
     shown = ProbeEvidence()
@@ -97,7 +97,7 @@ def test_routers_that_want_a_key_which_nobody_gave_leave_ready_unknown_and_say_w
     assert found.message == "401 its routers want an API key; give the operator one for ns/dd: probe.keys"
 
 
-def test_what_is_proved_stays_ready_for_an_operator_that_has_just_begun():
+def test_proved_deployment_stays_ready_for_a_new_operator():
     seen = settled(a_wish())
     proved = look(seen, shown=all_answered(look(seen).wanted.subject)).status
 
@@ -125,7 +125,7 @@ def full(subject, shown, times=2):
     return shown
 
 
-def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_before_them():
+def test_full_new_routers_keep_a_proved_deployment_ready():
     seen = settled(a_wish())
     shown = all_answered(look(seen).wanted.subject)
     other = behind_other_routers(seen, shown=shown)
@@ -142,7 +142,7 @@ def test_new_routers_that_are_full_leave_a_deployment_ready_that_had_answered_be
     assert twice.wanted.subject == subject
 
 
-def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
+def test_full_routers_prove_nothing_of_unproved_workers():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
     half = answered(ProbeEvidence(), subject, subject.aims[0], ProbeCompletion(True))
@@ -150,7 +150,7 @@ def test_full_routers_say_nothing_of_a_worker_that_has_never_answered():
         assert ready(look(seen, shown=full(subject, shown))) == ("Unknown", "Saturated")
 
 
-def test_what_fails_is_not_taken_for_full():
+def test_failure_is_not_taken_for_saturation():
     seen = settled(a_wish())
     shown = all_answered(look(seen).wanted.subject)
     other = behind_other_routers(seen)
@@ -162,7 +162,7 @@ def test_what_fails_is_not_taken_for_full():
     assert ready(look(other, shown=full(subject, shown, times=1))) == ("False", "ServedProbeFailed")
 
 
-def test_the_next_leader_lets_a_deployment_be_ready_whose_routers_were_full_until_it_knows_better():
+def test_next_leader_keeps_saturated_deployment_ready():
     seen = settled(a_wish())
     shown = all_answered(look(seen).wanted.subject)
     proved = look(seen, shown=shown).status.proved
@@ -193,7 +193,7 @@ def test_without_probes_ready_says_so():
     assert condition(look(seen, shown=None, conditions=before).status, "KVPathReady").status == "Unknown"
 
 
-def test_the_way_of_blocks_is_ready_when_each_worker_that_answers_took_some_over():
+def test_kv_path_is_ready_when_each_worker_took_blocks_over():
     seen = settled(a_wish())
     subject = look(seen).wanted.subject
 
@@ -208,7 +208,7 @@ def test_the_way_of_blocks_is_ready_when_each_worker_that_answers_took_some_over
     assert (before.status, before.reason) == ("Unknown", "NotObserved")
 
 
-def test_between_two_probes_the_way_of_blocks_is_as_it_was_seen_last():
+def test_kv_path_keeps_its_state_between_probes():
     seen = settled(a_wish())
     conditions = look(seen, shown=all_answered(look(seen).wanted.subject)).status.conditions
 
@@ -221,7 +221,7 @@ def test_between_two_probes_the_way_of_blocks_is_as_it_was_seen_last():
     assert condition(rolling.status, "KVPathReady").reason == "HandedOver"
 
 
-def test_where_no_blocks_can_be_handed_over_decode_workers_are_asked_alone():
+def test_without_direct_path_decode_workers_are_probed_alone():
     store = a_wish(kvTransfer={"paths": ["store"]})
     whole = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
 
@@ -230,7 +230,7 @@ def test_where_no_blocks_can_be_handed_over_decode_workers_are_asked_alone():
     assert look(settled(whole), whole).wanted.subject.prefills == ()
 
 
-def test_a_worker_that_some_routers_do_not_know_is_named_with_them():
+def test_partly_unknown_worker_is_named_with_its_routers():
     seen = settled(a_wish())
     children = tuple(msgspec.structs.replace(each, registered=each.ready_pods - 1) for each in seen.children)
 
@@ -241,7 +241,7 @@ def test_a_worker_that_some_routers_do_not_know_is_named_with_them():
     assert "decode: 1 of 2 known to all routers; decode-1 is not known to router-b" in found.message
 
 
-def test_a_router_that_says_nothing_leaves_it_unknown():
+def test_silent_router_leaves_registration_unknown():
     outcome = look(settled(a_wish()), silent=("router-b",))
 
     found = condition(outcome.status, "RolesRegistered")
@@ -260,7 +260,7 @@ def test_a_router_that_says_nothing_leaves_it_unknown():
         ((0, 0), (1, 0), "False", "Settled"),
     ],
 )
-def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, decode, status, reason):
+def test_change_of_both_sides_is_called_rebalancing(prefill, decode, status, reason):
     seen = settled(a_wish())
 
     def moved(child, asked, leaving):
@@ -278,7 +278,7 @@ def test_while_pools_move_beside_each_other_it_is_called_rebalancing(prefill, de
         assert found.message == f"prefill to decode: {prefill[0]}:{decode[0]}, to be 1:2"
 
 
-def test_a_rollout_by_itself_is_no_rebalancing():
+def test_rollout_alone_is_no_rebalancing():
     cluster = Cluster()
     cluster.settle(a_wish())
     said = []

@@ -11,10 +11,12 @@ from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader
-from fleet.net.kubernetes.ports import KubernetesError, ProbeSender, RouterReports, WallClock
+from fleet.net.kubernetes.ports import KubernetesError, WallClock
 from kvstore.net.addresses import host_port
 from operators.controller.control_secrets import ControlSecrets
 from operators.health_server import open_health_server
+from operators.observed.router_poller import RouterReports
+from operators.probes.prober import ProbeSender
 from operators.server import Operator
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorGauges, OperatorMetrics

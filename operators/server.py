@@ -31,8 +31,6 @@ from fleet.net.kubernetes.ports import (
     KubernetesError,
     ObjectConflict,
     ObjectMissing,
-    ProbeSender,
-    RouterReports,
     WallClock,
 )
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, KubernetesLease, NamedObject, Pod
@@ -40,11 +38,12 @@ from operators.controller.applier import Applier, NotLeading
 from operators.controller.control_secrets import ControlSecrets
 from operators.controller.loop import Controller
 from operators.controller.work_queue import IMMEDIATELY, WorkQueue
-from operators.keys import ReconcileKey, affected_keys, all_keys, deployment_key
-from operators.observed.observe import InformerCaches, conditions_of, routers_of
+from operators.keys import ReconcileKey, deployment_key
+from operators.observed.caches import InformerCaches, affected_keys, all_keys
+from operators.observed.observe import conditions_of, routers_of
 from operators.observed.registrations import SELECTOR
-from operators.observed.router_poller import RouterPoller
-from operators.probes.prober import Prober
+from operators.observed.router_poller import RouterPoller, RouterReports
+from operators.probes.prober import Prober, ProbeSender
 from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics, ReconcileOutcome
 

@@ -5,38 +5,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from fleet.net.kubernetes.leader import LeaseSettings
 from operators.manifests.pods import Images
 from operators.rbac import OWN_SECRET
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
-
-
-class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the Lease that elects the acting operator. The defaults are those of Kubernetes' own controllers."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
-
-    namespace: str = ""
-    """The namespace of the Lease; empty: the pod's namespace."""
-
-    owner: Annotated[str, Meta(max_length=253)] = ""
-    """The Deployment in that namespace to which the operator's pods belong: the Lease is removed with it. Empty: the Lease
-    stays."""
-
-    duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
-    """How long the others wait for a leader that does not renew any more."""
-
-    renew_within_seconds: Seconds = 10.0
-    """A leader that could not renew for this time stops acting."""
-
-    retry_seconds: Seconds = 2.0
-    """The time between two renewals, and between two checks of a standby."""
-
-    def __post_init__(self) -> None:
-        if not self.retry_seconds < self.renew_within_seconds < self.duration_seconds:
-            raise ValueError(
-                "retry_seconds: must be shorter than renew_within_seconds, which must be shorter than duration_seconds"
-            )
 
 
 class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

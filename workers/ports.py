@@ -8,12 +8,31 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
+from fleet.core.requests import TokenBytes
 from fleet.core.roles import KvPath
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
 from kvstore.layouts.fingerprint import Fingerprint
-from workers.store.evacuation_priority import RecentPrompt
-from workers.store.session_pins import PinChain, UnpinChain
+
+
+class PinChain(Struct, frozen=True, kw_only=True):
+    """Pin a chain, as far as the store has it; it replaces the session's former pin."""
+
+    session: str
+    tokens: TokenBytes
+    salt: bytes
+    lasting: Nanos
+
+
+class UnpinChain(Struct, frozen=True, kw_only=True):
+    """End a session's pin, because the session has gone on."""
+
+    session: str
+
+
+class RecentPrompt(Struct, frozen=True):
+    tokens: TokenBytes
+    salt: bytes
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):

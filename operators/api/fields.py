@@ -5,9 +5,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-GROUP = "fleet-serving.io"
-VERSION = "v1alpha1"
-
 
 class Resource(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Base of all types, with the spelling of Kubernetes: `gpu_budget` is `gpuBudget`."""

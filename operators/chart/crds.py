@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from msgspec import Meta, Struct
 
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api import disagg_deployment as deployment
 from operators.api import fields as parts
 from operators.api import role_scaler as scaler
 from operators.api import serving_plan as plan
 from operators.api import serving_request as request
 from operators.api.disagg_deployment import DEPLOYMENT_RULES, OBJECT_RULES, DisaggDeploymentSpec, DisaggDeploymentStatus
-from operators.api.fields import GROUP, VERSION
 from operators.api.role_scaler import RoleScalerSpec, RoleScalerStatus
 from operators.api.serving_plan import ServingPlanSpec, ServingPlanStatus
 from operators.api.serving_request import REQUEST_RULES, ServingRequestSpec, ServingRequestStatus

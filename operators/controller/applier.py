@@ -24,7 +24,8 @@ from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, 
 from operators.controller import events as happenings
 from operators.controller.events import KubernetesEvent
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
-from operators.observed.observe import DELETION_COST, InformerCaches
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 

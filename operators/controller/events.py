@@ -15,10 +15,10 @@ from typing import Any
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.ports import Manifest
 from fleet.net.kubernetes.views import NamedObject
-from operators.api.fields import GROUP, Condition
+from operators.api.fields import Condition
 from operators.controller.reconcile import Action, DeletePod, Remove, Scale
 
 RECORDED_CONDITIONS = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")

@@ -24,7 +24,8 @@ from operators.controller.work_queue import IMMEDIATELY
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
 from operators.manifests.pods import Images
-from operators.observed.observe import InformerCaches, conditions_of, observe, scalers_of
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
 from operators.observed.state import ApiRefusal
 from operators.probes.prober import Prober

@@ -17,17 +17,14 @@ Rules:
    last groups.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
-from operators.api.fields import GROUP
 from operators.manifests.names import DesiredDeployment, child_name
-from operators.manifests.objects import Manifest
+from operators.manifests.objects import DIGEST, Manifest, with_digest
 from operators.manifests.pods import Images, is_foreign
 from operators.manifests.shared import shared
 from operators.manifests.workloads import group, grouped, revision, role_scaler, workers
@@ -36,7 +33,6 @@ from operators.probes.evidence import PendingProbes
 from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
 from operators.status.deployment import status
 
-DIGEST = f"{GROUP}/digest"
 SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
 CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
 MOST_DELETION_COST = 2**31 - 1  # as Kubernetes limits the annotation
@@ -175,16 +171,6 @@ def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
         for each in seen.worths.get((child.role, child.replicas.revision), ())
         if each.blocks is not None and str(cost := min(each.blocks, MOST_DELETION_COST)) != each.said
     ]
-
-
-def with_digest(manifest: Manifest) -> Manifest:
-    """Return the manifest with its own digest as an annotation.
-
-    The digest leaves out replicas, which have other writers.
-    """
-    spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
-    digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
-    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
 
 
 def _key(manifest: Manifest) -> tuple[str, str]:

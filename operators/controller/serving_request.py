@@ -13,12 +13,13 @@ Rules:
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from fleet.net.kubernetes.views import CustomObject
 from operators.api.disagg_deployment import RoleType
-from operators.api.fields import GROUP, VERSION
 from operators.api.serving_request import ServingRequestSpec, ServingRequestStatus
-from operators.controller.reconcile import DIGEST, Apply, with_digest
+from operators.controller.reconcile import Apply
 from operators.imports.assembly import said
+from operators.manifests.objects import DIGEST, with_digest
 from operators.observed.observe import conditions_of
 from operators.observed.state import ApiRefusal
 from operators.proposals import Infeasible, Proposal, Reply

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import (
     DisaggDeploymentSpec,
@@ -21,7 +22,7 @@ from operators.api.disagg_deployment import (
     RoleSpec,
     RoleType,
 )
-from operators.api.fields import GROUP, VERSION, GpuVendor
+from operators.api.fields import GpuVendor
 from operators.imports.document_reader import Note
 
 LONGEST_NAME = 30

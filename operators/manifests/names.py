@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
+from fleet.net.kubernetes.kinds import GROUP
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, RoleType
-from operators.api.fields import GROUP
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 

@@ -1,12 +1,28 @@
 """Objects: the frame of each child object's manifest."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from operators.api.fields import GROUP, VERSION
+import msgspec
+
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
 
 Manifest = dict[str, Any]
+
+
+DIGEST = f"{GROUP}/digest"
+
+
+def with_digest(manifest: Manifest) -> Manifest:
+    """Return the manifest with its own digest as an annotation.
+
+    The digest leaves out replicas, which have other writers.
+    """
+    spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
+    digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
+    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
 
 
 def mapping(value: Any) -> Manifest:

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from fleet.net.kubernetes.kinds import OptionalKinds
+from fleet.net.kubernetes.kinds import GROUP, VERSION, OptionalKinds
 from operators.api.disagg_deployment import RoleSpec
-from operators.api.fields import GROUP, VERSION
 from operators.manifests.names import (
     GROUP_LABEL,
     LEADER,

@@ -20,21 +20,19 @@ import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.cache import Cache
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.views import (
-    VIEW_OF_KIND,
     CustomObject,
     KubernetesLease,
     NamedObject,
     Pod,
-    View,
     WorkloadResource,
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleType
 from operators.api.fields import Condition
-from operators.controller.reconcile import DIGEST
-from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.names import GROUP_LABEL, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.objects import DIGEST
+from operators.observed.caches import InformerCaches
 from operators.observed.pod_troubles import troubles
 from operators.observed.registrations import (
     ReportedWorkers,
@@ -58,24 +56,6 @@ GROUP_REJOIN_SECONDS = 60
 """The time within which the other pods of a group have to take a restarted pod back."""
 
 Kept = TypeVar("Kept", bound=NamedObject)
-
-
-class InformerCaches:
-    """A cache for each kind."""
-
-    def __init__(self) -> None:
-        self._caches: dict[ApiKind, Cache[NamedObject]] = {kind: Cache(deployment_of) for kind in VIEW_OF_KIND}
-
-    def of(self, kind: ApiKind, view: type[View]) -> Cache[View]:
-        assert VIEW_OF_KIND[kind] is view, f"{kind.name} is kept as {VIEW_OF_KIND[kind].__name__}"
-        return cast(Cache[View], self._caches[kind])
-
-    def any(self, kind: ApiKind) -> Cache[NamedObject]:
-        return self._caches[kind]
-
-    def sizes(self) -> Mapping[str, int]:
-        """Return the number of objects by kind."""
-        return {kind.name: len(cache) for kind, cache in self._caches.items()}
 
 
 class ForeignObjects(Struct, frozen=True):
@@ -166,15 +146,6 @@ def observe(
         worths=_worths(pods, known or {}),
         served=served,
     )
-
-
-def deployment_of(item: NamedObject) -> str:
-    """Return the name of the deployment that an object concerns; empty: none of ours."""
-    if isinstance(item, CustomObject):
-        target = item.spec.get("target")
-        name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
-        return name if isinstance(name, str) else ""
-    return item.metadata.labels.get(INSTANCE, "")
 
 
 def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:

@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from operators.api.fields import GROUP
+from fleet.net.kubernetes.kinds import GROUP
 from operators.manifests.names import INSTANCE, REVISION, ROLE
 
 REGISTRATION = f"{GROUP}/registration"

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Never
+from typing import Never, Protocol
 
 from msgspec import Struct
 
-from fleet.net.kubernetes.ports import RouterReports
 from fleet.net.kubernetes.views import CustomObject, Pod
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import CONTROL
@@ -18,6 +17,19 @@ MISSED_ANSWERS = 3
 
 ROUNDS_BETWEEN_READY_POLLS = 6
 """Ready deployments are polled once in this number of rounds."""
+
+
+class RouterReports(Protocol):
+    """Asks the routers of deployments about their workers."""
+
+    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
+        """Return the workers to which the router at a host:port sends requests; None if it does not answer.
+
+        Args:
+            address: The router's control port.
+            secret: The proof that the operator may ask; empty: no proof.
+        """
+        ...
 
 
 class RouterAnswer(Struct, frozen=True):

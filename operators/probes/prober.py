@@ -13,9 +13,8 @@ Rules:
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Never
+from typing import Never, Protocol
 
-from fleet.net.kubernetes.ports import ProbeSender
 from operators.keys import ReconcileKey
 from operators.probes import evidence as probing
 from operators.probes.evidence import (
@@ -29,6 +28,14 @@ from operators.probes.evidence import (
 )
 
 FIRST_PAUSE_SECONDS = 0.5
+
+
+class ProbeSender(Protocol):
+    """Sends requests to the routers of deployments like any client."""
+
+    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
+        """Send a request for one token. It has a deadline, and raises nothing."""
+        ...
 
 
 class Prober:

@@ -94,7 +94,7 @@ def service_address(namespace: str, service: str) -> str:
 
 
 class ServedProbes:
-    """Implements `fleet.net.kubernetes.ports.ProbeSender`."""
+    """Implements `operators.probes.prober.ProbeSender`."""
 
     def __init__(
         self,

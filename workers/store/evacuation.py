@@ -28,9 +28,9 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from kvstore.block import BlockHash
 from kvstore.layouts.fingerprint import Fingerprint
 from kvstore.security.credentials import Credentials
-from workers.ports import BlockSaver
+from workers.ports import BlockSaver, RecentPrompt
 from workers.store.client_thread import StoreThread, open_store_thread
-from workers.store.evacuation_priority import RecentPrompt, by_evacuation_priority
+from workers.store.evacuation_priority import by_evacuation_priority
 
 log = logging.getLogger(__name__)
 

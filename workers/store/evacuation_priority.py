@@ -19,14 +19,10 @@ from msgspec import Struct
 
 from fleet.core.requests import TokenBytes
 from kvstore.block import BlockHash, HashAlgorithm, chain
+from workers.ports import RecentPrompt
 
 MOST_BYTES = 8 << 20
 """Bytes of tokens: 2 million tokens, or 65,000 blocks of 32, which take a tenth of a second to name."""
-
-
-class RecentPrompt(Struct, frozen=True):
-    tokens: TokenBytes
-    salt: bytes
 
 
 class RecentPrompts:

@@ -21,8 +21,8 @@ from kvstore.block import BlockHash, chain
 from kvstore.layouts.fingerprint import Fingerprint
 from kvstore.messages import SessionPinResult
 from kvstore.security.credentials import Credentials
+from workers.ports import PinChain, UnpinChain
 from workers.store.client_thread import StoreThread, open_store_thread
-from workers.store.session_pins import PinChain, UnpinChain
 
 log = logging.getLogger(__name__)
 

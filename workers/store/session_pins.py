@@ -23,27 +23,13 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
-from fleet.core.requests import TOKEN_BYTES, TokenBytes
+from fleet.core.requests import TOKEN_BYTES
 from fleet.core.roles import Phase
 from fleet.core.work import Progress, Rejected, Start
 from kvstore.eviction.session_pauses import LATEST, GapTimes
+from workers.ports import PinChain, UnpinChain
 
 MAX_SESSIONS = 16_384
-
-
-class PinChain(Struct, frozen=True, kw_only=True):
-    """Pin a chain, as far as the store has it; it replaces the session's former pin."""
-
-    session: str
-    tokens: TokenBytes
-    salt: bytes
-    lasting: Nanos
-
-
-class UnpinChain(Struct, frozen=True, kw_only=True):
-    """End a session's pin, because the session has gone on."""
-
-    session: str
 
 
 class _SessionAttempt:

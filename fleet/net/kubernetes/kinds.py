@@ -4,7 +4,10 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from operators.api.fields import GROUP, VERSION
+GROUP = "fleet-serving.io"
+
+
+VERSION = "v1alpha1"
 
 
 class ApiKind(Struct, frozen=True):

@@ -8,8 +8,6 @@ from msgspec import Struct
 
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.views import View
-from operators.observed.registrations import WorkerRegistration
-from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 Manifest = dict[str, Any]
 
@@ -121,27 +119,6 @@ class KubernetesApi(Protocol):
 
     async def delete(self, kind: ApiKind, namespace: str, name: str, uid: str) -> None:
         """Delete the object only if it has this uid."""
-        ...
-
-
-class RouterReports(Protocol):
-    """Asks the routers of deployments about their workers."""
-
-    async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
-        """Return the workers to which the router at a host:port sends requests; None if it does not answer.
-
-        Args:
-            address: The router's control port.
-            secret: The proof that the operator may ask; empty: no proof.
-        """
-        ...
-
-
-class ProbeSender(Protocol):
-    """Sends requests to the routers of deployments like any client."""
-
-    async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Send a request for one token. It has a deadline, and raises nothing."""
         ...
 
 

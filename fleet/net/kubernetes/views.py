@@ -12,9 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.nesting import DEEPEST, prune
-from operators.api.fields import GROUP
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
 """Prefixes of the annotations that a decision needs."""

@@ -34,9 +34,9 @@ from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, 
 from tests.support.workers.worker_processes import a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
+from workers.ports import RecentPrompt
 from workers.server import WorkerServer
 from workers.store.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
-from workers.store.evacuation_priority import RecentPrompt
 
 pytestmark = pytest.mark.integration
 

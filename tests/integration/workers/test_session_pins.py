@@ -21,8 +21,8 @@ from tests.support.kvstore.builders import a_block, a_namespace, a_node, a_store
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from workers.ports import PinChain, UnpinChain
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
-from workers.store.session_pins import PinChain, UnpinChain
 
 pytestmark = pytest.mark.integration
 

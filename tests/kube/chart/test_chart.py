@@ -10,6 +10,7 @@ import yaml
 
 from fleet.config import load
 from fleet.core.discovery import EtcdDiscovery, KubernetesDiscovery
+from fleet.net.kubernetes.leader import LeaseSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.security.credentials import Credentials
 from operators.chart.crds import KINDS, definition
@@ -17,7 +18,7 @@ from operators.chart.metric_catalogue import router_metric_descriptions
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
 from operators.rbac import ACCESS
-from operators.settings import LeaseSettings, OperatorSettings
+from operators.settings import OperatorSettings
 from tests.support.kube.charts import (
     CHART,
     GOLDEN,

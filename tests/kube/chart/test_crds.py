@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import yaml
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
 from tests.support.kube.documentation import is_ours, shown_manifests
 from tests.support.waiting import eventually

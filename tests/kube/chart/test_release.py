@@ -16,7 +16,7 @@ from fleet.core.discovery import KubernetesDiscovery
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.messages import RecordMissing
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
 from operators.rbac import ACCESS
 from tests.support.kube.api.running import RunningApiServer, an_api_server

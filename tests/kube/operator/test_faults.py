@@ -13,7 +13,7 @@ from fleet.net.kubernetes import client as cluster
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import ObjectList, RequestDenied
 from fleet.net.kubernetes.views import Pod
-from operators.controller.reconcile import DIGEST
+from operators.manifests.objects import DIGEST
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.waiting import until
 

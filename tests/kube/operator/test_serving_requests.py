@@ -6,7 +6,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 import msgspec
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller.serving_request import proposed
 from operators.proposals import LARGEST, Proposal, propose

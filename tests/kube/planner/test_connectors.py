@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
-from operators.api.fields import GROUP, VERSION
 from tests.contract.planner.connector_contract import *  # noqa: F403 - they run here
 from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, sees, until
 from tests.support.kube.api.running import RunningApiServer

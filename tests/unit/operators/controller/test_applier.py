@@ -8,7 +8,7 @@ from fleet.net.kubernetes.ports import NameTaken, ObjectConflict
 from fleet.net.kubernetes.views import NamedObject, ObjectMetadata, OwnerReference
 from operators.controller.applier import Applier
 from operators.controller.reconcile import Apply
-from operators.observed.observe import InformerCaches
+from operators.observed.caches import InformerCaches
 from operators.telemetry import OperatorMetrics
 
 

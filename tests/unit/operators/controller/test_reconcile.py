@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from operators.api.disagg_deployment import DisaggDeploymentSpec
-from operators.controller.reconcile import DIGEST, Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
+from operators.controller.reconcile import Apply, DeletePod, Remove, Scale, SetDeletionCost, reconcile
 from operators.manifests.names import REVISION, ROLE, DesiredDeployment
+from operators.manifests.objects import DIGEST
 from operators.manifests.pods import Images
 from operators.observed.state import ApiRefusal, ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
 from operators.scaling import RevisionReplicas

@@ -4,8 +4,9 @@ import msgspec
 
 from fleet.net.kubernetes.views import CustomObject, ObjectMetadata, OwnerReference
 from operators.api.serving_request import ServingRequestSpec
-from operators.controller.reconcile import DIGEST, Apply
+from operators.controller.reconcile import Apply
 from operators.controller.serving_request import actions, misread, status
+from operators.manifests.objects import DIGEST
 from operators.observed.state import ApiRefusal
 from operators.proposals import propose
 

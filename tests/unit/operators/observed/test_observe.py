@@ -24,7 +24,8 @@ from fleet.net.kubernetes.views import (
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec
 from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
-from operators.observed.observe import PARTIAL_GROUP_SECONDS, InformerCaches, observe
+from operators.observed.caches import InformerCaches
+from operators.observed.observe import PARTIAL_GROUP_SECONDS, observe
 from operators.observed.registrations import WARM, WorkerLease, WorkerRegistration, registered
 from operators.probes.evidence import RunningPod
 

@@ -2,7 +2,8 @@
 
 from kvstore.block import HashAlgorithm, chain
 from tests.support.builders import token_bytes
-from workers.store.evacuation_priority import RecentPrompt, RecentPrompts, by_evacuation_priority
+from workers.ports import RecentPrompt
+from workers.store.evacuation_priority import RecentPrompts, by_evacuation_priority
 
 BLOCK = 4
 SALT = b"s" * 32

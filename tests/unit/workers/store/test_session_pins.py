@@ -7,8 +7,9 @@ from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Rejected
 from kvstore.eviction.session_pauses import LEAST_SEEN
 from tests.support.builders import a_prompt, a_start, some_progress, token_bytes
+from workers.ports import PinChain, UnpinChain
 from workers.store import session_pins as holds
-from workers.store.session_pins import PinChain, SessionPinPolicy, UnpinChain, store_session_name
+from workers.store.session_pins import SessionPinPolicy, store_session_name
 
 LONGEST = Nanos(100 * SECOND)
 PROMPT = a_prompt(40)

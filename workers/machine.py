@@ -120,7 +120,7 @@ class WorkerAttempt(Struct, kw_only=True):
     request_id: RequestId
     stream: StreamId
     deadline: Nanos | None
-    hearing: PendingReport = PendingReport.ALL
+    report: PendingReport = PendingReport.ALL
     cancelled: bool = False
 
 
@@ -153,7 +153,7 @@ class WorkerMachine:
         self._given_up = 0
         self._suffix = 0
         self._lent = 0
-        self._offered_until = Nanos(0)  # handoffs in a store that ends with this process
+        self._handoff_until = Nanos(0)  # handoffs in a store that ends with this process
         self._evacuating = False
         self._evacuates_again = False
 
@@ -165,8 +165,8 @@ class WorkerMachine:
             case AttemptRequested():
                 return self._request(event.stream, event.start, now)
             case CancelRequested():
-                work = self._unreported.get((event.stream, event.request_id))
-                return list(self._cancel(work)) if work is not None else []
+                attempt = self._unreported.get((event.stream, event.request_id))
+                return list(self._cancel(attempt)) if attempt is not None else []
             case WorkerTicked():
                 self._lent = event.lent
                 return [*self._expire(now), *self._leave_if_empty(now)]
@@ -199,13 +199,13 @@ class WorkerMachine:
     def check(self) -> None:
         """Assert the invariants that hold between two events."""
         assert len(self._attempts) <= self._capacity, len(self._attempts)
-        assert all(work.engine_id == engine_id for engine_id, work in self._attempts.items())
-        audible = {id(work) for work in self._attempts.values() if work.hearing is PendingReport.ALL}
-        assert audible == {id(work) for work in self._unreported.values()}
-        for (stream, request_id), work in self._unreported.items():
-            assert stream in self._streams, work
-            assert (stream, request_id) == (work.stream, work.request_id), work
-        assert all(work.cancelled for work in self._attempts.values() if work.hearing is PendingReport.NOTHING)
+        assert all(attempt.engine_id == engine_id for engine_id, attempt in self._attempts.items())
+        reported = {id(attempt) for attempt in self._attempts.values() if attempt.report is PendingReport.ALL}
+        assert reported == {id(attempt) for attempt in self._unreported.values()}
+        for (stream, request_id), attempt in self._unreported.items():
+            assert stream in self._streams, attempt
+            assert (stream, request_id) == (attempt.stream, attempt.request_id), attempt
+        assert all(attempt.cancelled for attempt in self._attempts.values() if attempt.report is PendingReport.NOTHING)
         assert self.phase is not LifePhase.DRAINING or self._drain_deadline is not None
         assert self.phase not in (LifePhase.STARTING, LifePhase.SERVING) or self._drain_deadline is None
         assert self.phase is not LifePhase.GONE or not self._attempts
@@ -229,9 +229,9 @@ class WorkerMachine:
     def _disconnect(self, stream: StreamId) -> Iterator[WorkerCommand]:
         if self._streams.pop(stream, None) is None:
             return
-        for work in [work for work in self._unreported.values() if work.stream == stream]:
-            self._silence(work)
-            yield from self._cancel(work)
+        for attempt in [attempt for attempt in self._unreported.values() if attempt.stream == stream]:
+            self._silence(attempt)
+            yield from self._cancel(attempt)
 
     # Attempts.
     def _request(self, stream: StreamId, start: Start, now: Nanos) -> list[WorkerCommand]:
@@ -240,14 +240,14 @@ class WorkerMachine:
         if (rejected := self._refusal(stream, start)) is not None:
             return [Tell(stream=stream, message=rejected)]
         engine_id = self._engine_id(start.request_id)
-        work = WorkerAttempt(
+        attempt = WorkerAttempt(
             engine_id=engine_id,
             request_id=start.request_id,
             stream=stream,
             deadline=Nanos(now + start.timeout_ms * MILLISECOND) if start.timeout_ms else None,
         )
-        self._attempts[engine_id] = work
-        self._unreported[stream, start.request_id] = work
+        self._attempts[engine_id] = attempt
+        self._unreported[stream, start.request_id] = attempt
         if engine_id != start.request_id:
             start = msgspec.structs.replace(start, request_id=engine_id)
         return [Submit(start=start)]
@@ -282,52 +282,52 @@ class WorkerMachine:
         progress: dict[StreamId, list[Progress]] = {}
         commands: list[WorkerCommand] = []
         for output in outputs:
-            work = self._attempts.get(output.request_id)
-            if work is None:
+            attempt = self._attempts.get(output.request_id)
+            if attempt is None:
                 continue  # it has ended already
             ended = isinstance(output, Rejected) or output.finish is not None
             if isinstance(output, Progress) and output.handoff is not None:
                 self._note_handoff(output.handoff, now)
-            if work.hearing is PendingReport.ALL:
-                if work.engine_id != work.request_id:
-                    output = msgspec.structs.replace(output, request_id=work.request_id)  # noqa: PLW2901 - the router's id
+            if attempt.report is PendingReport.ALL:
+                if attempt.engine_id != attempt.request_id:
+                    output = msgspec.structs.replace(output, request_id=attempt.request_id)  # noqa: PLW2901 - the router's id
                 if isinstance(output, Rejected):
-                    commands.append(Tell(stream=work.stream, message=output))
+                    commands.append(Tell(stream=attempt.stream, message=output))
                 else:
-                    progress.setdefault(work.stream, []).append(output)
+                    progress.setdefault(attempt.stream, []).append(output)
             if ended:
-                self._silence(work)
-                del self._attempts[work.engine_id]
+                self._silence(attempt)
+                del self._attempts[attempt.engine_id]
         commands += [Tell(stream=stream, message=Step(progress=tuple(told))) for stream, told in progress.items()]
         return commands
 
     def _note_handoff(self, handoff: Handoff, now: Nanos) -> None:
         if handoff.kv_path is KvPath.STORE and self._store_goes:
-            self._offered_until = Nanos(now + FETCHED_WITHIN)
+            self._handoff_until = Nanos(now + FETCHED_WITHIN)
 
-    def _cancel(self, work: WorkerAttempt) -> Iterator[CancelInEngine]:
-        if not work.cancelled:
-            work.cancelled = True
-            yield CancelInEngine(request_id=work.engine_id)
+    def _cancel(self, attempt: WorkerAttempt) -> Iterator[CancelInEngine]:
+        if not attempt.cancelled:
+            attempt.cancelled = True
+            yield CancelInEngine(request_id=attempt.engine_id)
 
-    def _silence(self, work: WorkerAttempt) -> None:
-        work.hearing = PendingReport.NOTHING
-        self._unreported.pop((work.stream, work.request_id), None)
+    def _silence(self, attempt: WorkerAttempt) -> None:
+        attempt.report = PendingReport.NOTHING
+        self._unreported.pop((attempt.stream, attempt.request_id), None)
 
-    def _give_up(self, work: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
+    def _give_up(self, attempt: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
         """Report the end of an attempt to its router now, and cancel it in the engine."""
-        self._silence(work)
-        yield from self._cancel(work)
-        yield Tell(stream=work.stream, message=Rejected(request_id=work.request_id, reason=reason, message=message))
+        self._silence(attempt)
+        yield from self._cancel(attempt)
+        yield Tell(stream=attempt.stream, message=Rejected(request_id=attempt.request_id, reason=reason, message=message))
 
     # Deadlines, drain and end.
     def _expire(self, now: Nanos) -> Iterator[WorkerCommand]:
         if self._drain_deadline is not None and now >= self._drain_deadline:
-            for work in list(self._unreported.values()):
+            for attempt in list(self._unreported.values()):
                 self._given_up += 1
-                yield from self._give_up(work, Reason.DRAINING, "this worker drains and could not finish in time")
-        for work in [work for work in self._unreported.values() if work.deadline is not None and now >= work.deadline]:
-            yield from self._give_up(work, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete")
+                yield from self._give_up(attempt, Reason.DRAINING, "this worker drains and could not finish in time")
+        for attempt in [attempt for attempt in self._unreported.values() if attempt.deadline is not None and now >= attempt.deadline]:
+            yield from self._give_up(attempt, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete")
 
     def _drain(self, deadline: Nanos) -> Iterator[WorkerCommand]:
         if self.phase is LifePhase.GONE:
@@ -376,4 +376,4 @@ class WorkerMachine:
 
     def _is_needed(self, now: Nanos) -> bool:
         """Return whether others still need blocks of this worker (rule 7)."""
-        return self._lent > 0 or now < self._offered_until or self._evacuating
+        return self._lent > 0 or now < self._handoff_until or self._evacuating

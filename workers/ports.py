@@ -1,7 +1,7 @@
 """Ports of a worker: what its server needs of the engine, the routers' streams, the store and the registry."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +13,9 @@ from fleet.core.roles import KvPath
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
 from kvstore.layouts.fingerprint import Fingerprint
+
+KvLayout = Literal["HND", "NHD"]
+"""Order of heads (H), tokens (N) and elements (D) within a layer's KV of one block."""
 
 
 class PinChain(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.service.settings import StoreSettings
-from workers.kv_layout import KvLayout
+from workers.ports import KvLayout
 from workers.watchdog import WatchdogSettings
 
 Positive = Annotated[int, Meta(ge=1)]

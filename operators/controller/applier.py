@@ -21,7 +21,7 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind
 from fleet.net.kubernetes.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
-from operators.controller import events as happenings
+from operators.controller import events
 from operators.controller.events import KubernetesEvent
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
 from operators.observed.caches import InformerCaches
@@ -120,7 +120,7 @@ class Applier:
         self._store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
 
     async def record(
-        self, kind: ApiKind, about: NamedObject, happened: Sequence[KubernetesEvent], now: datetime
+        self, kind: ApiKind, about: NamedObject, recorded: Sequence[KubernetesEvent], now: datetime
     ) -> None:
         """Create Events; an existing or refused Event is skipped.
 
@@ -128,8 +128,8 @@ class Applier:
             KubernetesError: The API server failed.
             NotLeading: This process must not write.
         """
-        for each in happened:
-            made = happenings.manifest(each, kind, about, self._identity, now)
+        for each in recorded:
+            made = events.manifest(each, kind, about, self._identity, now)
             self._permit("event")
             try:
                 await self._cluster.create(kinds.EVENT, NamedObject, about.metadata.namespace, made)

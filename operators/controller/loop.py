@@ -15,7 +15,7 @@ from fleet.net.kubernetes.views import CustomObject, KubernetesLease
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
-from operators.controller import events as happenings
+from operators.controller import events
 from operators.controller import serving_request as requested
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
@@ -78,13 +78,13 @@ class Controller:
         self._write_streaks: dict[ReconcileKey, int] = {}
 
     async def at(
-        self, key: ReconcileKey, told: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
+        self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
     ) -> ReconcileOutcome:
         """Reconcile a key; return the outcome.
 
         Args:
             key: The key.
-            told: Workers that the deployment's routers report; None: no report.
+            reports: Workers that the deployment's routers report; None: no report.
             served: The optional kinds of the API server.
             afresh: Apply everything, also what looks unchanged, because somebody may have edited it.
 
@@ -112,34 +112,34 @@ class Controller:
         except UnusableSecret as error:  # without a secret, pods would have to trust everybody, so nothing is changed
             await self._held_up(key, custom, str(error))
             return ReconcileOutcome.REFUSED
-        wish = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
+        desired = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
-        wish = msgspec.structs.replace(wish, control_secret=secret.name(key.name))
-        shown = None if self._prober is None else self._prober.of(key)
-        seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
-        decided = reconcile(wish, msgspec.structs.replace(seen, afresh=afresh), self._images, self._now())
+        desired = msgspec.structs.replace(desired, control_secret=secret.name(key.name))
+        evidence = None if self._prober is None else self._prober.of(key)
+        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+        decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
         refusals = await self._applier.perform(decided.actions, key.namespace)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
-            denied = await self._applier.make_secret(secret.manifest(wish), again=afresh)
+            denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
             if not _is_ready(decided.status):  # an existing Secret may belong to a predecessor and be deleted soon
                 self._again(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # they may have changed readiness
-            seen = observe(self._store, custom, spec, told, self._wall(), served, shown)
-            after = reconcile(wish, msgspec.structs.replace(seen, refusals=refusals), self._images, self._now())
+            observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+            after = reconcile(desired, msgspec.structs.replace(observed, refusals=refusals), self._images, self._now())
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
-        await self._at_others(key, wish, status)
+        await self._at_others(key, desired, status)
         acted = len(decided.actions) > len(refusals) - len(denied)
         if not refusals:
-            steps = tuple(happenings.steps(decided.actions, custom.metadata.generation))
+            steps = tuple(events.steps(decided.actions, custom.metadata.generation))
             await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
-        self._look_again(key, acted and not afresh, troubled=bool(seen.troubles))
+        self._look_again(key, acted and not afresh, troubled=bool(observed.troubles))
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
 
     async def _at_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
@@ -164,7 +164,7 @@ class Controller:
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if actions else ReconcileOutcome.SETTLED
 
     async def _at_others(
-        self, key: ReconcileKey, wish: DesiredDeployment | None, status: DisaggDeploymentStatus | None
+        self, key: ReconcileKey, desired: DesiredDeployment | None, status: DisaggDeploymentStatus | None
     ) -> None:
         """Write the status of a deployment's RoleScalers and plans, whether the deployment exists or not."""
         now = self._now()
@@ -175,13 +175,13 @@ class Controller:
                 scaler.metadata.generation,
                 scaler.spec.get("replicas", 1),
                 role,
-                wish,
+                desired,
                 status,
                 now,
             )
             await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
         for plan in self._store.of(kinds.SERVING_PLAN, CustomObject).of(key.namespace, key.name).values():
-            planned = others.plan_status(conditions_of(plan), plan.metadata.generation, wish is not None, now)
+            planned = others.plan_status(conditions_of(plan), plan.metadata.generation, desired is not None, now)
             await self._write_status(key, kinds.SERVING_PLAN, plan, planned)
 
     async def _misread(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
@@ -223,7 +223,7 @@ class Controller:
         content = {name: value for name, value in msgspec.to_builtins(said).items() if value != ""}
         await self._applier.write_status(kind, custom, content)
         self._limiter.wrote(written, now)
-        await self._applier.record(kind, custom, tuple(happenings.turns(before, said.conditions)), self._wall())
+        await self._applier.record(kind, custom, tuple(events.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
             # Our own write enqueues nothing (`fleet.net.kubernetes.cache`, rule 1), but the request shows this readiness.
             self._again(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
@@ -261,7 +261,7 @@ def _urgent(there: Any, said: Any) -> bool:
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
-        return _told(said) != _told(there)
+        return _reports(said) != _reports(there)
     return True
 
 
@@ -280,7 +280,7 @@ def _ready(status: DisaggDeploymentStatus) -> Condition:
     return next((each for each in status.conditions if each.type == "Ready"), NOTHING)
 
 
-def _told(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
+def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
     return [(each.name, each.desired) for each in status.roles], _turns(status.conditions)
 
 

@@ -81,94 +81,99 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     """The probes to send; None: not yet."""
 
 
-def reconcile(wish: DesiredDeployment, seen: ObservedState, images: Images, now: str) -> Reconciled:
+def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Images, now: str) -> Reconciled:
     """Return one step towards the desired state.
 
     Args:
-        wish: The desired deployment.
-        seen: The observed state.
+        desired: The desired deployment.
+        observed: The observed state.
         images: Images for deployments that name none.
         now: RFC 3339, for conditions that change.
     """
-    present = revision(wish, images, seen.served)
-    routers = _wished(wish, wish.router, seen)
-    wanted = [with_digest(each) for each in shared(wish, images, seen.served, routers=routers)]
-    pools = [_pool(wish, role, seen, present) for role in wish.workers]
-    possible = targets(pools, _bounds(wish))
+    present = revision(desired, images, observed.served)
+    routers = _wished(desired, desired.router, observed)
+    wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
+    pools = [_pool(desired, role, observed, present) for role in desired.workers]
+    possible = targets(pools, _bounds(desired))
     actions: list[Action] = []
-    changes = next_changes(possible, _bounds(wish))
+    changes = next_changes(possible, _bounds(desired))
     for change in changes:
-        role = next((role for role in wish.workers if role.name == change.role), None)
+        role = next((role for role in desired.workers if role.name == change.role), None)
         assert role is not None, "pools are made of roles"
-        made, moved = _changed(wish, role, change, seen, images)
+        made, moved = _changed(desired, role, change, observed, images)
         wanted += [with_digest(each) for each in made]
         actions += moved
-    if seen.afresh:
-        wanted += [with_digest(each) for each in _present(wish, seen, present, images) if each not in wanted]
-    applied = wanted + [with_digest(each) for each in _scalers(wish, seen)]
-    actions += [Apply(each) for each in applied if _key(each) not in seen.foreign and _differs(each, seen)]
-    actions += _pruned(wish, seen, possible, wanted)
-    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in seen.foreign)
+    if observed.afresh:
+        wanted += [with_digest(each) for each in _present(desired, observed, present, images) if each not in wanted]
+    applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
+    actions += [Apply(each) for each in applied if _key(each) not in observed.foreign and _differs(each, observed)]
+    actions += _pruned(desired, observed, possible, wanted)
+    taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in observed.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
-    said, wanted_of_probes = status(wish, seen, pools, possible, taken, present, routers, at_rest, now)
+    said, wanted_of_probes = status(desired, observed, pools, possible, taken, present, routers, at_rest, now)
     return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
-def _present(wish: DesiredDeployment, seen: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
+def _present(desired: DesiredDeployment, observed: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
     """Yield the children of the present revision, with their current replicas."""
-    for role in wish.workers:
-        for each in seen.children:
+    for role in desired.workers:
+        for each in observed.children:
             if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
                 continue
-            *others, made = workers(wish, role, present, images, seen.served)
+            *others, made = workers(desired, role, present, images, observed.served)
             if each.members:
-                yield from (*others, made, *(group(wish, role, present, _index(name), images) for name in each.members))
+                yield from (
+                    *others,
+                    made,
+                    *(group(desired, role, present, _index(name), images) for name in each.members),
+                )
                 continue
             made["spec"]["replicas"] = each.replicas.asked
             yield from (*others, made)
 
 
 def _changed(
-    wish: DesiredDeployment, role: RoleSpec, change: ReplicaChange, seen: ObservedState, images: Images
+    desired: DesiredDeployment, role: RoleSpec, change: ReplicaChange, observed: ObservedState, images: Images
 ) -> tuple[list[Manifest], list[Action]]:
     """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
     child = next(
-        (each for each in seen.children if (each.role, each.replicas.revision) == (change.role, change.revision)), None
+        (each for each in observed.children if (each.role, each.replicas.revision) == (change.role, change.revision)),
+        None,
     )
     there = child is not None and bool(child.kind)
     if child is not None and there and child.kind != "StatefulSet":
-        worths = _worths(child, seen) if change.replicas < child.replicas.asked else []
-        return [], [*worths, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
-    if not there and not grouped(role, seen.served):
-        *others, made = workers(wish, role, change.revision, images, seen.served)
+        deletion_costs = _deletion_costs(child, observed) if change.replicas < child.replicas.asked else []
+        return [], [*deletion_costs, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
+    if not there and not grouped(role, observed.served):
+        *others, made = workers(desired, role, change.revision, images, observed.served)
         made["spec"]["replicas"] = change.replicas
         return [*others, made], []
-    base = child_name(wish, role.name, change.revision)
+    base = child_name(desired, role.name, change.revision)
     members = child.members if child is not None else ()
     if child is not None and len(members) > change.replicas:
-        return [], [Remove("StatefulSet", name) for name in _by_worth(child)[: len(members) - change.replicas]]
+        return [], [Remove("StatefulSet", name) for name in _in_removal_order(child)[: len(members) - change.replicas]]
     free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
     made_groups = [
-        group(wish, role, change.revision, index, images)
+        group(desired, role, change.revision, index, images)
         for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
     ]
-    return [*workers(wish, role, change.revision, images, seen.served), *made_groups], []
+    return [*workers(desired, role, change.revision, images, observed.served), *made_groups], []
 
 
 def _index(name: str) -> int:
     return int(name.rpartition("-")[2])
 
 
-def _by_worth(child: ObservedChild) -> list[str]:
+def _in_removal_order(child: ObservedChild) -> list[str]:
     """Return the groups in the order of removal: not serving first, then fewest warm blocks, then last index."""
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
-def _worths(child: ObservedChild, seen: ObservedState) -> list[SetDeletionCost]:
+def _deletion_costs(child: ObservedChild, observed: ObservedState) -> list[SetDeletionCost]:
     """Return the annotations for pods of which some will be removed, if the cost is known and not annotated yet."""
     return [
         SetDeletionCost(each.pod, cost)
-        for each in seen.worths.get((child.role, child.replicas.revision), ())
+        for each in observed.deletion_costs.get((child.role, child.replicas.revision), ())
         if each.blocks is not None and str(cost := min(each.blocks, MOST_DELETION_COST)) != each.said
     ]
 
@@ -177,50 +182,54 @@ def _key(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
-def _differs(manifest: Manifest, seen: ObservedState) -> bool:
-    if seen.afresh:
+def _differs(manifest: Manifest, observed: ObservedState) -> bool:
+    if observed.afresh:
         return True
     replicas = manifest.get("spec", {}).get("replicas")
-    if seen.router is not None and _key(manifest) == ("Deployment", seen.router.name) and seen.router.asked != replicas:
+    if (
+        observed.router is not None
+        and _key(manifest) == ("Deployment", observed.router.name)
+        and observed.router.asked != replicas
+    ):
         return True
     digest: str = manifest["metadata"]["annotations"][DIGEST]
-    return seen.digests.get(_key(manifest)) != digest
+    return observed.digests.get(_key(manifest)) != digest
 
 
-def _scalers(wish: DesiredDeployment, seen: ObservedState) -> list[Manifest]:
+def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manifest]:
     """Return the missing RoleScalers."""
-    return [role_scaler(wish, role) for role in _scaled(wish) if role.name not in seen.scalers]
+    return [role_scaler(desired, role) for role in _scaled(desired) if role.name not in observed.scalers]
 
 
-def _scaled(wish: DesiredDeployment) -> Iterator[RoleSpec]:
+def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
     """Yield the roles that have a RoleScaler."""
-    return (role for role in (*wish.workers, wish.router) if role.scaling.mode is not ScalingMode.STATIC)
+    return (role for role in (*desired.workers, desired.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
-def _wished(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState) -> int:
-    if wish.spec.suspend:
+def _wished(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
+    if desired.spec.suspend:
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
         return role.replicas
-    asked = seen.scalers.get(role.name, role.replicas)
+    asked = observed.scalers.get(role.name, role.replicas)
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 
-def _pool(wish: DesiredDeployment, role: RoleSpec, seen: ObservedState, present: str) -> ScaledRole:
+def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, present: str) -> ScaledRole:
     return ScaledRole(
         name=role.name,
         side=SIDES.get(role.type, PairSide.ALONE),
-        target=_wished(wish, role, seen),
+        target=_wished(desired, role, observed),
         gpus=role.gpus.per_replica,
         surge=role.rollout.max_surge,
         unavailable=role.rollout.max_unavailable,
         revision=present,
-        replicas=tuple(each.replicas for each in seen.children if each.role == role.name),
+        replicas=tuple(each.replicas for each in observed.children if each.role == role.name),
     )
 
 
-def _bounds(wish: DesiredDeployment) -> ScalingBounds:
-    balance = wish.spec.balance
+def _bounds(desired: DesiredDeployment) -> ScalingBounds:
+    balance = desired.spec.balance
     return ScalingBounds(
         gpu_budget=balance.gpu_budget,
         least=_ratio(balance.ratio.least),
@@ -235,7 +244,7 @@ def _ratio(text: str) -> tuple[int, int]:
 
 
 def _pruned(
-    wish: DesiredDeployment, seen: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
+    desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
 ) -> list[Action]:
     """Return the removals of children that are not needed any more, and of other objects of ours that are not desired.
 
@@ -245,9 +254,9 @@ def _pruned(
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
     # Our own processes restart together by themselves, which may take long (`workers.rank_rendezvous`).
-    foreign = {role.name for role in wish.workers if is_foreign(role)}
+    foreign = {role.name for role in desired.workers if is_foreign(role)}
     actions: list[Action] = []
-    for each in seen.children:
+    for each in observed.children:
         if not each.kind:
             continue
         revision_now, target = targets_of.get(each.role, ("", 0))
@@ -259,11 +268,11 @@ def _pruned(
             continue
         actions += [Remove(each.kind, name) for name in each.halves[-1:]]
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
-        used.add(("ConfigMap", child_name(wish, each.role, each.replicas.revision)))
-    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in seen.old_routers]
-    own = [key for key in seen.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
-    scaled = {f"{wish.name}-{role.name}" for role in _scaled(wish)}
-    own += [("RoleScaler", name) for name in sorted(seen.own_scalers - scaled)]
+        used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
+    actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
+    own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
+    scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}
+    own += [("RoleScaler", name) for name in sorted(observed.own_scalers - scaled)]
     return actions + [Remove(kind, name) for kind, name in own]
 
 

@@ -99,12 +99,14 @@ def pod_template(
     role: RoleSpec,
     images: Images,
     of_revision: str,
-    doors: Mapping[str, int] | None = None,
+    client_ports: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """Return the pod template, merged with the user's. `doors`: a router's ports for clients."""
+    """Return the pod template, merged with the user's. `client_ports`: a router's ports for clients."""
     mounted = list(_mounted(deployment, role, of_revision))
     ports = (
-        {**(doors or {}), "health": HEALTH, "control": CONTROL} if role.type is RoleType.ROUTER else {"worker": WORKER}
+        {**(client_ports or {}), "health": HEALTH, "control": CONTROL}
+        if role.type is RoleType.ROUTER
+        else {"worker": WORKER}
     )
     mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {

@@ -53,7 +53,7 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-workers", spec)
 
 
-def to_router(deployment: DesiredDeployment, doors: Mapping[str, int]) -> Manifest:
+def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) -> Manifest:
     """Return the policy for routers: everyone reaches the ports for requests, health and metrics.
 
     Only workers, other routers and the operator reach the control port.
@@ -66,7 +66,7 @@ def to_router(deployment: DesiredDeployment, doors: Mapping[str, int]) -> Manife
         "podSelector": _of_types(deployment, ROUTERS),
         "policyTypes": ["Ingress"],
         "ingress": [
-            {"ports": [{"port": door, "protocol": "TCP"} for door in (*doors, "health")]},
+            {"ports": [{"port": port, "protocol": "TCP"} for port in (*client_ports, "health")]},
             {"from": ours, "ports": [{"port": "control", "protocol": "TCP"}]},
         ],
     }

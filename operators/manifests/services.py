@@ -1,4 +1,4 @@
-"""Services of a deployment's pods, and the InferencePool for gateways."""
+"""Services of a deployment's pods, the InferencePool for gateways, and the PodMonitor for Prometheus."""
 
 from collections.abc import Mapping
 
@@ -44,3 +44,12 @@ def inference_pool(deployment: DesiredDeployment) -> Manifest:
         },
     }
     return of_all(deployment, "inference.networking.k8s.io/v1", "InferencePool", deployment.name, spec)
+
+
+def pod_monitor(deployment: DesiredDeployment) -> Manifest:
+    """Return the PodMonitor of the routers, whose metrics include those of the workers."""
+    spec = {
+        "selector": {"matchLabels": selected(deployment, deployment.router)},
+        "podMetricsEndpoints": [{"port": "health", "path": "/metrics"}],
+    }
+    return of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)

@@ -109,7 +109,7 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
 
 
 def router_deployment(
-    deployment: DesiredDeployment, images: Images, of_settings: str, doors: Mapping[str, int], replicas: int
+    deployment: DesiredDeployment, images: Images, of_settings: str, client_ports: Mapping[str, int], replicas: int
 ) -> Manifest:
     """Return the routers' Deployment, which changes in place.
 
@@ -121,7 +121,7 @@ def router_deployment(
         "replicas": replicas,
         "selector": {"matchLabels": selected(deployment, router)},
         "strategy": {"rollingUpdate": rollout},
-        "template": pod_template(deployment, router, images, of_settings, doors),
+        "template": pod_template(deployment, router, images, of_settings, client_ports),
     }
     labels = labels_of(deployment, router)
     return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)

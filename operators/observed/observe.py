@@ -79,10 +79,10 @@ def observe(
     store: InformerCaches,
     custom: CustomObject,
     spec: DisaggDeploymentSpec,
-    told: ReportedWorkers | None,
+    reports: ReportedWorkers | None,
     now: datetime,
     served: OptionalKinds,
-    shown: ProbeEvidence | None = None,
+    evidence: ProbeEvidence | None = None,
 ) -> ObservedState:
     """Return the observed state of one deployment.
 
@@ -90,10 +90,10 @@ def observe(
         store: Caches of all objects.
         custom: The deployment.
         spec: Its specification.
-        told: Workers that its routers report; None: no report.
+        reports: Workers that its routers report; None: no report.
         now: Time of the wall clock.
         served: The optional kinds of the API server.
-        shown: What probes have shown; None: no probes are sent.
+        evidence: What probes have shown; None: no probes are sent.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
@@ -106,9 +106,9 @@ def observe(
         )
         for each in store.of(kinds.LEASE, KubernetesLease).of(namespace, name).values()
     )
-    known = registered(leases, told, now)
+    known = registered(leases, reports, now)
     routers = {pod.metadata.name for pod in routers_of(pods) if pod.ready}
-    heard = None if told is None else {router: workers for router, workers in told.items() if router in routers}
+    heard = None if reports is None else {router: workers for router, workers in reports.items() if router in routers}
     partly = partly_unknown(leases, heard, now)
     controllers = [
         (kind, each)
@@ -140,10 +140,10 @@ def observe(
             pod.metadata.name: partly[pod.metadata.name] for pod in pods if pod.metadata.name in partly and pod.alive
         },
         silent=tuple(sorted(routers - heard.keys())) if heard else (),
-        shown=shown,
+        evidence=evidence,
         proved=_text(custom.status.get("proved")),
         troubles=troubles(pods, (each for _, each in controllers), products),
-        worths=_worths(pods, known or {}),
+        deletion_costs=_deletion_costs(pods, known or {}),
         served=served,
     )
 
@@ -257,14 +257,14 @@ def _group_child(
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     halves, left_behind, ready, warm = [], [], [], {}
-    told = known if known is not None else {}
+    reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
         if _half(
             members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
         ):
             halves.append(name)
-        registrations = [told[pod.metadata.name] for pod in members if pod.metadata.name in told]
+        registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
             ready.append(name)
         if blocks := [found.warm_blocks for found in registrations if found.warm_blocks is not None]:
@@ -354,7 +354,7 @@ def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
     return len(every) >= size and all(pod.ready for pod in every)
 
 
-def _worths(
+def _deletion_costs(
     pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
 ) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
     """Return the deletion costs of single pods, by role and revision."""

@@ -59,19 +59,19 @@ def labels(deployment: str, role: str, revision: str) -> dict[str, str]:
 
 
 def registered(
-    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+    leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, WorkerRegistration] | None:
     """Return the workers of one deployment to which any router sends requests, by pod; None if nothing is known.
 
     Args:
         leases: Leases of all its workers, whatever their age.
-        told: Workers that its routers report; None: no router was asked, or none has answered.
+        reports: Workers that its routers report; None: no router was asked, or none has answered.
         now: Time of the operator's clock.
     """
     every = tuple(leases)
-    if not every and told is None:
+    if not every and reports is None:
         return None
-    found = {each.pod: each for router in (told or {}).values() for each in router}
+    found = {each.pod: each for router in (reports or {}).values() for each in router}
     for lease in every:
         if lease.holder and now < ends(lease):
             found[lease.holder] = WorkerRegistration(
@@ -81,13 +81,13 @@ def registered(
 
 
 def partly_unknown(
-    leases: Iterable[WorkerLease], told: ReportedWorkers | None, now: datetime
+    leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, tuple[str, ...]]:
     """Return the workers that only some routers know, with the other routers.
 
     Every router finds a worker with a Lease.
     """
-    routers = {router: {each.pod for each in workers} for router, workers in (told or {}).items()}
+    routers = {router: {each.pod for each in workers} for router, workers in (reports or {}).items()}
     leased = {lease.holder for lease in leases if lease.holder and now < ends(lease)}
     return {
         pod: missing
@@ -96,10 +96,10 @@ def partly_unknown(
     }
 
 
-def _warm(lease: WorkerLease, told: WorkerRegistration | None) -> int | None:
+def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
     """Return the Lease's number of warm blocks, or the router's if the Lease has none."""
     warm = lease.annotations.get(WARM, "")
-    return int(warm) if warm.isdecimal() else None if told is None else told.warm_blocks
+    return int(warm) if warm.isdecimal() else None if reports is None else reports.warm_blocks
 
 
 def ends(lease: WorkerLease) -> datetime:

@@ -69,7 +69,7 @@ class RouterPoller:
 
     def of(self, key: ReconcileKey) -> ReportedWorkers | None:
         """Return the reports by router, without routers that have not answered for a while; None if no router has."""
-        return _told(self._words.get(key, {})) or None
+        return _reports(self._words.get(key, {})) or None
 
     async def run(self, deployments: Callable[[], Iterable[CustomObject]]) -> Never:
         """Poll the routers of all present deployments until cancelled."""
@@ -116,9 +116,9 @@ def _is_ready(custom: CustomObject) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in conditions_of(custom))
 
 
-def _told(words: Mapping[str, RouterAnswer]) -> ReportedWorkers:
+def _reports(words: Mapping[str, RouterAnswer]) -> ReportedWorkers:
     return {router: word.workers for router, word in words.items() if word.workers is not None}
 
 
 def _names(words: Mapping[str, RouterAnswer]) -> dict[str, frozenset[str]]:
-    return {router: frozenset(each.pod for each in workers) for router, workers in _told(words).items()}
+    return {router: frozenset(each.pod for each in workers) for router, workers in _reports(words).items()}

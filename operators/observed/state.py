@@ -117,7 +117,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     silent: tuple[str, ...] = ()
     """Pods of ready routers that have not reported their workers, although others have."""
 
-    shown: ProbeEvidence | None = None
+    evidence: ProbeEvidence | None = None
     """What probes have shown; None: no probes are sent."""
 
     proved: str = ""
@@ -126,7 +126,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     troubles: tuple[PodTrouble, ...] = ()
     """Why pods do not run, the most informative cause first."""
 
-    worths: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
+    deletion_costs: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
     """Deletion costs of pods, by role and revision."""
 
     refusals: tuple[ApiRefusal, ...] = ()

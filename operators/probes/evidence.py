@@ -59,8 +59,8 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     model: str
     routers: tuple[RunningPod, ...]
     prefills: tuple[RunningPod, ...]
-    aims: tuple[ProbeTarget, ...]
-    doors: tuple[str, ...] = ()
+    targets: tuple[ProbeTarget, ...]
+    addresses: tuple[str, ...] = ()
     """IP addresses of the routers, to which an API key is sent. They are in no digest, because a router at another address
     is the same router."""
 
@@ -77,7 +77,7 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     @property
     def behind(self) -> str:
         """Digest of everything behind the routers; the whole digest begins with it."""
-        return _digest([self.model, self.prefills, self.aims])[:HALF]
+        return _digest([self.model, self.prefills, self.targets])[:HALF]
 
     @property
     def digest(self) -> str:
@@ -95,7 +95,7 @@ class Probe(Struct, frozen=True, kw_only=True):
     model: str
     worker: str
     pair: bool
-    door: str = ""
+    router_address: str = ""
     """IP address of a router; empty: none is known."""
 
 
@@ -145,7 +145,7 @@ class ProbeEvidence(Struct, frozen=True, kw_only=True):
     failures: int = 0
     """The number of failures of this kind, busy or not, in a row."""
 
-    told: ProbeFailure | None = None
+    reported: ProbeFailure | None = None
     """The failure to report."""
 
     failed: str = ""
@@ -156,68 +156,78 @@ class PendingProbes(Struct, frozen=True):
     """The probes that are needed, and what is known already; none is sent if everything is known."""
 
     subject: ProbeSubject
-    shown: ProbeEvidence
+    evidence: ProbeEvidence
 
 
-def unanswered(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
+def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
     """Return the targets without whose answers the deployment is not Ready, in order."""
     found: dict[str, list[ProbeTarget]] = {}
-    for aim in subject.aims:
-        asked = found.setdefault(aim.role, [])
-        if aim not in shown.answered:
-            asked.append(aim)
+    for target in subject.targets:
+        asked = found.setdefault(target.role, [])
+        if target not in evidence.answered:
+            asked.append(target)
     around = subject.around
-    for aim in subject.aims:
-        if not found[aim.role] and (aim.role, around, subject.pools) not in shown.through:
-            found[aim.role].append(aim)
-    return tuple(aim for role in found.values() for aim in role)
+    for target in subject.targets:
+        if not found[target.role] and (target.role, around, subject.pools) not in evidence.through:
+            found[target.role].append(target)
+    return tuple(target for role in found.values() for target in role)
 
 
-def missing_only_routers(subject: ProbeSubject, shown: ProbeEvidence) -> bool:
+def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
     """Return whether only an answer through these routers is missing; the workers have answered before."""
-    before = {(role, pools) for role, _, pools in shown.through}
-    return all(aim in shown.answered and (aim.role, subject.pools) in before for aim in unanswered(subject, shown))
-
-
-def wanted(subject: ProbeSubject, shown: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Return the targets to probe, in order: those that have not answered, and those that did not take blocks over."""
-    missing = unanswered(subject, shown)
-    return missing + tuple(aim for aim in subject.aims if aim in shown.unhanded and aim not in missing)
-
-
-def answered(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion) -> ProbeEvidence:
-    """Return the evidence after an answer."""
-    others = {each for each in shown.through if each[0] != aim.role}
-    through = others | {(aim.role, subject.around, subject.pools)}
-    unhanded, unclear = shown.unhanded - {aim}, shown.unclear - {aim}
-    if aim.pair and answer.handed is False:
-        unhanded |= {aim}
-    if aim.pair and answer.handed is None:
-        unclear |= {aim}
-    return ProbeEvidence(
-        through=frozenset(through), answered=shown.answered | {aim}, unhanded=unhanded, unclear=unclear
+    before = {(role, pools) for role, _, pools in evidence.through}
+    return all(
+        target in evidence.answered and (target.role, subject.pools) in before
+        for target in unanswered(subject, evidence)
     )
 
 
-def failed(shown: ProbeEvidence, subject: ProbeSubject, aim: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
+def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
+    """Return the targets to probe, in order: those that have not answered, and those that did not take blocks over."""
+    missing = unanswered(subject, evidence)
+    return missing + tuple(
+        target for target in subject.targets if target in evidence.unhanded and target not in missing
+    )
+
+
+def answered(
+    evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion
+) -> ProbeEvidence:
+    """Return the evidence after an answer."""
+    others = {each for each in evidence.through if each[0] != target.role}
+    through = others | {(target.role, subject.around, subject.pools)}
+    unhanded, unclear = evidence.unhanded - {target}, evidence.unclear - {target}
+    if target.pair and answer.handed is False:
+        unhanded |= {target}
+    if target.pair and answer.handed is None:
+        unclear |= {target}
+    return ProbeEvidence(
+        through=frozenset(through), answered=evidence.answered | {target}, unhanded=unhanded, unclear=unclear
+    )
+
+
+def failed(evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
     """Return the evidence after a failure; earlier evidence stays."""
-    alike = shown.failure is not None and shown.failure.busy == failure.busy
-    failures = shown.failures + 1 if alike else 1
-    shown = msgspec.structs.replace(shown, failure=failure, failures=failures, about=subject.digest)
+    alike = evidence.failure is not None and evidence.failure.busy == failure.busy
+    failures = evidence.failures + 1 if alike else 1
+    evidence = msgspec.structs.replace(evidence, failure=failure, failures=failures, about=subject.digest)
     if failures < TOLD_AFTER:
-        return shown
-    return msgspec.structs.replace(shown, told=failure, failed=aim.worker.pod)
+        return evidence
+    return msgspec.structs.replace(evidence, reported=failure, failed=target.worker.pod)
 
 
-def kept(subject: ProbeSubject, shown: ProbeEvidence) -> ProbeEvidence:
+def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
     """Return the evidence that still counts: answers of pods that exist, and failures of exactly these pods."""
-    if shown.failure is not None and shown.about != subject.digest:
-        shown = msgspec.structs.replace(shown, failure=None, about="", failures=0, told=None, failed="")
-    there = frozenset(subject.aims)
-    if shown.answered <= there:
-        return shown
+    if evidence.failure is not None and evidence.about != subject.digest:
+        evidence = msgspec.structs.replace(evidence, failure=None, about="", failures=0, reported=None, failed="")
+    there = frozenset(subject.targets)
+    if evidence.answered <= there:
+        return evidence
     return msgspec.structs.replace(
-        shown, answered=shown.answered & there, unhanded=shown.unhanded & there, unclear=shown.unclear & there
+        evidence,
+        answered=evidence.answered & there,
+        unhanded=evidence.unhanded & there,
+        unclear=evidence.unclear & there,
     )
 
 
@@ -232,10 +242,10 @@ def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> Pro
     if not proved.startswith(subject.behind):
         return None
     around = subject.around if proved == subject.digest else ""
-    pairs = frozenset(aim for aim in subject.aims if aim.pair)
+    pairs = frozenset(target for target in subject.targets if target.pair)
     return ProbeEvidence(
-        through=frozenset((aim.role, around, subject.pools) for aim in subject.aims),
-        answered=frozenset(subject.aims),
+        through=frozenset((target.role, around, subject.pools) for target in subject.targets),
+        answered=frozenset(subject.targets),
         unhanded=pairs if handed == "False" else frozenset(),
         unclear=pairs if handed == "Unknown" else frozenset(),
     )

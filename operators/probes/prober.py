@@ -72,7 +72,7 @@ class Prober:
             return  # the probes run already, or are done
         self._end(key)
         self._subjects[key] = wanted.subject
-        self._shown[key] = wanted.shown
+        self._shown[key] = wanted.evidence
         self._begin(key, wanted.subject)
 
     def forget(self, key: ReconcileKey) -> None:
@@ -102,40 +102,40 @@ class Prober:
 
     async def _show(self, key: ReconcileKey, subject: ProbeSubject) -> None:
         pause, asked = min(FIRST_PAUSE_SECONDS, self._longest_seconds), 0
-        while aims := probing.wanted(subject, self.of(key)):
+        while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
                     self._subjects.pop(key, None)  # the next leader begins again
                     return
-                answer = await self._clients.ask(_probe(key, subject, aims[0], asked))
+                answer = await self._clients.ask(_probe(key, subject, targets[0], asked))
             asked += 1
-            if self._learn(key, subject, aims[0], answer):
+            if self._learn(key, subject, targets[0], answer):
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._longest_seconds)
 
     def _learn(
-        self, key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, answer: ProbeCompletion | ProbeFailure
+        self, key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion | ProbeFailure
     ) -> bool:
         """Add an answer to the evidence; return whether a pause should follow."""
         before = self.of(key)
         if isinstance(answer, ProbeFailure):
-            after = probing.failed(before, subject, aim, answer)
+            after = probing.failed(before, subject, target, answer)
         else:
-            after = probing.answered(before, subject, aim, answer)
+            after = probing.answered(before, subject, target, answer)
         self._shown[key] = after
-        if after.told != before.told or not probing.unanswered(subject, after):
+        if after.reported != before.reported or not probing.unanswered(subject, after):
             self._heard(key)
-        return isinstance(answer, ProbeFailure) or aim in after.unhanded
+        return isinstance(answer, ProbeFailure) or target in after.unhanded
 
 
-def _probe(key: ReconcileKey, subject: ProbeSubject, aim: ProbeTarget, number: int) -> Probe:
+def _probe(key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, number: int) -> Probe:
     """Return the next probe; `number` makes the routers take turns."""
     return Probe(
         namespace=key.namespace,
         deployment=key.name,
         service=subject.service,
         model=subject.model,
-        worker=aim.worker.pod,
-        pair=aim.pair,
-        door=subject.doors[number % len(subject.doors)] if subject.doors else "",
+        worker=target.worker.pod,
+        pair=target.pair,
+        router_address=subject.addresses[number % len(subject.addresses)] if subject.addresses else "",
     )

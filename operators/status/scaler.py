@@ -19,7 +19,7 @@ def scaler_status(
     generation: int,
     asked: int,
     role: str,
-    wish: DesiredDeployment | None,
+    desired: DesiredDeployment | None,
     status: DisaggDeploymentStatus | None,
     now: str,
 ) -> RoleScalerStatus:
@@ -31,14 +31,14 @@ def scaler_status(
         generation: Generation of the specification.
         asked: Requested replicas.
         role: The role's name.
-        wish: The desired deployment; None: it is missing or cannot be understood.
+        desired: The desired deployment; None: it is missing or cannot be understood.
         status: Status of the deployment.
         now: RFC 3339.
     """
-    target = next((each for each in wish.spec.roles if each.name == role), None) if wish is not None else None
+    target = next((each for each in desired.spec.roles if each.name == role), None) if desired is not None else None
     there = next((each for each in status.roles if each.name == role), None) if status is not None else None
     said: list[ConditionUpdate] = []
-    if wish is None or target is None:
+    if desired is None or target is None:
         text = f"no role {role} in a DisaggDeployment of that name"
         said.append(("Bound", FALSE, "NoTarget", text))
     elif target.scaling.mode is ScalingMode.STATIC:
@@ -52,7 +52,7 @@ def scaler_status(
             said.append(
                 ("WithinBounds", FALSE, "OutOfBounds", f"{asked} are asked for; scaling allows {least} to {most}")
             )
-        elif there is not None and there.desired < asked and not wish.spec.suspend:
+        elif there is not None and there.desired < asked and not desired.spec.suspend:
             said.append(("WithinBounds", FALSE, "BudgetOrRatio", f"{there.desired} of {asked}: balance allows no more"))
         else:
             said.append(("WithinBounds", TRUE, "WithinBounds", ""))
@@ -60,7 +60,7 @@ def scaler_status(
     return RoleScalerStatus(
         observed_generation=generation,
         replicas=there.replicas if there is not None else 0,
-        selector=pod_selector(wish, role) if wish is not None else "",
+        selector=pod_selector(desired, role) if desired is not None else "",
         last_scale_time=now if scaled else str(before.get("lastScaleTime", "")),
         conditions=tuple(condition(conditions, generation, now, each) for each in said),
     )

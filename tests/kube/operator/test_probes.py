@@ -126,7 +126,7 @@ async def test_saturated_deployment_stays_ready_over_changes(asked):
         asked.apply(a_deployment(routing={"policy": "round_robin"})).expect(200)
         await until(saturated)
         [router] = [name for name in asked.children("pods", "v1") if "-router-" in name]
-        assert clients.asked[-1].door == address(router)
+        assert clients.asked[-1].router_address == address(router)
 
     again = Clients()
     again.said["dd"] = FULL

@@ -11,7 +11,7 @@ error in what that module does to a block's bytes.
 import numpy as np
 from msgspec import Struct
 
-from workers.kv_layout import KvLayout
+from workers.ports import KvLayout
 
 
 class EngineLayout(Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ class Cluster:
         self.writes = []
         self.registers = True
 
-    def seen(self, foreign=frozenset()):
+    def observed(self, foreign=frozenset()):
         children = []
         for (kind, name), each in self.objects.items():
             labels = each["metadata"].get("labels", {})
@@ -90,14 +90,14 @@ class Cluster:
                     assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in self.objects
 
     def pass_time(self):
-        for each in self.seen().children:
+        for each in self.observed().children:
             asked, pods, leaving = each.replicas.asked, each.replicas.pods, each.replicas.leaving
             self.pods[each.kind, each.name] = (asked, min(asked, pods), max(0, pods - asked) if not leaving else 0)
 
-    def settle(self, wish, most=100):
+    def settle(self, desired, most=100):
         """The last status, when nothing is left to do."""
         for _ in range(most):
-            outcome = reconcile(wish, self.seen(), IMAGES, NOW)
+            outcome = reconcile(desired, self.observed(), IMAGES, NOW)
             for action in outcome.actions:
                 self.do(action)
             self.conditions = outcome.status.conditions
@@ -113,7 +113,7 @@ def condition(status, kind):
 
 
 def replicas(cluster):
-    return {each.role: each.replicas.asked for each in cluster.seen().children}
+    return {each.role: each.replicas.asked for each in cluster.observed().children}
 
 
 def test_empty_cluster_reaches_desired_state_and_rests():
@@ -124,7 +124,7 @@ def test_empty_cluster_reaches_desired_state_and_rests():
     assert condition(status, "Ready").status == "True"
     assert (status.ratio, status.ready_roles) == ("1:2", "3/3")
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
-    assert reconcile(a_wish(), cluster.seen(), IMAGES, LATER).actions == ()
+    assert reconcile(a_wish(), cluster.observed(), IMAGES, LATER).actions == ()
 
 
 def test_new_specification_rolls_out_completely():
@@ -134,7 +134,7 @@ def test_new_specification_rolls_out_completely():
     status = cluster.settle(a_wish(image="another"))
 
     assert status.update_revision != old
-    assert {each.replicas.revision for each in cluster.seen().children} == {status.update_revision}
+    assert {each.replicas.revision for each in cluster.observed().children} == {status.update_revision}
     assert not any(old in name for _, name in cluster.objects)
     assert replicas(cluster) == {"prefill": 1, "decode": 2}
 
@@ -149,7 +149,7 @@ def test_operator_killed_after_any_write_reaches_the_same_end(seed):
 
     cluster = Cluster()
     for _ in range(chance.randint(1, 15)):
-        actions = reconcile(chance.choice(wishes), cluster.seen(), IMAGES, NOW).actions
+        actions = reconcile(chance.choice(wishes), cluster.observed(), IMAGES, NOW).actions
         for action in actions[: chance.randint(0, len(actions))]:  # and there it dies
             cluster.do(action)
         cluster.pass_time()
@@ -163,20 +163,20 @@ def test_operator_killed_after_any_write_reaches_the_same_end(seed):
 
 
 def test_scaled_role_follows_its_scaler():
-    def wish(count):
+    def desired(count):
         return a_wish(
             {"name": "all", "type": "aggregated", "replicas": count, "scaling": {"mode": "External", "most": 5}}
         )
 
     cluster = Cluster()
-    cluster.settle(wish(2))
+    cluster.settle(desired(2))
     assert replicas(cluster) == {"all": 2}
 
-    cluster.settle(wish(4))
+    cluster.settle(desired(4))
     assert replicas(cluster) == {"all": 2}
 
     cluster.do(Scale("RoleScaler", "dd-all", 9))
-    status = cluster.settle(wish(4))
+    status = cluster.settle(desired(4))
     assert replicas(cluster) == {"all": 5}
     assert status.roles[0].desired == 5
     assert not [
@@ -214,8 +214,8 @@ def test_condition_keeps_its_time_while_status_is_equal():
     cluster = Cluster()
     cluster.settle(a_wish())
 
-    same = reconcile(a_wish(), cluster.seen(), IMAGES, LATER).status
-    changed = reconcile(a_wish(image="another"), cluster.seen(), IMAGES, LATER).status
+    same = reconcile(a_wish(), cluster.observed(), IMAGES, LATER).status
+    changed = reconcile(a_wish(image="another"), cluster.observed(), IMAGES, LATER).status
 
     assert condition(same, "Ready").last_transition_time == NOW
     assert condition(changed, "Ready").last_transition_time == LATER
@@ -233,23 +233,25 @@ def test_removed_role_is_emptied_then_deleted():
     assert not [name for kind, name in cluster.objects if name.startswith("dd-aside-")]
 
 
-def actions(seen, wish=None):
-    return reconcile(wish or a_wish(), seen, IMAGES, NOW).actions
+def actions(observed, desired=None):
+    return reconcile(desired or a_wish(), observed, IMAGES, NOW).actions
 
 
 def test_deletion_costs_are_annotated_before_scale_down():
     cluster = Cluster()
     cluster.settle(a_wish())
-    wish = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
-    seen = cluster.seen()
-    [child] = [each for each in seen.children if each.role == "decode"]
-    worths = (
+    desired = a_wish({"name": "prefill", "type": "prefill"}, {"name": "decode", "type": "decode"})
+    observed = cluster.observed()
+    [child] = [each for each in observed.children if each.role == "decode"]
+    deletion_costs = (
         PodDeletionCost(pod="a", blocks=5),
         PodDeletionCost(pod="b", blocks=7, said="7"),
         PodDeletionCost(pod="c", blocks=None),
     )
 
-    said = actions(msgspec.structs.replace(seen, worths={("decode", child.replicas.revision): worths}), wish)
+    said = actions(
+        msgspec.structs.replace(observed, deletion_costs={("decode", child.replicas.revision): deletion_costs}), desired
+    )
 
     assert said == (SetDeletionCost("a", 5), Scale("Deployment", child.name, 1, 2))
 
@@ -265,9 +267,9 @@ def test_deletion_costs_are_annotated_before_scale_down():
     ],
 )
 def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
-    wish = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
-    seen = settled_seen(wish)
-    [child] = seen.children
+    desired = a_wish({"name": "all", "type": "aggregated", "replicas": 2})
+    observed = settled_seen(desired)
+    [child] = observed.children
     groups = msgspec.structs.replace(
         child,
         kind="StatefulSet",
@@ -277,7 +279,7 @@ def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
         warm={f"x-{index}": blocks for index, blocks in warm.items()},
     )
 
-    said = actions(msgspec.structs.replace(seen, children=(groups,)), wish)
+    said = actions(msgspec.structs.replace(observed, children=(groups,)), desired)
 
     assert [each for each in said if isinstance(each, Remove)] == [
         Remove("StatefulSet", f"x-{index}") for index in gone
@@ -287,39 +289,41 @@ def test_group_with_fewest_warm_blocks_goes_first(ready, warm, gone):
 @pytest.mark.parametrize(("container", "ends"), [({"command": ["serve"]}, [DeletePod("p")]), ({"args": ["--x"]}, [])])
 def test_half_group_is_removed_and_left_behind_pods_restart(container, ends):
     template = {"spec": {"containers": [{"name": "main"} | container]}}
-    wish = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
-    seen = settled_seen(wish)
-    [child] = seen.children
+    desired = a_wish({"name": "all", "type": "aggregated", "podTemplate": template})
+    observed = settled_seen(desired)
+    [child] = observed.children
     torn = msgspec.structs.replace(
         child, kind="StatefulSet", members=("x-0", "x-1"), halves=("x-0", "x-1"), left_behind=("p",)
     )
 
-    said = actions(msgspec.structs.replace(seen, children=(torn,)), wish)
+    said = actions(msgspec.structs.replace(observed, children=(torn,)), desired)
 
     assert [each for each in said if isinstance(each, Remove | DeletePod)] == [Remove("StatefulSet", "x-1"), *ends]
 
 
-def settled_seen(wish):
+def settled_seen(desired):
     cluster = Cluster()
-    cluster.settle(wish)
-    return cluster.seen()
+    cluster.settle(desired)
+    return cluster.observed()
 
 
 def test_afresh_applies_everything_with_current_replicas():
-    seen = settled_seen(a_wish())
+    observed = settled_seen(a_wish())
 
-    again = actions(msgspec.structs.replace(seen, afresh=True))
+    again = actions(msgspec.structs.replace(observed, afresh=True))
 
-    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(seen.digests)
+    assert {(each.manifest["kind"], each.manifest["metadata"]["name"]) for each in again} == set(observed.digests)
     assert {each.manifest["spec"]["replicas"] for each in again if each.manifest["kind"] == "Deployment"} == {1, 2}
-    assert actions(seen) == ()
+    assert actions(observed) == ()
 
 
 def test_unregistered_workers_are_not_ready():
     cluster = Cluster()
     cluster.registers = False
     status = cluster.settle(a_wish())
-    nobody = reconcile(a_wish(), msgspec.structs.replace(cluster.seen(), registrations_known=True), IMAGES, NOW).status
+    nobody = reconcile(
+        a_wish(), msgspec.structs.replace(cluster.observed(), registrations_known=True), IMAGES, NOW
+    ).status
 
     assert (condition(status, "Ready").reason, condition(status, "RolesRegistered").status) == (
         "RegistrationUnknown",
@@ -341,8 +345,8 @@ def test_api_refusal_is_the_reason_of_not_ready():
 
 
 def test_router_with_edited_scale_is_applied_again():
-    seen = settled_seen(a_wish())
-    scaled = msgspec.structs.replace(seen, router=msgspec.structs.replace(seen.router, asked=5))
+    observed = settled_seen(a_wish())
+    scaled = msgspec.structs.replace(observed, router=msgspec.structs.replace(observed.router, asked=5))
 
     [again] = actions(scaled)
 

@@ -79,7 +79,7 @@ def a_lease(pod, *, renewed=NOW, seconds=30, holder=None):
     return KubernetesLease(metadata=metadata, spec=spec)
 
 
-def seen(*objects, told=None, stateful=False):
+def observed(*objects, reports=None, stateful=False):
     store = InformerCaches()
     for each in objects:
         kind = {
@@ -88,13 +88,13 @@ def seen(*objects, told=None, stateful=False):
             WorkloadResource: kinds.STATEFUL_SET if stateful else kinds.DEPLOYMENT,
         }
         store.any(kind.get(type(each), kinds.SERVICE)).put(each)
-    return observe(store, CUSTOM, SPEC, told, NOW, OptionalKinds(leader_worker_sets=not stateful))
+    return observe(store, CUSTOM, SPEC, reports, NOW, OptionalKinds(leader_worker_sets=not stateful))
 
 
 def test_replica_serves_when_ready_and_known_to_the_router():
     pods = [a_pod("a"), a_pod("b"), a_pod("c", ready=False)]
 
-    [child] = seen(a_child(3), *pods, a_lease("a"), a_lease("c")).children
+    [child] = observed(a_child(3), *pods, a_lease("a"), a_lease("c")).children
 
     assert (child.replicas.pods, child.ready_pods, child.registered, child.replicas.ready) == (3, 2, 2, 1)
 
@@ -102,8 +102,8 @@ def test_replica_serves_when_ready_and_known_to_the_router():
 def test_ended_or_released_lease_does_not_count():
     old, given_up = a_lease("a", renewed=NOW - timedelta(seconds=36)), a_lease("b", holder="")
 
-    found = seen(a_child(2), a_pod("a"), a_pod("b"), old, given_up)
-    nothing_told = seen(a_child(1), a_pod("a"))
+    found = observed(a_child(2), a_pod("a"), a_pod("b"), old, given_up)
+    nothing_told = observed(a_child(1), a_pod("a"))
 
     assert (found.registrations_known, found.children[0].registered) == (True, 0)
     # Pods that are ready go on being scaled by, or nothing could ever roll out where nobody tells; but it is not called Ready.
@@ -112,26 +112,30 @@ def test_ended_or_released_lease_does_not_count():
 
 
 def test_router_reports_and_leases_both_count():
-    found = seen(
-        a_child(2), a_pod("a"), a_pod("b"), a_lease("a"), told={"router": (WorkerRegistration(pod="b", warm_blocks=7),)}
+    found = observed(
+        a_child(2),
+        a_pod("a"),
+        a_pod("b"),
+        a_lease("a"),
+        reports={"router": (WorkerRegistration(pod="b", warm_blocks=7),)},
     )
 
     assert found.children[0].registered == 2
-    assert [(each.pod, each.blocks) for each in found.worths["all", "r1"]] == [("a", None), ("b", 7)]
+    assert [(each.pod, each.blocks) for each in found.deletion_costs["all", "r1"]] == [("a", None), ("b", 7)]
 
 
 def test_lease_without_warm_blocks_keeps_the_routers_number():
     lease = WorkerLease(holder="a", renewed=NOW, duration_seconds=9)
-    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7),)}
+    reports = {"router": (WorkerRegistration(pod="a", warm_blocks=7),)}
 
-    assert registered((lease,), told, NOW)["a"].warm_blocks == 7
+    assert registered((lease,), reports, NOW)["a"].warm_blocks == 7
     said = msgspec.structs.replace(lease, annotations={WARM: "12"})
-    assert registered((said,), told, NOW)["a"].warm_blocks == 12
+    assert registered((said,), reports, NOW)["a"].warm_blocks == 12
     assert registered((lease,), None, NOW)["a"].warm_blocks is None
 
 
 def test_pods_without_a_controller_still_count():
-    [left] = seen(a_pod("a", deleted="2026-01-01T00:00:00Z")).children
+    [left] = observed(a_pod("a", deleted="2026-01-01T00:00:00Z")).children
 
     assert (left.kind, left.replicas.asked, left.replicas.leaving, left.replicas.there) == ("", 0, 1, 1)
 
@@ -139,7 +143,7 @@ def test_pods_without_a_controller_still_count():
 def test_children_of_a_former_namesake_are_foreign():
     service = NamedObject(metadata=owned("dd-router", by="uid of the one before"))
 
-    found = seen(service)
+    found = observed(service)
 
     assert ("Service", "dd-router") in found.foreign
     assert ("Service", "dd-other") not in found.foreign
@@ -149,7 +153,7 @@ def test_children_of_a_former_namesake_are_foreign():
 def group(*pods):
     """Two nodes of one replica."""
     one = a_child(2, name="dd-all-r1-0", **{GROUP_LABEL: "0"})
-    return seen(one, *pods, stateful=True).children[0]
+    return observed(one, *pods, stateful=True).children[0]
 
 
 def member(name, **fields):
@@ -166,14 +170,14 @@ def test_group_is_one_replica_and_ready_as_a_whole():
 
 
 def test_group_counts_warm_blocks_of_all_its_pods():
-    told = {"router": (WorkerRegistration(pod="a", warm_blocks=7), WorkerRegistration(pod="b", warm_blocks=5))}
+    reports = {"router": (WorkerRegistration(pod="a", warm_blocks=7), WorkerRegistration(pod="b", warm_blocks=5))}
     sets = [a_child(1, name=f"dd-all-r1-{number}", **{GROUP_LABEL: str(number)}) for number in range(3)]
     pods = [
         a_pod(name, of=f"dd-all-r1-{number}-uid", ready=name != "d", **{GROUP_LABEL: str(number)})
         for name, number in (("a", 0), ("b", 0), ("c", 1), ("d", 2))
     ]
 
-    [child] = seen(*sets, *pods, a_lease("c"), a_lease("d"), told=told, stateful=True).children
+    [child] = observed(*sets, *pods, a_lease("c"), a_lease("d"), reports=reports, stateful=True).children
 
     assert child.members == ("dd-all-r1-0", "dd-all-r1-1", "dd-all-r1-2")
     assert child.warm == {"dd-all-r1-0": 12}
@@ -220,33 +224,33 @@ def word(*pods):
 def test_worker_is_registered_when_all_routers_know_it():
     pods = (a_router("r1"), a_router("r2"), a_pod("a"), a_pod("b"))
 
-    found = seen(a_child(2), *pods, told={"r1": word("a", "b"), "r2": word("a")})
+    found = observed(a_child(2), *pods, reports={"r1": word("a", "b"), "r2": word("a")})
 
     [child] = found.children
     assert (child.registered, child.replicas.ready) == (1, 2), "nobody takes a worker away that gets requests"
     assert found.partly == {"b": ("r2",)}
-    leased = seen(a_child(2), *pods, a_lease("b"), told={"r1": word("a", "b"), "r2": word("a")})
+    leased = observed(a_child(2), *pods, a_lease("b"), reports={"r1": word("a", "b"), "r2": word("a")})
     assert (leased.children[0].registered, leased.partly) == (2, {}), "a Lease is read by all"
 
 
 def test_only_ready_routers_have_to_report_workers():
     pods = (a_router("r1"), a_router("r2", ready=False), a_pod("a"))
 
-    starting = seen(a_child(1), *pods, told={"r1": word("a"), "r2": ()})
-    silent = seen(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), told={"r1": word("a")})
+    starting = observed(a_child(1), *pods, reports={"r1": word("a"), "r2": ()})
+    silent = observed(a_child(1), *pods[1:], a_router("r1"), a_router("r3"), reports={"r1": word("a")})
 
     assert (starting.children[0].registered, starting.silent) == (1, ())
     assert silent.silent == ("r3",)
-    assert seen(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
+    assert observed(a_child(1), *pods, a_lease("a")).silent == (), "nobody is asked"
 
 
 def test_serving_pods_are_listed_with_their_restarts():
     pods = (a_pod("b", restarts=2), a_pod("a"), a_pod("c", ready=False), a_pod("d"))
 
-    found = seen(a_child(4), *pods, a_router("r1"), told={"r1": word("a", "b", "c")})
+    found = observed(a_child(4), *pods, a_router("r1"), reports={"r1": word("a", "b", "c")})
 
     assert found.children[0].serving == (RunningPod("a", uid="a"), RunningPod("b", 2, "b"))
-    router = seen(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
+    router = observed(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
     assert router.pods == (RunningPod("r1", uid="r1"),)
 
 
@@ -254,7 +258,7 @@ def test_routers_of_a_renamed_role_are_old():
     old = msgspec.structs.replace(without_revision("dd-old"), labels=without_revision("dd-old").labels | {ROLE: "old"})
     current = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
 
-    found = seen(msgspec.structs.replace(a_child(), metadata=old), current, a_router("r1"))
+    found = observed(msgspec.structs.replace(a_child(), metadata=old), current, a_router("r1"))
 
     assert (found.router.name, found.old_routers) == ("dd-router", ("dd-old",))
 

@@ -26,26 +26,26 @@ def an_aim(worker, role="decode", restarts=0, pair=True):
     return ProbeTarget(role, RunningPod(worker, restarts), pair)
 
 
-def a_subject(*aims, routers=("r",), prefills=("p",)):
+def a_subject(*targets, routers=("r",), prefills=("p",)):
     return ProbeSubject(
         service="dd-router",
         model="m",
         routers=tuple(map(RunningPod, routers)),
         prefills=tuple(map(RunningPod, prefills)),
-        aims=aims,
+        targets=targets,
     )
 
 
-def after(subject, *workers, shown=None, handed=True):
-    shown = shown or ProbeEvidence()
-    for aim in subject.aims:
-        if aim.worker.pod in workers:
-            shown = answered(shown, subject, aim, ProbeCompletion(handed))
-    return shown
+def after(subject, *workers, evidence=None, handed=True):
+    evidence = evidence or ProbeEvidence()
+    for target in subject.targets:
+        if target.worker.pod in workers:
+            evidence = answered(evidence, subject, target, ProbeCompletion(handed))
+    return evidence
 
 
-def asked(subject, shown):
-    return [aim.worker.pod for aim in wanted(subject, kept(subject, shown))]
+def asked(subject, evidence):
+    return [target.worker.pod for target in wanted(subject, kept(subject, evidence))]
 
 
 def test_every_answering_worker_is_probed_once():
@@ -58,11 +58,11 @@ def test_every_answering_worker_is_probed_once():
 
 def test_only_new_and_restarted_pods_are_probed():
     before = a_subject(an_aim("a"), an_aim("b"))
-    shown = after(before, "a", "b")
+    evidence = after(before, "a", "b")
 
-    assert asked(a_subject(an_aim("a"), an_aim("b"), an_aim("c")), shown) == ["c"]
-    assert asked(a_subject(an_aim("a", restarts=1), an_aim("b")), shown) == ["a"]
-    assert asked(a_subject(an_aim("a")), shown) == []
+    assert asked(a_subject(an_aim("a"), an_aim("b"), an_aim("c")), evidence) == ["c"]
+    assert asked(a_subject(an_aim("a", restarts=1), an_aim("b")), evidence) == ["a"]
+    assert asked(a_subject(an_aim("a")), evidence) == []
 
 
 def test_recreated_pod_with_the_same_name_is_probed():
@@ -73,42 +73,42 @@ def test_recreated_pod_with_the_same_name_is_probed():
 
 
 def test_changed_routers_cause_one_probe_for_each_role():
-    aims = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
-    shown = after(a_subject(*aims), "a", "b", "x", "y")
+    targets = (an_aim("a"), an_aim("b"), an_aim("x", "whole", pair=False), an_aim("y", "whole", pair=False))
+    evidence = after(a_subject(*targets), "a", "b", "x", "y")
 
-    for changed in (a_subject(*aims, routers=("other",)), a_subject(*aims, prefills=("p", "q"))):
-        assert [each.worker.pod for each in unanswered(changed, shown)] == ["a", "x"]
-        part = answered(shown, changed, aims[1], ProbeCompletion(True))
+    for changed in (a_subject(*targets, routers=("other",)), a_subject(*targets, prefills=("p", "q"))):
+        assert [each.worker.pod for each in unanswered(changed, evidence)] == ["a", "x"]
+        part = answered(evidence, changed, targets[1], ProbeCompletion(True))
         assert asked(changed, part) == ["x"], "one answer of a role is enough"
-        assert asked(changed, answered(part, changed, aims[2], ProbeCompletion())) == []
+        assert asked(changed, answered(part, changed, targets[2], ProbeCompletion())) == []
 
 
 def test_worker_that_took_no_blocks_over_is_probed_again():
     subject = a_subject(an_aim("a"), an_aim("b"))
-    shown = after(subject, "b", shown=after(subject, "a", handed=False))
+    evidence = after(subject, "b", evidence=after(subject, "a", handed=False))
 
-    assert unanswered(subject, shown) == ()
-    assert asked(subject, shown) == ["a"]
-    assert asked(subject, after(subject, "a", shown=shown)) == []
-    assert after(subject, "a", handed=None).unclear == {subject.aims[0]}
+    assert unanswered(subject, evidence) == ()
+    assert asked(subject, evidence) == ["a"]
+    assert asked(subject, after(subject, "a", evidence=evidence)) == []
+    assert after(subject, "a", handed=None).unclear == {subject.targets[0]}
 
 
 def test_second_failure_is_reported_until_an_answer():
     subject = a_subject(an_aim("a"))
-    once = failed(ProbeEvidence(), subject, subject.aims[0], REFUSED)
-    twice = failed(once, subject, subject.aims[0], REFUSED)
+    once = failed(ProbeEvidence(), subject, subject.targets[0], REFUSED)
+    twice = failed(once, subject, subject.targets[0], REFUSED)
 
-    assert (once.told, twice.told, twice.failed) == (None, REFUSED, "a")
-    assert answered(twice, subject, subject.aims[0], ProbeCompletion()).told is None
-    assert kept(a_subject(an_aim("b")), twice).told is None
-    assert kept(subject, twice).told == REFUSED
+    assert (once.reported, twice.reported, twice.failed) == (None, REFUSED, "a")
+    assert answered(twice, subject, subject.targets[0], ProbeCompletion()).reported is None
+    assert kept(a_subject(an_aim("b")), twice).reported is None
+    assert kept(subject, twice).reported == REFUSED
 
 
-def told_after(subject, *failures, shown=None):
-    shown = shown or ProbeEvidence()
+def told_after(subject, *failures, evidence=None):
+    evidence = evidence or ProbeEvidence()
     for failure in failures:
-        shown = failed(shown, subject, subject.aims[0], failure)
-    return shown.told
+        evidence = failed(evidence, subject, subject.targets[0], failure)
+    return evidence.reported
 
 
 def test_report_changes_with_two_failures_of_the_other_kind():
@@ -123,14 +123,16 @@ def test_report_changes_with_two_failures_of_the_other_kind():
 
 
 def test_answers_behind_former_routers_still_count():
-    aims = (an_aim("a"), an_aim("b"))
-    shown = after(a_subject(*aims), "a", "b")
+    targets = (an_aim("a"), an_aim("b"))
+    evidence = after(a_subject(*targets), "a", "b")
 
-    assert missing_only_routers(a_subject(*aims, routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(*aims, prefills=("q",)), shown), "who computes prompts is another one"
-    assert not missing_only_routers(a_subject(*aims, an_aim("c"), routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(an_aim("a", restarts=1), aims[1], routers=("other",)), shown)
-    assert not missing_only_routers(a_subject(*aims), ProbeEvidence())
+    assert missing_only_routers(a_subject(*targets, routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(*targets, prefills=("q",)), evidence), (
+        "who computes prompts is another one"
+    )
+    assert not missing_only_routers(a_subject(*targets, an_aim("c"), routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(an_aim("a", restarts=1), targets[1], routers=("other",)), evidence)
+    assert not missing_only_routers(a_subject(*targets), ProbeEvidence())
 
 
 def test_next_leader_trusts_the_status_evidence():
@@ -162,5 +164,5 @@ def test_digest_covers_all_pods_of_a_request():
     ]
 
     assert len({each.digest for each in (subject, *others)}) == 6
-    assert msgspec.structs.replace(subject, doors=("10.0.0.1",)).digest == subject.digest
+    assert msgspec.structs.replace(subject, addresses=("10.0.0.1",)).digest == subject.digest
     assert subject.digest == a_subject(an_aim("a")).digest

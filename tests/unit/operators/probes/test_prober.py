@@ -16,14 +16,14 @@ class Clients:
 
     def __init__(self):
         self.asked = []
-        self.doors = []
+        self.addresses = []
         self.on_the_way = 0
         self.changed = asyncio.Event()
         self.answers = asyncio.Queue()
 
     async def ask(self, probe):
         self.asked.append((probe.deployment, probe.worker))
-        self.doors.append(probe.door)
+        self.addresses.append(probe.router_address)
         self.on_the_way += 1
         self.changed.set()
         try:
@@ -85,7 +85,7 @@ async def test_unneeded_probe_is_cancelled_and_evidence_kept():
         await turns()
 
         assert clients.on_the_way == 0
-        assert [aim.worker.pod for aim in unanswered(wanted.subject, prober.of(key))] == ["b"]
+        assert [target.worker.pod for target in unanswered(wanted.subject, prober.of(key))] == ["b"]
         assert heard == [], "nothing that anybody waits for"
         prober.forget(key)
         assert prober.of(key) == ProbeEvidence()
@@ -129,13 +129,13 @@ async def test_failed_probe_repeats_after_pause_and_is_reported_once():
 async def test_the_routers_take_turns():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, _):
-        subject = msgspec.structs.replace(a_want("a").subject, doors=("10.0.0.1", "10.0.0.2"))
+        subject = msgspec.structs.replace(a_want("a").subject, addresses=("10.0.0.1", "10.0.0.2"))
         prober.want(key, PendingProbes(subject, ProbeEvidence()))
         for sent in range(2, 4):
             clients.answers.put_nowait(REFUSED)
             await clients.until(sent)
 
-    assert clients.doors == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert clients.addresses == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
 
 
 async def test_failing_deployments_leave_room_for_others():

@@ -222,7 +222,7 @@ class Operator:
             began, pause = self._clock.now(), None
             try:
                 reports = self._router_poller.of(key) if self._router_poller is not None else None
-                outcome = await self._controller.at(key, reports, self._served, afresh=key in self._afresh)
+                outcome = await self._controller.reconcile_key(key, reports, self._served, afresh=key in self._afresh)
             except NotLeading:  # the key waits until this process leads again
                 self._queue.done(key)
                 self._add(key)

@@ -15,8 +15,7 @@ from fleet.net.kubernetes.views import CustomObject, KubernetesLease
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
-from operators.controller import events
-from operators.controller import serving_request as requested
+from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.controller.reconcile import reconcile
@@ -30,9 +29,9 @@ from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
 from operators.observed.state import ApiRefusal
 from operators.probes.prober import Prober
 from operators.proposals import propose
-from operators.status import scaler as others
-from operators.status.deployment import PASSING, TRUE, misread, with_obstacle
+from operators.status.deployment import PASSING, TRUE, unreadable_conditions, with_obstacle
 from operators.status.rate_limiter import StatusRateLimiter
+from operators.status.scaler import plan_status, scaler_status
 from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
@@ -60,24 +59,24 @@ class Controller:
         images: Images,
         clock: Clock,
         wall: WallClock,
-        again: Callable[[ReconcileKey, Nanos], None],
+        enqueue: Callable[[ReconcileKey, Nanos], None],
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
     ) -> None:
-        """Create the controller; `again` enqueues a key after a time; without `prober`, no probes are sent."""
+        """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent."""
         self._secrets = secrets
         self._store = store
         self._applier = applier
         self._images = images
         self._clock = clock
         self._wall = wall
-        self._again = again
+        self._enqueue = enqueue
         self._prober = prober
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
         self._write_streaks: dict[ReconcileKey, int] = {}
 
-    async def at(
+    async def reconcile_key(
         self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
     ) -> ReconcileOutcome:
         """Reconcile a key; return the outcome.
@@ -93,24 +92,24 @@ class Controller:
             NotLeading: This process must not write.
         """
         if key.kind == kinds.SERVING_REQUEST.name:
-            return await self._at_request(key, afresh=afresh)
+            return await self._reconcile_request(key, afresh=afresh)
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             self._write_streaks.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
-            await self._at_others(key, None, None)
+            await self._write_scaler_status(key, None, None)
             return ReconcileOutcome.SETTLED
         try:
             spec = msgspec.convert(custom.spec, DisaggDeploymentSpec)
         except msgspec.ValidationError as error:
-            await self._misread(key, custom, error)
+            await self._report_unreadable(key, custom, error)
             return ReconcileOutcome.SETTLED
         try:
             await self._secrets.load()
         except UnusableSecret as error:  # without a secret, pods would have to trust everybody, so nothing is changed
-            await self._held_up(key, custom, str(error))
+            await self._report_missing_secret(key, custom, str(error))
             return ReconcileOutcome.REFUSED
         desired = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
@@ -125,7 +124,7 @@ class Controller:
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
             if not _is_ready(decided.status):  # an existing Secret may belong to a predecessor and be deleted soon
-                self._again(key, TROUBLE_RECHECK)
+                self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # they may have changed readiness
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
@@ -134,42 +133,42 @@ class Controller:
         if self._prober is not None:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
-        await self._at_others(key, desired, status)
+        await self._write_scaler_status(key, desired, status)
         acted = len(decided.actions) > len(refusals) - len(denied)
         if not refusals:
             steps = tuple(events.steps(decided.actions, custom.metadata.generation))
             await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
-        self._look_again(key, acted and not afresh, troubled=bool(observed.troubles))
+        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles))
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
 
-    async def _at_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
+    async def _reconcile_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
         custom = self._store.of(kinds.SERVING_REQUEST, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             return ReconcileOutcome.SETTLED
         try:
             asked = msgspec.convert(custom.spec, ServingRequestSpec)
         except msgspec.ValidationError as error:
-            said = requested.misread(custom, _where(error), self._now())
+            said = serving_request.unreadable_status(custom, _faulty_field(error), self._now())
             await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
             return ReconcileOutcome.SETTLED
         deployments, reply = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject), propose(asked)
         there = deployments.get(key.namespace, key.name)
-        actions = requested.actions(custom, asked, reply, there, afresh=afresh)
+        actions = serving_request.actions(custom, asked, reply, there, afresh=afresh)
         refusals = await self._applier.perform(actions, key.namespace)
         if actions and not refusals:  # the answer is in the cache, so no watch event will enqueue the key
-            self._again(deployment_key(key.namespace, key.name), IMMEDIATELY)
+            self._enqueue(deployment_key(key.namespace, key.name), IMMEDIATELY)
         there = deployments.get(key.namespace, key.name)
-        said = requested.status(custom, asked, reply, there, refusals, self._now())
+        said = serving_request.status(custom, asked, reply, there, refusals, self._now())
         await self._write_status(key, kinds.SERVING_REQUEST, custom, said)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if actions else ReconcileOutcome.SETTLED
 
-    async def _at_others(
+    async def _write_scaler_status(
         self, key: ReconcileKey, desired: DesiredDeployment | None, status: DisaggDeploymentStatus | None
     ) -> None:
         """Write the status of a deployment's RoleScalers and plans, whether the deployment exists or not."""
         now = self._now()
         for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
-            said = others.scaler_status(
+            said = scaler_status(
                 scaler.status,
                 conditions_of(scaler),
                 scaler.metadata.generation,
@@ -181,16 +180,18 @@ class Controller:
             )
             await self._write_status(key, kinds.ROLE_SCALER, scaler, said)
         for plan in self._store.of(kinds.SERVING_PLAN, CustomObject).of(key.namespace, key.name).values():
-            planned = others.plan_status(conditions_of(plan), plan.metadata.generation, desired is not None, now)
+            planned = plan_status(conditions_of(plan), plan.metadata.generation, desired is not None, now)
             await self._write_status(key, kinds.SERVING_PLAN, plan, planned)
 
-    async def _misread(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
-        conditions = misread(conditions_of(custom), custom.metadata.generation, _where(error), self._now())
+    async def _report_unreadable(self, key: ReconcileKey, custom: CustomObject, error: msgspec.ValidationError) -> None:
+        conditions = unreadable_conditions(
+            conditions_of(custom), custom.metadata.generation, _faulty_field(error), self._now()
+        )
         said = DisaggDeploymentStatus(observed_generation=custom.metadata.generation, conditions=conditions)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
-        await self._at_others(key, None, None)
+        await self._write_scaler_status(key, None, None)
 
-    async def _held_up(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
+    async def _report_missing_secret(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
         """Report in the status that the deployment's control secret is missing; the rest of the status stays."""
         generation = custom.metadata.generation
         try:
@@ -217,7 +218,7 @@ class Controller:
         now = self._clock.now()
         due = self._limiter.due(written, now, urgent=_urgent(there, here), brief=_brief(there, here))
         if due > now:
-            self._again(key, Nanos(due - now))
+            self._enqueue(key, Nanos(due - now))
             return
         before = conditions_of(custom)
         content = {name: value for name, value in msgspec.to_builtins(said).items() if value != ""}
@@ -226,16 +227,16 @@ class Controller:
         await self._applier.record(kind, custom, tuple(events.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
             # Our own write enqueues nothing (`fleet.net.kubernetes.cache`, rule 1), but the request shows this readiness.
-            self._again(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
+            self._enqueue(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
 
-    def _look_again(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
+    def _schedule_next(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
         if acted:
             self._write_streaks[key] = self._write_streaks.get(key, 0) + 1
-            self._again(key, IMMEDIATELY if self._write_streaks[key] < WRITES_BEFORE_PAUSE else SECOND)
+            self._enqueue(key, IMMEDIATELY if self._write_streaks[key] < WRITES_BEFORE_PAUSE else SECOND)
             return
         self._write_streaks.pop(key, None)
         if troubled:
-            self._again(key, TROUBLE_RECHECK)
+            self._enqueue(key, TROUBLE_RECHECK)
         now = self._wall()
         ends = [
             each.renewed + timedelta(seconds=(each.spec.lease_duration_seconds or 0) + SKEW_SECONDS) - now
@@ -243,7 +244,7 @@ class Controller:
             if each.spec.holder_identity
         ]
         if upcoming := [each for each in ends if each > timedelta(0)]:
-            self._again(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_LEASE_END))
+            self._enqueue(key, Nanos(int(min(upcoming).total_seconds() * SECOND) + AFTER_LEASE_END))
 
     def _now(self) -> str:
         return rfc3339(self._wall())
@@ -281,10 +282,10 @@ def _ready(status: DisaggDeploymentStatus) -> Condition:
 
 
 def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
-    return [(each.name, each.desired) for each in status.roles], _turns(status.conditions)
+    return [(each.name, each.desired) for each in status.roles], _stable_turns(status.conditions)
 
 
-def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
+def _stable_turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
     """Return conditions without those that repeat others, and without the progress of a change."""
     return [
         (each.type, each.status, "" if each.reason in PROGRESS_REASONS else each.reason)
@@ -293,7 +294,7 @@ def _turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _where(error: msgspec.ValidationError) -> str:
+def _faulty_field(error: msgspec.ValidationError) -> str:
     """Return the field that is not understood and what is expected there, but never its value."""
     cause, _, path = str(error).partition(" - at `$")
     if cause.startswith("Invalid enum value"):

@@ -91,7 +91,7 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
         now: RFC 3339, for conditions that change.
     """
     present = revision(desired, images, observed.served)
-    routers = _wished(desired, desired.router, observed)
+    routers = _target_replicas(desired, desired.router, observed)
     wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
     pools = [_pool(desired, role, observed, present) for role in desired.workers]
     possible = targets(pools, _bounds(desired))
@@ -104,7 +104,9 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
         wanted += [with_digest(each) for each in made]
         actions += moved
     if observed.afresh:
-        wanted += [with_digest(each) for each in _present(desired, observed, present, images) if each not in wanted]
+        wanted += [
+            with_digest(each) for each in _present_children(desired, observed, present, images) if each not in wanted
+        ]
     applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
     actions += [Apply(each) for each in applied if _key(each) not in observed.foreign and _differs(each, observed)]
     actions += _pruned(desired, observed, possible, wanted)
@@ -114,7 +116,9 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
     return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
 
 
-def _present(desired: DesiredDeployment, observed: ObservedState, present: str, images: Images) -> Iterator[Manifest]:
+def _present_children(
+    desired: DesiredDeployment, observed: ObservedState, present: str, images: Images
+) -> Iterator[Manifest]:
     """Yield the children of the present revision, with their current replicas."""
     for role in desired.workers:
         for each in observed.children:
@@ -206,7 +210,7 @@ def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
     return (role for role in (*desired.workers, desired.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
-def _wished(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
+def _target_replicas(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
     if desired.spec.suspend:
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
@@ -219,7 +223,7 @@ def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, p
     return ScaledRole(
         name=role.name,
         side=SIDES.get(role.type, PairSide.ALONE),
-        target=_wished(desired, role, observed),
+        target=_target_replicas(desired, role, observed),
         gpus=role.gpus.per_replica,
         surge=role.rollout.max_surge,
         unavailable=role.rollout.max_unavailable,

@@ -101,7 +101,7 @@ def status(
     )
 
 
-def misread(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
+def unreadable_status(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
     """Return the status of a request that was written for another version of the operator."""
     return ServingRequestStatus(
         observed_generation=request.metadata.generation,

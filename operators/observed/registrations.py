@@ -53,7 +53,7 @@ class WorkerLease(Struct, frozen=True, kw_only=True):
     annotations: Mapping[str, str] = {}
 
 
-def labels(deployment: str, role: str, revision: str) -> dict[str, str]:
+def lease_labels(deployment: str, role: str, revision: str) -> dict[str, str]:
     """Return the labels that a worker puts on its Lease."""
     return {REGISTRATION: WORKER, INSTANCE: deployment, ROLE: role, REVISION: revision}
 
@@ -73,7 +73,7 @@ def registered(
         return None
     found = {each.pod: each for router in (reports or {}).values() for each in router}
     for lease in every:
-        if lease.holder and now < ends(lease):
+        if lease.holder and now < lease_end(lease):
             found[lease.holder] = WorkerRegistration(
                 pod=lease.holder, warm_blocks=_warm(lease, found.get(lease.holder))
             )
@@ -88,7 +88,7 @@ def partly_unknown(
     Every router finds a worker with a Lease.
     """
     routers = {router: {each.pod for each in workers} for router, workers in (reports or {}).items()}
-    leased = {lease.holder for lease in leases if lease.holder and now < ends(lease)}
+    leased = {lease.holder for lease in leases if lease.holder and now < lease_end(lease)}
     return {
         pod: missing
         for pod in sorted(set().union(*routers.values()) - leased)
@@ -102,6 +102,6 @@ def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
     return int(warm) if warm.isdecimal() else None if reports is None else reports.warm_blocks
 
 
-def ends(lease: WorkerLease) -> datetime:
+def lease_end(lease: WorkerLease) -> datetime:
     """Return when the Lease stops counting unless it is renewed."""
     return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

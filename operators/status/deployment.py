@@ -105,19 +105,19 @@ def status(
     return found, wanted
 
 
-def misread(seen_conditions: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
+def unreadable_conditions(
+    before: Sequence[Condition], generation: int, problem: str, now: str
+) -> tuple[Condition, ...]:
     """Return the conditions of an object whose specification was written for another version of the operator."""
     said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
-    return tuple(condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
+    return tuple(condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
 
 
-def with_obstacle(
-    seen_conditions: Sequence[Condition], generation: int, problem: str, now: str
-) -> tuple[Condition, ...]:
+def with_obstacle(before: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
     """Return the conditions of a deployment that stays unchanged because the operator has no control secret for it."""
     said: ConditionUpdate = ("Ready", FALSE, "ControlSecretUnusable", problem)
-    new = [condition(seen_conditions, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
-    return (*new, *(each for each in seen_conditions if each.type not in {"Ready", "Degraded"}))
+    new = [condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
+    return (*new, *(each for each in before if each.type not in {"Ready", "Degraded"}))
 
 
 def condition(before: Sequence[Condition], generation: int, now: str, said: ConditionUpdate) -> Condition:
@@ -214,7 +214,9 @@ def _wanted(
     )
     evidence = kept(subject, observed.evidence)
     if unanswered(subject, evidence) and (observed.proved == subject.digest or evidence == ProbeEvidence()):
-        evidence = evidence_from_status(subject, observed.proved, _before(observed, "KVPathReady")[1]) or evidence
+        evidence = (
+            evidence_from_status(subject, observed.proved, _former_condition(observed, "KVPathReady")[1]) or evidence
+        )
     return PendingProbes(subject, evidence)
 
 
@@ -228,7 +230,7 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
     missing = unanswered(subject, evidence)
     if not missing:
         return "Ready", TRUE, "AllRolesReady", ""
-    failure, was = evidence.reported, _before(observed, "Ready")
+    failure, was = evidence.reported, _former_condition(observed, "Ready")
     what = f"{len(subject.targets) - len(missing)} of {len(subject.targets)} workers have answered a request"
     # Until a new leader has sent two probes, the former leader's result counts.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
@@ -289,7 +291,7 @@ def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: Pendin
     subject, evidence = (wanted.subject, wanted.evidence) if wanted is not None else (None, ProbeEvidence())
     pairs = [target for target in subject.targets if target.pair] if subject is not None else []
     if not pairs or any(target not in evidence.answered for target in pairs):
-        was = _before(observed, "KVPathReady")
+        was = _former_condition(observed, "KVPathReady")
         if observed.evidence is not None and was[2] in {"HandedOver", "NotHandedOver", "NotObserved"}:
             return was
         return (
@@ -385,7 +387,7 @@ def _named(workers: Sequence[RunningPod]) -> str:
     return ", ".join(each.pod for each in workers[:MOST_TOLD])
 
 
-def _before(observed: ObservedState, kind: str) -> ConditionUpdate:
+def _former_condition(observed: ObservedState, kind: str) -> ConditionUpdate:
     """Return a condition as it was last written; empty texts if it was not."""
     was = next((each for each in observed.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

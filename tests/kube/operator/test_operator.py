@@ -48,7 +48,7 @@ async def test_change_writes_children_once_and_status_twice(asked, monkeypatch):
         await until(lambda: asked.ready() and not operator.waiting())
         changed = asked.writes()
         asked.server.forget_requests()
-        operator.look_at_everything()
+        operator.enqueue_all()
         await until(lambda: not operator.waiting())
 
         assert asked.writes() == []

@@ -66,7 +66,7 @@ async def test_deployment_is_ready_after_all_probes_answered(asked):
         }
         assert asked.condition("KVPathReady")["status"] == "True"
         for _ in range(3):
-            operator.look_at_everything(afresh=True)
+            operator.enqueue_all(afresh=True)
             await until(lambda: not operator.waiting())
         assert len(clients.asked) == 2
 

@@ -166,7 +166,7 @@ async def test_role_added_by_others_is_kept(asked, requests):
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
         assert requests.deployment()["metadata"]["generation"] <= generation + 3
         asked.server.forget_requests()
-        operator.look_at_everything()
+        operator.enqueue_all()
         await until(lambda: not operator.waiting())
         assert asked.writes() == [], "roles are in another order on the server"
 

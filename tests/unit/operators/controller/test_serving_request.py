@@ -5,7 +5,7 @@ import msgspec
 from fleet.net.kubernetes.views import CustomObject, ObjectMetadata, OwnerReference
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller.reconcile import Apply
-from operators.controller.serving_request import actions, misread, status
+from operators.controller.serving_request import actions, status, unreadable_status
 from operators.manifests.objects import DIGEST
 from operators.observed.state import ApiRefusal
 from operators.proposals import propose
@@ -174,5 +174,5 @@ def test_api_refusal_is_the_requests_reason():
 
 
 def test_request_of_a_later_version_is_refused():
-    said = misread(a_request(), "spec.objective: Object contains unknown field", NOW)
+    said = unreadable_status(a_request(), "spec.objective: Object contains unknown field", NOW)
     assert conditions(said) == {"Feasible": ("False", "SpecificationRefused")}

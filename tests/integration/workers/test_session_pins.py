@@ -21,8 +21,8 @@ from tests.support.kvstore.builders import a_block, a_namespace, a_node, a_store
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from workers.ports import PinChain, UnpinChain
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
-from workers.store.session_pins import PinChain, UnpinChain
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +64,7 @@ async def test_a_chain_is_held_until_it_is_released():
         holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
 
-        assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
+        assert (holds.pinned, holds.refused, holds.dropped) == (1, 0, 0)
 
 
 async def test_a_hold_ends_by_itself():

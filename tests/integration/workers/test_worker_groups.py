@@ -106,7 +106,7 @@ async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_i
 async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(group):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
-        assert "told other things" in await refusal(reader)
+        assert "other settings than its leader" in await refusal(reader)
         writer.close()
         assert not ready.done()
         async with following(group(1), "same", SystemClock()):
@@ -125,7 +125,7 @@ async def refusal(reader):
 
 async def test_who_is_of_another_group_does_not_try_again(group):
     async with a_leader(group):
-        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
+        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 has other settings than its leader"):
             async with following(group(1), "other", SystemClock()):
                 pass
 

@@ -318,7 +318,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
                 sleeps.connection.pause_reading()
                 for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
                     await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
-                await until(lambda: "router gone" in caplog.messages)
+                await until(lambda: "router disconnected" in caplog.messages)
             running.cancel()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from operators.api.fields import GROUP, VERSION
+from fleet.net.kubernetes.kinds import GROUP, VERSION
 from tests.support.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]

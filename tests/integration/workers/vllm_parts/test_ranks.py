@@ -306,7 +306,7 @@ def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, 
     assert pair.movers[0]._end._lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
-    assert "the first rank is gone; blocks are not kept any more" not in [record.message for record in caplog.records]
+    assert "first rank lost, blocks are not saved any more" not in [record.message for record in caplog.records]
 
 
 def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
@@ -319,7 +319,7 @@ def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
             a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])], deferred=[BlockSave("q", a_chain(1), [1])])
         )
 
-    assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+    assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
 
 
 def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
@@ -366,7 +366,7 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
         )
 
     assert [(record.message, record.rank) for record in caplog.records] == [
-        ("a rank does not answer; blocks are not kept", 1)
+        ("engine rank does not answer, blocks are not kept", 1)
     ]
     assert client.stats().reservations == 0
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
@@ -384,7 +384,7 @@ def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, mon
 
     pair.movers[1].save(a_step(1, urgent=saves))
 
-    assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
+    assert [record.message for record in caplog.records] == ["first rank orders nothing, blocks are not kept"]
     pair.movers[0]._end._at_once = 2  # several orders, and one that finds nobody for a while
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     pair._step = 1
@@ -400,7 +400,7 @@ def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_s
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
     said = [record.message for record in caplog.records]
-    assert said == ["blocks could not be written to the KV store"], "and nobody has waited in vain"
+    assert said == ["kv block write failed"], "and nobody has waited in vain"
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
 
@@ -552,7 +552,7 @@ def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_ot
             for step in islice(steps, 2):
                 other.save(a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
-        assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+        assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
         assert held(client, a_chain(3)) == 0
         eventually(lambda: client.stats().reservations == 0)
         assert client.write(a_chain(3), [bytes(BLOCK_BYTES)] * 3) == 3

@@ -65,7 +65,7 @@ def outcomes(answers: list[FetchResult]) -> list[BlockOutcome]:
     return [answer.outcome for answer in answers]
 
 
-def test_what_was_put_is_got_with_its_checksum(tier):
+def test_stored_block_is_read_with_its_checksum(tier):
     keys = keys_of(20)
     assert put(tier, keys) == [True] * 20
 
@@ -94,7 +94,7 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
 
 @pytest.mark.parametrize("length", [1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES - 7])
 @pytest.mark.parametrize("shift", [0, 1, 512])
-def test_any_length_at_any_place_in_memory(tier, length, shift):
+def test_blocks_of_any_length_and_alignment_round_trip(tier, length, shift):
     keys = keys_of(3)
     pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # begins on a page, as a node's does
     places = [pool[shift + i * 10 * PAGE_BYTES :][:length] for i in range(3)]
@@ -121,7 +121,7 @@ def test_find_counts_the_leading_blocks(tier):
     assert tier.find([], soon()) == 0
 
 
-def test_it_says_of_each_block_whether_it_has_it_whatever_comes_before(tier):
+def test_holds_answers_for_each_block_independently(tier):
     keys = keys_of(6)
     put(tier, [*keys[:2], *keys[3:]])
     assert tier.holds(keys, soon()) == [True, True, False, True, True, True]
@@ -190,7 +190,7 @@ def test_a_discarded_block_is_gone_and_can_be_put_again(tier):
     assert np.array_equal(into[1], a_block(1))
 
 
-def test_what_was_let_go_is_told_once(tier):
+def test_eviction_of_a_block_is_reported_once(tier):
     keys = keys_of(2)
     put(tier, keys)
     tier.gone()
@@ -261,7 +261,7 @@ def test_bytes_are_kept_as_the_codec_makes_them(case: BackingTierCase):
     tier.close()
 
 
-def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: BackingTierCase):
+def test_block_of_another_codec_is_a_miss_and_replaceable(case: BackingTierCase):
     codec = PlainCodec()
     tier = case.open(lambda digest: codec)
     keys = keys_of(2)
@@ -362,7 +362,7 @@ def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
     tier.discard(keys_of(1))
 
 
-def test_what_is_held_outlives_the_tier(case: BackingTierCase):
+def test_held_blocks_outlive_the_tier(case: BackingTierCase):
     if not case.keeps:
         pytest.skip("this tier forgets when it is closed")
     tier = case.open(plain)
@@ -380,7 +380,7 @@ def test_what_is_held_outlives_the_tier(case: BackingTierCase):
     again.close()
 
 
-def test_it_says_what_kind_it_is(case: BackingTierCase):
+def test_tier_reports_its_kind(case: BackingTierCase):
     tier = case.open(plain)
 
     assert tier.name == tier.status().name == case.name

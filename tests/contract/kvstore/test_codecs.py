@@ -49,7 +49,7 @@ def test_exact_codecs_give_back_the_same_bytes(name, dtype):
 @every(*Compression)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_bytes_can_be_kept(name, seed):
+def test_any_bytes_can_be_encoded(name, seed):
     """Infinities and NaN of every kind among them; exact codecs and blocks of such values come back as they were."""
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = some_bytes(namespace, seed)
@@ -63,7 +63,7 @@ def test_any_bytes_can_be_kept(name, seed):
 
 
 @every(*Compression)
-def test_what_was_cut_short_or_made_longer_is_refused(name):
+def test_truncated_or_extended_payload_is_rejected(name):
     codec, namespace = a_codec(name)
     block = a_kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block)
@@ -173,7 +173,7 @@ def test_encoding_changes_nothing_of_the_block(name):
 
 
 @pytest.mark.parametrize("name", ["zstd", "lz4"])
-def test_what_is_kept_says_that_nothing_is_lost(name):
+def test_exact_codec_reports_no_loss(name):
     codec, namespace = a_codec(name)
 
     bound = bound_of(codec.encode(a_key(namespace), a_kv_like_block(namespace)))

@@ -28,7 +28,7 @@ def an_address(place: int = 0, generation: int = 1, length: int = BLOCK_BYTES) -
     return Address(key=key, offset=place * BLOCK_BYTES, length=length, generation=generation)
 
 
-def test_what_was_written_is_read(tier):
+def test_written_bytes_are_read(tier):
     addresses = [an_address(place, generation=place + 1) for place in range(8)]
     for seed, address in enumerate(addresses):
         tier.claim(address)

@@ -294,7 +294,7 @@ def test_one_flipped_byte_is_never_returned_as_good(node, transport):
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED]
 
 
-def test_bytes_that_do_not_match_their_checksum_are_never_returned_as_good(node, transport):
+def test_bytes_with_wrong_checksum_are_never_returned(node, transport):
     reservation_id, (slot,) = node.reserve(a_chain(1))
     lie = Slot(slot.offset, slot.generation, 1234)
 
@@ -316,7 +316,7 @@ def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
     assert transport.get([present], empty(1), soon()) == [BlockOutcome.MOVED]
 
 
-def test_a_former_writer_does_not_touch_the_block_that_took_its_place(node, transport):
+def test_former_writer_cannot_touch_the_next_block(node, transport):
     _, (late,) = node.reserve(a_chain(1, "late"))
     node.do(lambda: node.store.machine.expire(LEASE))
     blocks = [a_block(seed) for seed in range(BLOCKS)]
@@ -333,7 +333,7 @@ def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
         node.open(b"?" * 16)
 
 
-def test_nothing_is_moved_after_the_deadline(node, transport):
+def test_no_bytes_move_after_the_deadline(node, transport):
     if node.kind == "in process":
         return  # there is nothing that could be waited for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
@@ -401,7 +401,7 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
     other.close()
 
 
-def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node, transport):
+def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
     """Slots are given to others as fast as they can be, while they are read."""
     if node.kind == "in process":
         return  # nothing can change under a reader
@@ -448,7 +448,7 @@ def test_a_closed_transport_only_misses(node, transport):
     assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
 
 
-def test_a_listener_that_says_nothing_is_unreachable_within_the_deadline():
+def test_silent_listener_is_unreachable_within_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as mute, a_short_folder() as folder:
         unix = listen("shm_socket", f"{folder}/m")
         with at_most(20), pytest.raises(StoreUnreachable):

@@ -120,7 +120,7 @@ async def test_a_router_that_starts_cold_finds_all_workers(a_world):
                 await each.has(decode_0=ADDRESS, decode_1=ELSEWHERE)
 
 
-async def test_who_withdraws_is_gone_before_its_lease_ends(a_world):
+async def test_deregistered_worker_is_gone_before_its_lease_ends(a_world):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -152,7 +152,7 @@ async def test_a_lease_that_nobody_renews_ends(a_world):
         await router.has()
 
 
-async def test_who_was_cut_off_for_longer_than_a_lease_comes_back_with_its_renewal(a_world):
+async def test_worker_cut_off_beyond_its_lease_returns_on_renewal(a_world):
     async with a_router(a_world) as router, a_world.open_far() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -178,7 +178,7 @@ async def test_a_new_address_of_a_worker_is_announced(a_world):
             await router.has(decode_0=ELSEWHERE)
 
 
-async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_successor_away(a_world):
+async def test_old_incarnation_cannot_remove_its_successor(a_world):
     async with a_router(a_world) as router, a_world.open() as dead, a_world.open() as successor:
         await dead.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -197,7 +197,7 @@ async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_success
         await router.has(decode_0=ELSEWHERE)
 
 
-async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
+async def test_superseded_worker_learns_it_on_renewal(a_world):
     async with a_router(a_world) as router, a_world.open() as replaced, a_world.open() as successor:
         await replaced.register(WORKER, OLD, ADDRESS)
         await successor.register(WORKER, NEW, ELSEWHERE)
@@ -209,7 +209,7 @@ async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
         await router.has(decode_0=ELSEWHERE)
 
 
-async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
+async def test_cut_off_router_keeps_workers_until_leases_end(a_world):
     async with a_router(a_world, far=True) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -228,7 +228,7 @@ async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
         assert router.registry.directory_reachable
 
 
-async def test_who_was_cut_off_catches_up(a_world):
+async def test_cut_off_router_catches_up(a_world):
     async with (
         a_router(a_world, far=True) as router,
         a_world.open() as leaving,
@@ -274,7 +274,7 @@ async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
 
 
 @pytest.mark.parametrize("name", ["a/b c.d", "..", ".hidden", "Ä" * 128, "x" * 128], ids=repr)
-async def test_any_name_of_a_worker_will_do(a_world, name):
+async def test_any_worker_name_can_be_stored(a_world, name):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WorkerId(name), OLD, ADDRESS)
         await router.until(lambda found: found == {name: ADDRESS})

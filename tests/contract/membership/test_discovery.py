@@ -131,7 +131,7 @@ def etcd():
         yield server
 
 
-async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_is_tried(tmp_path):
+async def test_etcd_tls_checks_both_ends_and_tries_next_endpoint(tmp_path):
     authority = Authority(tmp_path, "authority")
     ours, theirs = authority.issue("worker"), authority.issue("etcd")
     options = ("--cert-file", theirs["certificate"], "--key-file", theirs["key"])

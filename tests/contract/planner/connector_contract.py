@@ -145,7 +145,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
             assert seen.pool(PREFILL).pinned == ""
 
 
-async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_with_it_or_back(a_world):
+async def test_plan_outlives_its_planner_and_others_can_change_it(a_world):
     async with a_world.open_mortal(answered=True) as mortal:
         with suppress(ProcessKilled):
             await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
@@ -163,7 +163,7 @@ async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_w
         assert not back.pool(DECODE).unfinished
 
 
-async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_written(a_world):
+async def test_plan_for_unknown_pool_is_rejected_and_not_written(a_world):
     async with a_world.open() as planner:
         seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         for plan in (a_plan("odd", decode=2, vision=1), a_plan("odd", vision=0)):
@@ -173,7 +173,7 @@ async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_wr
         assert await planner.observe() == seen
 
 
-async def test_who_does_not_answer_is_unreachable_in_time(a_world, monkeypatch):
+async def test_connector_without_answer_is_unreachable_in_time(a_world, monkeypatch):
     for module in ("fleet.planner.ports", "fleet.planner.connectors.virtual"):
         monkeypatch.setattr(f"{module}.CALL_SECONDS", 0.2)
     async with a_world.open() as planner:

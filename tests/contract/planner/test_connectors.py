@@ -200,7 +200,7 @@ async def a_world(request, tmp_path):
 
 
 @pytest.mark.parametrize("a_world", ["local"], indirect=True)
-async def test_pools_that_could_serve_nobody_are_not_made_and_not_wanted_any_more(a_world):
+async def test_plan_without_serving_workers_is_rolled_back(a_world):
     async with a_world.open() as planner:
         before = await planner.observe()
         outcome, seen = await carry_out(planner, a_plan("odd", decode=0), before, SystemClock(), lambda seen: None)
@@ -210,7 +210,7 @@ async def test_pools_that_could_serve_nobody_are_not_made_and_not_wanted_any_mor
 
 
 @pytest.mark.parametrize("a_world", ["folder", "etcd"], indirect=True)
-async def test_of_many_who_write_over_the_same_plan_one_is_not_late(a_world):
+async def test_one_of_many_concurrent_writers_is_not_late(a_world):
     async with contextlib.AsyncExitStack() as stack:
         records = [(await stack.enter_async_context(a_world.open()))._records for _ in range(8)]
         kept = await records[0].read()
@@ -225,7 +225,7 @@ async def test_of_many_who_write_over_the_same_plan_one_is_not_late(a_world):
         assert (await records[0].read()).intent.settle_by == str(winner)
 
 
-async def test_who_writes_waits_for_another_that_does(tmp_path):
+async def test_writer_waits_for_another_writer(tmp_path):
     records = FolderRecords(tmp_path)
     kept = await records.read()
     with (tmp_path / ".lock").open("w") as lock:
@@ -246,7 +246,7 @@ async def test_who_writes_waits_for_another_that_does(tmp_path):
     ids=["torn", "array", "negative", "no text", "deep", "long"],
 )
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
-async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tmp_path, name, content):
+async def test_invalid_plan_or_report_is_ignored_and_not_overwritten(tmp_path, name, content):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         seen = await planner.observe()
@@ -260,7 +260,7 @@ async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tm
 
 
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
-async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
+async def test_special_files_do_not_block_the_connector(tmp_path, name):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -269,7 +269,7 @@ async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
             await asyncio.wait_for(planner.observe(), 60)
 
 
-async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_until_when_it_counts(tmp_path):
+async def test_plan_shows_deadline_while_no_orchestrator_takes_it_up(tmp_path):
     report = {"revision": 7, "later_field": 1, "pools": {"decode": {"asked": 1, "ready": 1, "why": None}}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
@@ -282,7 +282,7 @@ async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_
     assert 0 < (datetime.fromisoformat(plan["settle_by"]) - utc_now()).total_seconds() <= SECONDS
 
 
-async def test_a_plan_is_not_settled_by_what_happened_to_be_there_before_it_is_taken_up(tmp_path):
+async def test_plan_is_not_settled_by_state_from_before_it(tmp_path):
     def report(revision, asked, draining):
         pool = {"asked": asked, "ready": 1, "draining": draining}
         (tmp_path / "report.json").write_text(json.dumps({"revision": revision, "pools": {"decode": pool}}))

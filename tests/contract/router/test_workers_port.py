@@ -111,7 +111,7 @@ async def test_work_reaches_the_worker_as_it_was_given(a_world):
 
 
 @every_setup
-async def test_what_a_worker_says_arrives_in_order(a_world):
+async def test_worker_messages_arrive_in_order(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
         await world.take()

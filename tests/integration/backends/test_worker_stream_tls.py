@@ -317,7 +317,7 @@ async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
         (router_identity, {"authority": "/nowhere"}),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_with_the_field(read, told):
+def test_invalid_settings_are_rejected_with_the_field(read, told):
     with pytest.raises(ConfigurationRefused, match="credentials"):
         read("credentials", Credentials(**told))
 

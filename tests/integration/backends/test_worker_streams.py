@@ -63,7 +63,7 @@ async def test_a_second_description_tells_the_ways_of_blocks_anew():
         await nothing_but_load(world, peer)
 
 
-async def test_a_second_description_of_another_worker_breaks_the_stream():
+async def test_second_description_of_another_worker_breaks_the_stream():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -86,7 +86,7 @@ async def test_a_worker_that_comes_back_at_its_address_joins_again():
         await nothing_but_load(world, peer)
 
 
-async def test_a_worker_that_listens_only_after_it_was_announced_is_reached():
+async def test_worker_that_listens_late_is_reached():
     async with a_stream_setup() as world:
         peer = await world.peer(a_description())
         await peer.leave()
@@ -111,7 +111,7 @@ async def test_silence_is_death():
         assert loop.time() - began >= SHORT * 0.9
 
 
-def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
+def test_silent_worker_is_gone_before_its_lease_ends():
     """With all that it held (`test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die`)."""
     longest_silence = RouterSettings().heartbeat_timeout_seconds * (1 + 1 / SLICES)
 
@@ -129,7 +129,7 @@ async def test_a_worker_that_reports_its_load_is_alive():
             await nothing_but_load(world, peer)
 
 
-async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_workers():
+async def test_paused_router_does_not_blame_its_workers():
     async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -140,7 +140,7 @@ async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_wor
 
 
 @pytest.mark.parametrize("sequence", [1, 5])
-async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repairs_it(sequence):
+async def test_kv_event_gap_is_repaired_by_a_new_stream(sequence):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -163,7 +163,7 @@ async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repai
     ],
     ids=["step", "hashes", "description"],
 )
-async def test_what_cannot_be_understood_breaks_the_stream(nonsense):
+async def test_malformed_message_breaks_the_stream(nonsense):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -183,7 +183,7 @@ async def test_a_message_of_a_newer_worker_is_skipped():
         await nothing_but_load(world, peer)
 
 
-async def test_a_worker_under_another_name_than_announced_does_not_join():
+async def test_worker_with_another_name_than_announced_does_not_join():
     async with a_stream_setup() as world:
         impostor = await world.peer(a_description(worker_id="w2"))
         impostor.description = a_description(worker_id="w3")
@@ -218,7 +218,7 @@ async def test_members_by_address_need_no_registry():
 # Membership.
 
 
-async def test_a_worker_that_leaves_the_registry_keeps_its_stream_until_that_ends():
+async def test_deregistered_worker_keeps_its_stream_until_it_ends():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -250,7 +250,7 @@ async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
         assert peer.hellos == []
 
 
-async def test_a_renewed_membership_of_the_same_process_leaves_its_stream_alone():
+async def test_renewed_registration_leaves_the_stream_alone():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -280,7 +280,7 @@ async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
 # Limits.
 
 
-async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
+async def test_worker_too_far_behind_is_unreachable_and_dropped(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
     async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
@@ -293,7 +293,7 @@ async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(mon
         await joined(world)  # on a new stream
 
 
-async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
+async def test_unsendable_cancellation_ends_the_stream(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
     async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
         await world.join(a_description())
@@ -313,7 +313,7 @@ def fill(world: StreamSetup) -> None:
 # What is no worker.
 
 
-async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_again():
+async def test_peer_without_a_description_is_dialled_again():
     async with a_stream_setup(connect_timeout_seconds=SHORT) as world:
         peer = await world.peer(a_description())
         peer.silent = True
@@ -358,7 +358,7 @@ async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
     assert "the router does not read fast enough" in [getattr(record, "cause", "") for record in caplog.records]
 
 
-async def test_nothing_is_heard_of_a_stream_after_it_was_given_up():
+async def test_nothing_is_received_after_a_stream_was_given_up():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)

@@ -208,7 +208,7 @@ async def raw(channel: grpc.aio.Channel, content: bytes) -> grpc.aio.AioRpcError
     [b"\x1a\x02\xff\xfe", b"\xff" * 20, b"\x0a\x7f"],
     ids=["text that is not UTF-8", "no message", "a string that ends too early"],
 )
-async def test_what_cannot_be_parsed_is_told_so(fronts, channel, content):
+async def test_malformed_message_is_reported(fronts, channel, content):
     error = await raw(channel, content)
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -231,7 +231,7 @@ def junk(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("fronts", [{"grpc_max_held_bytes": 1_000_000}], indirect=True)
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, stub, channel):
+async def test_total_size_of_running_requests_is_bounded(fronts, stub, channel):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
     long = pb.GenerateRequest(text="x").SerializeToString() + junk(300_000)
@@ -385,7 +385,7 @@ async def test_health_follows_the_workers(fronts, channel):
     ],
     ids=["check", "watch", "reflection"],
 )  # fmt: skip
-async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, caplog, ask):
+async def test_standard_services_reject_garbage_without_logging(channel, caplog, ask):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await ask(channel)
 
@@ -414,7 +414,7 @@ async def test_a_port_in_use_is_refused_with_its_address(fronts):
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
-async def test_what_is_no_address_is_refused_with_what_one_looks_like(fronts, listen):
+async def test_invalid_address_is_rejected_with_an_example(fronts, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
         async with open_grpc_frontend(listen, fronts.generation, SystemClock(), max_held_bytes=1):
             pass

@@ -119,7 +119,7 @@ async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, 
 
 @needs_triton
 class TestTritonsClient:
-    async def test_it_hears_that_server_and_model_are_ready_and_what_the_model_takes(self, triton):
+    async def test_triton_sees_readiness_and_model_inputs(self, triton):
         heard = await triton("describe", model="tiny")
 
         assert (heard["live"], heard["ready"], heard["model_ready"], heard["other_ready"]) == (True, True, True, False)
@@ -141,7 +141,7 @@ class TestTritonsClient:
         assert len(ours) > 20
         assert {name: theirs.get(name) for name in ours} == ours
 
-    async def test_it_gets_a_whole_answer_with_its_usage(self, fronts, triton):
+    async def test_triton_gets_a_whole_answer_with_usage(self, fronts, triton):
         answer = fronts.will_answer(TEXT, then=[EOS])
         fronts.router.cached_blocks = 0
 
@@ -173,7 +173,7 @@ class TestTritonsClient:
         assert heard["output_ids"] == answer
         assert heard.keys() & {"text_output", "finish_reason"} == set()
 
-    async def test_what_it_says_of_a_request_reaches_the_router(self, fronts, triton):
+    async def test_triton_request_parameters_reach_the_router(self, fronts, triton):
         fronts.will_answer("the fox")
 
         await triton(
@@ -204,14 +204,14 @@ class TestTritonsClient:
         assert (arrived.expected_tokens, arrived.pin, arrived.labels) == (9, "w1", ("fast", "h100"))
         assert 0 < arrived.deadline - fronts.generation._clock.now() < 5 * SECOND
 
-    async def test_it_is_told_which_parameter_is_wrong(self, fronts, triton):
+    async def test_triton_learns_which_parameter_is_wrong(self, fronts, triton):
         heard = await triton("infer", text="once", sampling={"temperature": -1})
 
         assert heard["status"] == "StatusCode.INVALID_ARGUMENT"
         assert heard["error"].startswith("sampling_parameters.temperature: ")
         assert fronts.router.submitted == []
 
-    async def test_it_streams_steps_of_which_the_last_is_final(self, fronts, triton):
+    async def test_triton_streams_steps_and_the_last_is_final(self, fronts, triton):
         answer = fronts.will_answer(TEXT, then=[EOS])
 
         heard = await triton(
@@ -227,7 +227,7 @@ class TestTritonsClient:
         assert {response["id"] for response in heard} == {"a"}
         assert heard[-1]["parameters"]["completion_tokens"] == len(answer)
 
-    async def test_requests_of_one_stream_run_side_by_side_and_an_error_ends_only_its_own(self, fronts, triton):
+    async def test_stream_requests_run_concurrently_and_fail_alone(self, fronts, triton):
         fronts.will_answer("the quick brown fox")
         fronts.router.pause_seconds = 0.005
         good = [{"text": "once", "streaming": True, "request_id": str(number)} for number in range(8)]
@@ -316,7 +316,7 @@ async def test_log_probabilities_come_as_json_when_they_are_asked_for(fronts, st
         (streaming(a_message()), "stream"),
     ],
 )
-async def test_what_is_wrong_is_refused_under_the_name_that_the_client_wrote(fronts, stub, message, field):
+async def test_invalid_input_is_rejected_under_the_clients_name(fronts, stub, message, field):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.ModelInfer(message)
 
@@ -342,7 +342,7 @@ async def test_an_unknown_model_is_not_found_and_not_ready(fronts, stub):
     assert (await stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="1"))).ready
 
 
-async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(fronts, stub):
+async def test_stream_errors_name_their_request_and_retry_hint(fronts, stub):
     fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
     responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
@@ -357,7 +357,7 @@ async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(front
     assert parameters["triton_final_response"].bool_param
 
 
-async def test_a_worker_lost_in_the_middle_ends_its_request_with_an_error(fronts, stub):
+async def test_worker_lost_midway_ends_its_request_with_an_error(fronts, stub):
     fronts.will_answer("the quick brown fox")
     fronts.router.break_after = 2
 
@@ -367,7 +367,7 @@ async def test_a_worker_lost_in_the_middle_ends_its_request_with_an_error(fronts
     assert responses[-1].infer_response.parameters["error_reason"].string_param == "worker_lost"
 
 
-async def test_a_message_that_is_none_is_refused_and_the_stream_goes_on(fronts, channel):
+async def test_malformed_message_is_rejected_and_the_stream_goes_on(fronts, channel):
     fronts.will_answer("the fox")
     call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
 
@@ -383,7 +383,7 @@ async def test_a_message_that_is_none_is_refused_and_the_stream_goes_on(fronts, 
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_bug_ends_one_request_of_a_stream_and_is_told_to_the_log_only(fronts, stub, caplog):
+async def test_bug_ends_one_request_and_is_only_logged(fronts, stub, caplog):
     fronts.will_answer("the fox")
     fronts.router.bug = ZeroDivisionError("bug")
     call = stub.ModelStreamInfer()
@@ -399,7 +399,7 @@ async def test_a_bug_ends_one_request_of_a_stream_and_is_told_to_the_log_only(fr
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_only_so_many_requests_of_a_stream_run_at_once_and_all_are_answered(fronts, stub, monkeypatch):
+async def test_concurrent_requests_of_a_stream_are_bounded(fronts, stub, monkeypatch):
     monkeypatch.setattr(kserve_frontend, "MAX_IN_STREAM", 3)
     fronts.will_answer("the fox")
     fronts.router.hold_after = 1
@@ -431,7 +431,7 @@ async def test_cancelling_a_call_cancels_all_its_requests(fronts, stub, method):
 
 
 @pytest.mark.parametrize("kserve", [{"max_held_bytes": 500_000}], indirect=True)
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, kserve, stub):
+async def test_total_size_of_running_requests_is_bounded(fronts, kserve, stub):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
     long = streaming(a_message(parameters={}, id="long"))
@@ -454,7 +454,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await until(lambda: kserve.door._server.held_bytes == 0)
 
 
-async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
+async def test_client_that_leaves_during_a_write_is_no_failure(fronts, stub, caplog):
     fronts.will_answer("the quick brown fox " * 50)
     fronts.router.pause_seconds = 0.001
     call = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 20)
@@ -480,7 +480,7 @@ class GoneCaller:
         raise grpc.aio.InternalError("nobody reads")
 
 
-async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
+async def test_write_to_a_gone_client_ends_its_requests_silently(fronts, kserve, caplog):
     fronts.will_answer(TEXT)
     fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first one
 
@@ -515,7 +515,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, 
 
 # For each in turn that would be longer than `until` waits.
 @pytest.mark.parametrize("kserve", [{"write_timeout_seconds": 0.5}], indirect=True)
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(fronts, kserve, caplog):
+async def test_client_that_reads_nothing_loses_all_its_requests(fronts, kserve, caplog):
     fronts.router.answer = [300] * 4000
     asked = streaming(a_message(parameters={"max_tokens": 200, "ignore_eos": True}))
     async with grpc.aio.insecure_channel(kserve.address, options=SMALL_WINDOW) as channel:

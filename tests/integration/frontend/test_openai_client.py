@@ -23,7 +23,7 @@ async def client(fronts: Frontends):
         yield client
 
 
-async def test_a_chat_is_rendered_by_the_template_answered_whole_and_counted(fronts, client):
+async def test_chat_is_rendered_answered_and_counted(fronts, client):
     answer = fronts.will_answer(TEXT, then=[EOS])
 
     completion = await client.chat.completions.create(model="tiny", messages=MESSAGES)
@@ -58,7 +58,7 @@ async def test_a_streamed_chat_ends_with_its_usage(fronts, client):
     assert chunks[-1].choices == []
 
 
-async def test_the_clients_own_accumulation_of_a_chat_stream_is_the_text(fronts, client):
+async def test_accumulated_chat_stream_is_the_text(fronts, client):
     fronts.will_answer(TEXT, then=[EOS])
 
     async with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
@@ -80,7 +80,7 @@ async def test_completions_take_text_and_tokens(fronts, client):
     assert token_ids(fronts.router.submitted[1].tokens) == tokens
 
 
-async def test_a_streamed_completion_arrives_piece_by_piece_with_its_end(fronts, client):
+async def test_streamed_completion_arrives_in_pieces_with_its_end(fronts, client):
     fronts.will_answer(TEXT)
 
     stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
@@ -138,7 +138,7 @@ async def test_sampling_and_fleets_options_arrive(fronts, client):
     assert completion.fleet["token_ids"] == fronts.router.answer
 
 
-async def test_log_probabilities_are_those_of_the_engine_in_all_three_forms(fronts, client):
+async def test_log_probabilities_match_the_engine_in_all_three_forms(fronts, client):
     answer = fronts.will_answer("the fox")
     fronts.router.logprobs = [Logprobs(-0.25, (token, 5), (-0.25, -3.0)) for token in answer]
 
@@ -215,7 +215,7 @@ async def test_refusals_have_their_status_also_when_streaming(fronts, client, re
     assert len(raised.value.request_id) == 32
 
 
-async def test_a_failure_in_the_middle_of_a_stream_is_an_error_of_the_client(fronts, client):
+async def test_failure_during_a_stream_is_an_error_of_the_client(fronts, client):
     fronts.will_answer(TEXT)
     fronts.router.break_after = 3
 

@@ -81,7 +81,7 @@ KINDS = [
 @pytest.mark.parametrize(("name", "mode"), KINDS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_the_document_allows_or_forbids_is_answered_as_documented(addresses, name, mode, data):
+def test_documented_and_invalid_requests_get_documented_answers(addresses, name, mode, data):
     case = data.draw(OPERATIONS[name].as_strategy(generation_mode=mode))
     answer = case.call(base_url=f"http://{addresses[name == EMBEDDINGS]}", timeout=60)
     unmet = (
@@ -138,7 +138,7 @@ FRAGMENTS = st.sampled_from(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(FRAGMENTS, st.binary(max_size=40)), max_size=10).map(b"".join))
-def test_bytes_that_are_no_request_get_an_http_error_or_a_closed_connection_and_harm_nobody(address, sent):
+def test_random_bytes_get_an_http_error_or_a_closed_connection(address, sent):
     got = answered(address, sent)
     assert got == b"" or got.startswith(b"HTTP/1.1 ")
     assert b"HTTP/1.1 500" not in got

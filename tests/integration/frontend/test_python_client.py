@@ -145,7 +145,7 @@ async def test_leaving_a_stream_cancels_it(fronts, client):
     await fronts.router.until(fronts.router.cancelled)
 
 
-async def test_cancelling_a_stream_is_told_from_the_cancellation_of_its_task(fronts, client):
+async def test_cancelled_stream_differs_from_cancelled_task(fronts, client):
     fronts.will_answer(TEXT)
     fronts.router.hold_after = 1
     stream = client.generate("once")
@@ -202,7 +202,7 @@ async def test_a_wrong_request_says_which_field(fronts, client, prompt, options,
     assert fronts.router.submitted == []
 
 
-async def test_what_may_be_tried_again_says_when(fronts, client):
+async def test_retryable_error_says_when_to_retry(fronts, client):
     fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(Unavailable) as raised:

@@ -44,7 +44,7 @@ WRONG = [{"stop": [""]}, {"model": "other"}, {"prompt": ""}, {"temperature": -1}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wrong", WRONG, ids=[next(iter(each)) for each in WRONG])
-async def test_over_http(model_dir, wrong, stream):
+async def test_rejected_http_request_leaves_no_cycle(model_dir, wrong, stream):
     async with open_frontends(model_dir) as fronts, connected(fronts) as peer, without_collector():
         await peer.send(post("/v1/completions", {"prompt": "x", "stream": stream, **wrong}))
         assert (await peer.answer())[0] in (400, 404)
@@ -55,7 +55,7 @@ async def test_over_http(model_dir, wrong, stream):
     [{"model": "other"}, {"fleet": {"priority": 1000}}, {"fleet": {"pin": "nobody"}}],
     ids=["model", "fleet", "pin"],
 )
-async def test_in_front_of_a_foreign_server(wrong):
+async def test_rejected_relay_request_leaves_no_cycle(wrong):
     server = OpenAiServer()
     await server.start()
     async with a_relay(server) as world, connected(world) as peer, without_collector():
@@ -65,7 +65,7 @@ async def test_in_front_of_a_foreign_server(wrong):
 
 
 @pytest.mark.parametrize("asked", [{"stop": [""]}, {"model": "other"}, {"text": ""}], ids=["stop", "model", "text"])
-async def test_over_grpc(model_dir, asked):
+async def test_rejected_grpc_request_leaves_no_cycle(model_dir, asked):
     async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         async with without_collector():
@@ -75,7 +75,7 @@ async def test_over_grpc(model_dir, asked):
 
 
 @pytest.mark.parametrize("name", ["tiny", "other"])
-async def test_over_kserve(model_dir, name):
+async def test_rejected_kserve_request_leaves_no_cycle(model_dir, name):
     tensor = kserve_pb2.ModelInferRequest.InferInputTensor(
         name="text_input",
         datatype="BYTES",
@@ -99,7 +99,7 @@ async def test_over_kserve(model_dir, name):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whose_client_has_gone_over_http(model_dir, stream):
+async def test_abandoned_http_request_leaves_no_cycle(model_dir, stream):
     async with open_frontends(model_dir) as fronts, without_collector():
         fronts.will_answer("the fox")
         fronts.router.hold_after = 1
@@ -110,7 +110,7 @@ async def test_whose_client_has_gone_over_http(model_dir, stream):
 
 
 @pytest.mark.parametrize("seconds", [None, 1.0], ids=["cancelled", "late"])
-async def test_that_its_client_gives_up_over_grpc(model_dir, seconds):
+async def test_cancelled_grpc_request_leaves_no_cycle(model_dir, seconds):
     async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
         fronts.will_answer("the fox")
         fronts.router.hold_after = 1

@@ -36,7 +36,7 @@ async def test_hints_reach_the_router_over_http(fronts):
     assert heard(fronts) == HINTS
 
 
-async def test_a_wrong_one_is_refused_under_the_name_that_the_client_wrote(fronts):
+async def test_invalid_hint_is_rejected_under_the_clients_name(fronts):
     async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
         for hint, value in (("labels", ["l"] * 17), ("expected_tokens", -1), ("pin", 7)):
             with pytest.raises(openai.BadRequestError) as caught:

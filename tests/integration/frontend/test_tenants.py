@@ -50,7 +50,7 @@ async def test_over_http_a_known_key_is_needed(fronts):
     assert not fronts.router.submitted
 
 
-async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_none(fronts):
+async def test_http_status_needs_a_key_and_probes_need_none(fronts):
     """As OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
     async with openai_client(fronts, "sk-wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
@@ -64,7 +64,7 @@ async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_no
     assert await asyncio.to_thread(page, f"{fronts.url}/metrics")
 
 
-async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_says_when(fronts):
+async def test_http_answers_show_limits_and_429_says_when_to_retry(fronts):
     async with openai_client(fronts) as client:
         whole = await ask(client)
         streamed = await ask(client, stream=True)
@@ -77,7 +77,7 @@ async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_sa
     assert len(fronts.router.submitted) == 2
 
 
-async def test_what_a_tenant_has_had_is_on_record(fronts):
+async def test_usage_of_a_tenant_is_recorded(fronts):
     async with openai_client(fronts) as client:
         usages = [(await ask(client)).parse().usage for _ in range(2)]
         with pytest.raises(openai.RateLimitError):

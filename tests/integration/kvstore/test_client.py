@@ -92,7 +92,7 @@ def test_blocks_of_one_client_are_read_by_another(client, node):
     assert client.counters().bytes_written == 5 * BLOCK_BYTES
 
 
-def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(node):
+def test_preferred_path_is_used_else_tcp(node):
     with a_store_client(node.address, a_namespace()) as client:
         assert client.path is DataPath.SHM
     with (
@@ -142,7 +142,7 @@ def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
     assert attempts == [0, 100, 300, 700], "0.1 s, then twice as long each time"
 
 
-def test_where_no_thread_can_be_had_calls_go_on_and_shared_memory_is_sought_later(node, monkeypatch):
+def test_calls_go_on_without_a_thread_for_shared_memory(node, monkeypatch):
     door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
     door.rename(hidden)
     with a_store_client(node.address, a_namespace()) as client:
@@ -223,7 +223,7 @@ def test_two_tenants_never_read_each_others_blocks(client):
     assert fetch(client, block.chain(tokens, 32)) == []
 
 
-def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
+def test_expired_lease_of_a_reused_slot_is_a_miss(client):
     old = a_chain(CAPACITY_BLOCKS, "old")
     client.write(old, [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
     match = client.match(old, lease_seconds=0.05)
@@ -239,7 +239,7 @@ def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
     assert client.stats().corrupt == 0
 
 
-def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_miss(client, node):
+def test_expired_lease_is_a_miss_after_block_size_changed(client, node):
     client.write(a_chain(CAPACITY_BLOCKS), a_block)
     match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
     eventually(lambda: client.stats().leases == 0)  # it has to end by itself
@@ -253,7 +253,7 @@ def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_m
     assert (client.counters().lost, client.counters().corrupt) == (CAPACITY_BLOCKS, 0)
 
 
-def test_more_leases_than_a_request_may_name_are_released_in_several(client, monkeypatch):
+def test_releases_beyond_the_request_limit_are_split(client, monkeypatch):
     monkeypatch.setattr(wire, "MAX_LEASES", 2)  # here, and not in the node
     client.write(a_chain(1), [a_block(1)])
     matches = [client.match(a_chain(1), lease_seconds=LEASE_SECONDS) for _ in range(5)]
@@ -288,7 +288,7 @@ def test_a_full_store_drops_what_does_not_fit_and_counts_it(client):
     assert client.write(a_chain(3, "b"), a_block) == 3
 
 
-def test_of_a_chain_what_does_not_fit_is_dropped_from_its_end_and_counted_once(client):
+def test_chain_that_does_not_fit_loses_its_tail_counted_once(client):
     chain = a_chain(CAPACITY_BLOCKS + 4)
 
     assert client.write(chain, a_block) == CAPACITY_BLOCKS
@@ -307,7 +307,7 @@ def test_the_end_of_a_chain_goes_first(client):
     assert len(client.match(chain, lease_seconds=0)) == CAPACITY_BLOCKS - 3
 
 
-def test_a_node_that_dies_while_a_chain_is_written_costs_the_chain(client, node):
+def test_node_death_during_a_write_loses_the_chain(client, node):
     def source(index: int) -> np.ndarray:
         if index == 5:
             node.kill()
@@ -338,7 +338,7 @@ def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
         assert other.write(chain, a_block) == CAPACITY_BLOCKS, "there is room for all of it"
 
 
-def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, node):
+def test_two_writers_of_one_chain_write_each_block_once(client, node):
     start = threading.Barrier(2)
 
     def write(writer: StoreClient) -> int:
@@ -353,7 +353,7 @@ def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, nod
     assert equal(fetch(client, a_chain(8)), [a_block(seed) for seed in range(8)])
 
 
-def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node):
+def test_corrupt_byte_is_never_returned_and_block_is_dropped(client, node):
     chain = a_chain(3)
     client.write(chain, a_block)
     flip_a_byte(node, client.namespace, client.match(chain, lease_seconds=0).slots[1].offset + 77)
@@ -387,7 +387,7 @@ def test_a_reader_that_slanders_a_block_costs_nobody_anything(client):
     assert equal(fetch(client, a_chain(1)), [a_block(1)])
 
 
-def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
+def test_killed_writer_holds_space_only_until_the_deadline():
     with a_node(capacity_bytes=4 * BLOCK_BYTES, reservation_seconds=0.5) as node:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
@@ -446,7 +446,7 @@ def test_a_restart_between_two_calls_is_not_even_noticed(client, node):
     assert equal(fetch(client, a_chain(2)), [a_block(20), a_block(21)])
 
 
-def test_a_client_that_missed_a_restart_does_not_write_into_the_former_pool(client, node):
+def test_client_that_missed_a_restart_spares_the_old_pool(client, node):
     client.write(a_chain(1, "before"), [a_block(1)])
     node.kill()
     node.start()
@@ -507,7 +507,7 @@ def test_connecting_to_nobody_fails_within_the_deadline():
     ("field", "value"),
     [("dtype", "bfloat16"), ("block_tokens", 64), ("kv_heads", 4), ("layout", "NHD"), ("format_version", 2)],
 )
-def test_a_layout_mismatch_is_refused_by_field_before_any_byte_moves(shared_node, field, value):
+def test_layout_mismatch_is_rejected_before_any_byte_moves(shared_node, field, value):
     with a_store_client(shared_node.address, a_namespace()) as client:
         client.write(a_chain(1), [a_block(1)])
         with pytest.raises(LayoutMismatch, match=field) as refused:
@@ -582,7 +582,7 @@ def test_closing_a_client_ends_its_calls_without_an_error(client):
     client.release(5)
 
 
-def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_bytes(client, node):
+def test_threads_on_an_overflowing_store_get_no_wrong_bytes(client, node):
     least, over = time.monotonic() + 1.5, time.monotonic() + 60
     chains = [a_chain(6, f"c{number}") for number in range(8)]
     found = []

@@ -61,7 +61,7 @@ async def test_a_cancelled_node_leaves_nothing_behind():
         await until(lambda: len(file_names_in("/proc/self/fd")) <= files_before + 4)  # gRPC keeps a few of its own
 
 
-def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
+def test_killed_node_leaves_no_memory_and_can_restart():
     with a_node(capacity_bytes=64 << 20) as node:
         with a_store_client(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
@@ -117,7 +117,7 @@ async def test_health_and_reflection_answer():
         ("capacity_bytes", lambda folder, port: {"capacity_bytes": 1 << 62}),
     ],
 )
-async def test_settings_that_this_machine_cannot_obey_are_refused_by_field(field, fields):
+async def test_impossible_settings_are_rejected_by_field(field, fields):
     with (
         a_short_folder() as folder,
         socket.create_server(("127.0.0.1", 0)) as busy,
@@ -213,7 +213,7 @@ def test_routers_ping_a_node_no_more_often_than_it_allows():
     assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > server.MIN_PING_MS
 
 
-async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monkeypatch):
+async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):
     looks: list[int] = []
     turns = 0
 

@@ -162,7 +162,7 @@ def test_plain_peers_are_named_on_both_sides(tls_nodes):
 
 
 @needs_nixl
-def test_memory_is_shared_on_one_host_and_nixl_is_taken_before_tcp_elsewhere():
+def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp():
     with a_node(nixl="require") as node:
         with a_store_client(node.address, a_namespace()) as client:
             assert client.path is DataPath.SHM

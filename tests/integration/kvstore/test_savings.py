@@ -18,7 +18,7 @@ def write(client: StoreClient, chain, max_wait_seconds: float) -> None:
 
 
 @pytest.mark.parametrize("dear", ["small", "large"])
-def test_blocks_that_take_long_to_compute_outlive_those_that_do_not(dear):
+def test_expensive_blocks_outlive_cheap_ones(dear):
     """Without the patience they would be worth the same, and the oldest go."""
     with (
         a_node(capacity_bytes=BLOCKS * BLOCK_BYTES, eviction="hazard") as node,

@@ -39,7 +39,7 @@ def test_while_one_node_takes_its_socket_no_other_removes_one(path, monkeypatch)
         assert [each.name for each in path.parent.iterdir()] == ["m"], "the lock is no file"
 
 
-def test_who_ends_leaves_the_socket_of_its_successor(path):
+def test_ended_node_leaves_the_socket_of_its_successor(path):
     with sockets.listen("shm_socket", str(path)):
         own = sockets.identity(str(path))
         path.unlink()

@@ -66,7 +66,7 @@ async def put(address: str, chain: list[bytes]) -> None:
     await asyncio.to_thread(work)
 
 
-async def test_what_a_node_holds_and_what_it_then_takes_is_told():
+async def test_watch_reports_held_and_new_blocks():
     with a_node() as node:
         await put(node.address, a_chain(3))
         async with watching(node.address) as watch:

@@ -78,7 +78,7 @@ async def told(port: int, credentials: Credentials, host: str = HOST, **how) -> 
     return await asyncio.to_thread(diagnose, host, port, credentials, timeout_seconds=SECONDS, **how)
 
 
-async def test_nothing_is_said_where_tls_works(authority):
+async def test_working_tls_has_no_diagnosis(authority):
     node = Credentials(authority=authority.file, **authority.issue("node"))
     client = Credentials(authority=authority.file, **authority.issue("client"))
     async with a_grpc_server(node) as port:
@@ -163,7 +163,7 @@ def test_silent_server_is_told_in_time(authority):
     assert "has not answered the handshake in time" in says
 
 
-def test_nothing_is_said_where_nobody_listens(authority):
+def test_missing_listener_has_no_tls_diagnosis(authority):
     with a_silent_server() as port:
         pass
     assert diagnose(HOST, port, Credentials(authority=authority.file)) == ""

@@ -140,7 +140,7 @@ def test_the_relay_takes_workers_in_turn_and_changes_no_byte(serve, tmp_path):
         assert ask(ready["port"], PATH, BODY) == direct
 
 
-def test_a_client_gives_up_on_a_router_that_refuses_everything_and_says_what_it_said(serve):
+def test_benchmark_client_gives_up_on_a_rejecting_router(serve):
     (port,) = serve(workers=1)
     refused = request("x", 1).replace(PATH.encode(), b"/v1/nothing....")
 
@@ -158,7 +158,7 @@ def test_a_router_that_never_answers_is_given_up(monkeypatch):
         round_of([silent.getsockname()[1]], [lambda: large] * 2, 0.1, NoMeter())
 
 
-def test_a_router_that_does_not_start_is_absent_with_its_last_words(tmp_path):
+def test_router_that_does_not_start_is_absent_with_its_output(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such option')"]
     with (
         pytest.raises(SystemUnavailable, match="router ended at its start: no such option"),

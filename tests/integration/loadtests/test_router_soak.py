@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.timeout(300)
-def test_a_short_soak_loses_no_token_repeats_none_and_leaves_nothing_behind():
+def test_short_soak_loses_and_repeats_no_token():
     command = [sys.executable, "-m", "loadtests.router.soak", "--seconds", "20", "--harm-every", "1.5"]
 
     done = subprocess.run(

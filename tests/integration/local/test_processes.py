@@ -83,7 +83,7 @@ def family_of(folder: Path) -> list[int]:
     return [int(line) for path in folder.glob("*.family") for line in path.read_text().split()]
 
 
-async def test_the_body_runs_when_all_are_ready_and_their_endpoints_are_known(folder):
+async def test_body_runs_when_all_children_are_ready(folder):
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"))
     seen = {}
 
@@ -134,14 +134,14 @@ async def test_a_resource_tracker_may_finish_removing_shared_memory(folder):
     assert not segments[0].exists()
 
 
-async def test_refused_settings_end_the_attempt_with_the_childs_own_words(folder):
+async def test_rejected_settings_end_the_start_with_the_childs_error(folder):
     processes = supervise(folder, [], a_process("good", "serve"), a_process("bad", "exit", "3", "fleet: x: is wrong"))
 
     with pytest.raises(ConfigurationRefused, match=r"^x: is wrong$"):
         await processes.hold(never)
 
 
-async def test_a_child_that_fails_at_the_start_shows_the_tail_of_its_log(folder):
+async def test_child_that_fails_at_start_shows_its_last_log_lines(folder):
     said = []
     processes = supervise(folder, said, a_process("good", "serve"), a_process("bad", "exit", "1", "Traceback: boom"))
 
@@ -158,7 +158,7 @@ async def test_a_command_that_does_not_exist_ends_the_attempt(folder):
         await supervise(folder, [], missing).hold(never)
 
 
-async def test_a_child_that_ignores_being_asked_is_killed_by_a_second_request(folder):
+async def test_child_that_ignores_sigterm_is_killed_by_a_second_one(folder):
     processes = supervise(folder, [], a_process("a", "stubborn"))
 
     async def body():
@@ -184,7 +184,7 @@ async def test_stopping_while_children_load_leaves_nothing(folder):
     assert alive(family_of(folder)) == []
 
 
-async def test_what_the_body_raises_comes_out_after_the_children_have_ended(folder):
+async def test_exception_of_the_body_is_raised_after_children_ended(folder):
     processes = supervise(folder, [], a_process("a", "serve"))
     pids = {}
 
@@ -252,7 +252,7 @@ async def never():
     raise AssertionError("the cluster was never ready")
 
 
-async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(folder):
+async def test_children_come_and_go_despite_one_failing_start(folder):
     said: list[str] = []
     processes = supervise(folder, said, a_process("a", "serve"))
 
@@ -273,7 +273,7 @@ async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_does_not_listen(folder, told):
+async def test_removed_child_drains_and_is_killed_if_it_ignores_it(folder, told):
     asked = []
 
     async def drain(endpoints, within):
@@ -293,7 +293,7 @@ async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_do
     assert await processes.hold(body)
 
 
-async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_and_nothing_else_ends(folder):
+async def test_child_that_ends_while_removed_affects_no_other(folder):
     asked = []
 
     async def drain(endpoints, within):
@@ -370,7 +370,7 @@ async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["stopped", "stuck"])
-async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder, number):
+async def test_unresponsive_child_is_killed_and_restarted(folder, number):
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=5, stopped=3), a_beating_process("b"))
 
@@ -387,7 +387,7 @@ async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder,
     assert any(line.startswith("a was ended by SIGKILL; starting it again in 0.") for line in said)
 
 
-async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder):
+async def test_child_that_loads_longer_than_all_limits_is_kept(folder):
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1, how=("slow", "4")))
 

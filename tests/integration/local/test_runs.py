@@ -88,7 +88,7 @@ def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
         assert not is_abandoned(path), "two do not clear up at a time"
 
 
-def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
+def test_killed_run_is_cleared_without_touching_others(parent):
     folder = a_killed_run(parent)
     (parent / "kept").mkdir()
     note_logs(folder, parent / "kept")
@@ -117,7 +117,7 @@ def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
             each.communicate()
 
 
-def test_half_a_number_is_nobodys_group(parent):
+def test_truncated_group_number_matches_no_group(parent):
     folder = a_killed_run(parent)
     process = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     try:
@@ -146,7 +146,7 @@ def ends_killed(left):
         sys.addaudithook(count)
 
 
-def test_a_run_that_is_killed_while_it_clears_itself_away_is_known_as_killed(parent, monkeypatch):
+def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
     for done in range(20):
         process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
@@ -202,15 +202,13 @@ def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):
     assert local_runs.local_runs() == []
 
 
-def test_a_folder_that_does_not_say_whether_it_is_alive_is_left_alone(parent):
+def test_folder_of_unknown_state_is_left_alone(parent):
     for name in ("fleet-begins", "fleet-of-others"):
         (parent / name / "tmp").mkdir(parents=True)
     assert local_runs.local_runs() == []
 
 
-def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(
-    tmp_path, capsys, monkeypatch
-):
+def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys, monkeypatch):
     folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
     monkeypatch.setenv("TMPDIR", folder_of_runs)
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
@@ -256,7 +254,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     Path(folder_of_runs).rmdir()
 
 
-def test_of_a_killed_cluster_scale_does_not_speak_as_if_it_ran(parent, capsys):
+def test_scale_reports_a_killed_cluster_as_gone(parent, capsys):
     folder = a_killed_run(parent)
     (folder / "plans").mkdir()
     (folder / "plans" / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')

@@ -60,7 +60,7 @@ async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings
     assert await who_is_in(settings) == [WORKER]
 
 
-async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_goes():
+async def test_invalid_etcd_key_harms_no_other_record():
     aetcd = pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     with an_etcd_server() as server:
         async with (

@@ -42,7 +42,7 @@ def a_worker(folder, name: str) -> WorkerSettings:
     )
 
 
-async def test_a_router_that_starts_cold_finds_workers_drops_the_killed_and_takes_it_back(folder, model_dir):
+async def test_cold_router_finds_workers_and_readmits_a_killed_one(folder, model_dir):
     settings = RouterSettings(
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",

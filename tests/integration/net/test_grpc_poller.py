@@ -10,7 +10,7 @@ from tests.support.planner.connectors import silent_port
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_loop, caplog):
+def test_late_call_end_does_not_disturb_the_next_event_loop(new_loop, caplog):
     def run(main):
         loop = new_loop()
         try:

@@ -51,7 +51,7 @@ def router(tmp_path):
         process.wait(60)
 
 
-def test_streams_that_are_reset_at_once_take_bounded_memory_and_others_are_soon_served(router):
+def test_reset_streams_take_bounded_memory_and_delay_nobody(router):
     process, address = router
     before = process.memory_info().rss
     head = call(b"/fleet.v1.Inference/Generate")

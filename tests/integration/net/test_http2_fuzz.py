@@ -110,7 +110,7 @@ PIECES = st.lists(CALLS | CALLS | FRAMES | st.binary(max_size=30), max_size=8)
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(OPENINGS, PIECES, st.integers(1, 200))
-def test_frames_in_any_order_end_their_connection_at_most_and_leave_nothing(served, caplog, opening, pieces, cut):
+def test_random_frames_at_most_end_their_connection(served, caplog, opening, pieces, cut):
     server, port, repeated = served
     sent = opening + b"".join(pieces)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:

@@ -45,7 +45,7 @@ COMPLETIONS = "/v1/completions"
         (post(COMPLETIONS, {"prompt": "x", "fleet": {"placement": "here"}}), 400, "fleet.placement"),
     ],
 )
-async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sent, status, said):
+async def test_invalid_request_is_answered_on_a_live_connection(fronts, sent, status, said):
     async with connected(fronts) as peer:
         for _ in range(2):
             await peer.send(sent)
@@ -76,7 +76,7 @@ async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sen
         ),
     ],
 )
-async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts, sent, status):
+async def test_non_http_bytes_are_answered_once_then_closed(fronts, sent, status):
     async with connected(fronts) as peer:
         await peer.send(sent)
 
@@ -99,7 +99,7 @@ async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
         assert "1000 bytes" in error_of(body)["message"]
 
 
-async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fronts):
+async def test_client_that_keeps_sending_still_reads_the_answer(fronts):
     async with connected(fronts) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
         for _ in range(90):
@@ -125,7 +125,7 @@ async def test_a_chunked_body_is_put_together(fronts):
 CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n".encode()
 
 
-async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(fronts):
+async def test_trailers_of_a_chunked_body_change_nothing(fronts):
     fronts.will_answer("abc")
     body = b'{"prompt": "x"}'
     trailers = b"content-type: text/plain\r\nauthorization: Bearer no\r\n"
@@ -180,7 +180,7 @@ async def test_a_client_may_ask_before_it_sends_the_body(fronts):
         assert (await peer.answer())[0] == 200
 
 
-async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts):
+async def test_pipelined_requests_are_answered_in_order(fronts):
     fronts.will_answer("the fox")
     fronts.router.hold_after = 1
     async with connected(fronts) as peer:
@@ -202,7 +202,7 @@ async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts
 
 
 @pytest.mark.parametrize("cut", [20, 9000])
-async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, cut):
+async def test_hundreds_of_pipelined_requests_are_answered_in_order(fronts, cut):
     many = b"".join(get(f"/{number}") for number in range(800))
     async with connected(fronts) as peer:
         await peer.send(many[:cut])
@@ -214,7 +214,7 @@ async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, 
         assert (await peer.answer())[0] == 200
 
 
-async def test_who_sends_many_requests_at_once_does_not_hold_up_others(fronts):
+async def test_pipelining_client_does_not_hold_up_others(fronts):
     many = get("/nowhere", "DELETE") * 5000
     async with connected(fronts) as peer, connected(fronts) as other:
         await peer.send(many)
@@ -229,7 +229,7 @@ OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_a_request_that_offers_another_protocol_is_served_in_this_one(fronts, whole):
+async def test_upgrade_offer_is_served_with_http_1(fronts, whole):
     """As Java's client does, and curl when it is told --http2."""
     fronts.will_answer("the fox")
     asked = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 20_000}, *OFFER)
@@ -265,7 +265,7 @@ async def test_another_protocol_is_not_spoken(fronts, sent):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_older_clients_and_those_that_say_so_get_their_connection_closed(fronts, version, stream):
+async def test_http_1_0_and_close_requests_close_the_connection(fronts, version, stream):
     fronts.will_answer("the fox")
     async with connected(fronts) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}, "connection: close", version=version))
@@ -317,7 +317,7 @@ async def test_a_client_that_closes_its_side_is_taken_to_be_gone(fronts):
         assert await peer.rest() == b""
 
 
-async def test_a_simple_question_from_a_half_closed_connection_is_answered(fronts):
+async def test_half_closed_connection_gets_a_simple_answer(fronts):
     async with connected(fronts) as peer:
         peer.writer.write(get("/health"))
         peer.writer.write_eof()
@@ -327,7 +327,7 @@ async def test_a_simple_question_from_a_half_closed_connection_is_answered(front
 
 
 @pytest.mark.parametrize("sent", [b"POST /v1/completions HT", post(COMPLETIONS, b"x" * 100)[:-50]])
-async def test_half_a_request_is_told_so(fronts, sent):
+async def test_incomplete_request_is_reported(fronts, sent):
     async with connected(fronts) as peer:
         await peer.send(sent)
         peer.writer.write_eof()
@@ -425,7 +425,7 @@ def will_answer_much(fronts: Frontends) -> int:
     return len(answer)
 
 
-async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fronts):
+async def test_slow_client_delays_only_itself_and_memory_stays_flat(fronts):
     steps = will_answer_much(fronts)
     async with connected(fronts, limit=16 << 10) as peer:
         await peer.send(post(CHAT, MUCH))
@@ -552,7 +552,7 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
         await until(lambda: not fronts.http._connections)
 
 
-async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
+async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
     long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
     async with open_frontends(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
         fronts.will_answer("abc")
@@ -859,7 +859,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(fronts):
         assert await busy.rest() == b""
 
 
-async def test_a_bug_is_an_internal_error_and_the_next_request_is_served(fronts, caplog):
+async def test_bug_gives_500_and_the_next_request_is_served(fronts, caplog):
     fronts.will_answer("the fox")
     fronts.router.bug = ZeroDivisionError("bug")
     async with connected(fronts) as peer:
@@ -882,7 +882,7 @@ async def test_a_port_in_use_is_refused_with_its_address(fronts):
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:http", "127.0.0.1:65536", "host.invalid:0", ":1"])
-async def test_what_is_no_address_is_refused(listen):
+async def test_invalid_address_is_rejected(listen):
     with pytest.raises(ConfigurationRefused, match=listen):
         async with open_http_frontend(listen, HttpSettings(), None, None, None):
             pass

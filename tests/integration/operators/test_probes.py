@@ -88,7 +88,7 @@ DEEP = b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
 PREFILL = ("prefill", "p1", "computed", 9)
 
 
-async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answer(model_dir):
+async def test_completion_by_the_requested_worker_is_an_answer(model_dir):
     async with open_frontends(model_dir) as fronts:
         fronts.will_answer("A")
         found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
@@ -100,7 +100,7 @@ async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answe
         assert await probes(fronts.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
 
 
-async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
+async def test_rejection_by_the_router_is_reported_in_its_words(model_dir):
     async with open_frontends(model_dir) as fronts:
         fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
 
@@ -109,7 +109,7 @@ async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
     assert found == ProbeFailure(503, "no_worker: pin: w1 is draining; try later")
 
 
-async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody(model_dir):
+async def test_key_is_sent_only_to_its_own_deployment(model_dir):
     async with open_frontends(model_dir, TENANTS) as fronts:
         fronts.will_answer("A")
 
@@ -128,7 +128,7 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
         assert found == ProbeFailure(500, "internal: Bearer (key) is bad")
 
 
-async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
+async def test_redirected_service_never_sees_the_key(model_dir):
     elsewhere = []
     async with open_frontends(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
         fronts.will_answer("A")
@@ -208,12 +208,12 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
     ],
     ids=range(11),
 )
-async def test_what_else_is_answered_is_no_answer_and_is_not_repeated(content, status, found):
+async def test_other_answers_fail_the_probe_and_are_not_quoted(content, status, found):
     async with answering(content, status) as url:
         assert await probes(url, seconds=0.2 if content is None else SECONDS).ask(a_probe()) == found
 
 
-async def test_where_nobody_listens_that_is_told():
+async def test_probe_without_a_listener_says_so():
     found = await probes("http://127.0.0.1:9").ask(a_probe())
 
     assert found == ProbeFailure(0, "no answer: ClientConnectorError")
@@ -224,7 +224,7 @@ def test_a_service_has_a_name_that_no_public_domain_has():
     assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
 
 
-async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_one_of_its_own_tenant_in():
+async def test_full_router_rejects_a_probe_but_serves_another_tenant():
     """By a router as it is: so a probe needs no priority."""
     go, server = asyncio.Event(), OpenAiServer()
 

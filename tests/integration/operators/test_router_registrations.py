@@ -24,7 +24,7 @@ def a_worker(worker_id, state="serving", cached_blocks=0):
     return WorkerSnapshot(worker_id=WorkerId(worker_id), **fields)
 
 
-async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(model_dir, monkeypatch):
+async def test_serving_workers_are_registered_and_draining_are_not(model_dir, monkeypatch):
     async with open_frontends(model_dir) as fronts:
         workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)

@@ -34,7 +34,7 @@ async def have_met(address):
     return all([await known(address) == [[SERVERS, 0, 0]] * ROUTERS for _ in range(16)])
 
 
-async def test_what_one_process_has_sent_to_a_server_all_believe_to_be_there(tmp_path):
+async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
     servers = [OpenAiServer() for _ in range(SERVERS)]
     for server in servers:
         await server.start()

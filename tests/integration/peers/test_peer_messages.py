@@ -99,7 +99,7 @@ def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
 
 
-def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
+def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     sessions = SessionTable(ttl_seconds=1, capacity=10, telling=True)
     sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
@@ -115,14 +115,14 @@ def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
-def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
+def test_invalid_prompt_keys_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
     said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
     assert not {"PeerPlaced", "PeerReserved"} & set(said)
 
 
 @pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
-def test_prompts_named_by_another_secret_are_passed_over_and_those_that_workers_name_are_not(tmp_path, private, ours):
+def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
     """And named by none: of an older version, or of a router whose names are its own, as they may be here."""
     placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
     said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))

@@ -95,7 +95,7 @@ def booked_by_all(client):
     return {worker.worker_id: worker.booked_requests + worker.booked_elsewhere for worker in workers}
 
 
-def test_what_one_router_has_booked_keeps_the_others_off(routers):
+def test_reservations_of_one_router_keep_the_others_away(routers):
     """Eight long answers, each over a connection of its own, so through either router: four on each worker."""
     body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
     with ExitStack() as held:
@@ -125,7 +125,7 @@ def both_routers(routers):
     return {dict(labels).get("router") for _, labels in scraped(routers)}
 
 
-def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
+def test_any_router_explains_any_placement(routers):
     placed = routers.asked(lambda client: client.complete("Hello", max_tokens=1).request_id)
 
     for request_id in placed[:4]:
@@ -134,7 +134,7 @@ def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
         client.explain("nobodys")
 
 
-def test_whoever_is_told_of_a_lease_the_router_that_gave_it_hears_of_it(routers):
+def test_lease_report_reaches_the_router_that_gave_the_lease(routers):
     with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
         lease = SelectionStub(channel).Select(
             SelectRequest(model="tiny", tokens=bytes(40), lease_ms=20_000), timeout=10
@@ -167,7 +167,7 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
     assert both_routers(routers) == {"router-0", "router-1"}
 
 
-def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
+def test_one_registration_and_one_port_serve_all_routers(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=78)
     eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})

@@ -187,7 +187,7 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
         await until(lambda: b.booked_elsewhere() == 0)
 
 
-async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp_path):
+async def test_session_is_known_to_all_and_to_later_routers(tmp_path):
     hard = {"session_affinity": "hard"}
     async with PeerRouterSetup(tmp_path, 0, 3, **hard).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3, **hard).running() as b:
@@ -202,7 +202,7 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
             assert {session: await c.worker_of(session) for session in homes} == homes
 
 
-async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it_has_caught_up(tmp_path):
+async def test_later_router_learns_registrations_before_catch_up(tmp_path):
     worker = MemberJoined(worker_id=WorkerId("w9"), incarnation=Incarnation("1"), address="unix:/w9")
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         a.members.register(Register(worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address))
@@ -214,7 +214,7 @@ async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it
             assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
 
 
-async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):
+async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
     """Before its engine has told of it, though others are idle; to a router that comes later, and until it is over."""
     async with PeerRouterSetup(tmp_path, 0, 3).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3).running() as b:
@@ -234,7 +234,7 @@ async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_t
             assert c.foretold() == 0
 
 
-async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):
+async def test_reconnected_routers_agree_on_sessions(tmp_path):
     """On what was bound last, whoever did, and without a further request."""
     wires = [SeverableLink(tmp_path, number) for number in range(2)]
     for wire in wires:
@@ -268,7 +268,7 @@ async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_th
         wire.cut()
 
 
-async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):
+async def test_lease_can_be_reported_and_released_at_any_router(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b))
         selected = await a.select(lease_ms=40_000)
@@ -287,7 +287,7 @@ async def test_a_lease_is_reported_and_released_through_whichever_router_is_aske
             await router.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
 
 
-async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_path, monkeypatch):
+async def test_hung_router_does_not_delay_lease_reports(tmp_path, monkeypatch):
     """Two answer, and the third takes connections and says nothing."""
     monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
     silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: SilentRouter())
@@ -298,7 +298,7 @@ async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_p
         await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id), timeout=20)
 
 
-async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
+async def test_reservations_of_a_dead_router_are_released(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
             await until(lambda: met(a, b))

@@ -266,7 +266,7 @@ def test_a_tcp_control_port_takes_certificates_for_a_proof(tmp_path, model_dir):
             eventually(lambda: states(client) == {"w0": "serving"})
 
 
-def test_what_is_wrong_with_tls_at_a_control_port_is_named(tmp_path, model_dir, capsys):
+def test_tls_error_at_the_control_port_is_named(tmp_path, model_dir, capsys):
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     own = {"authority": ours.file, **ours.issue("router")}
     shown, expired = ours.issue("person"), ours.issue("late", hours=(-2, -1))
@@ -343,7 +343,7 @@ def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
         assert process.wait(30) == 0, "it has drained"
 
 
-def test_the_default_control_socket_is_private_and_found_by_the_grpc_address(tmp_path, model_dir):
+def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):
     with a_process("router", a_router(model_dir), tmp_path) as (_, endpoints):
         assert endpoints["control"] == control_socket(endpoints["grpc"])
         assert stat.S_IMODE(control_folder().stat().st_mode) == 0o700
@@ -381,7 +381,7 @@ def test_a_control_folder_that_is_not_private_is_refused(tmp_path, model_dir, sh
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_second_worker_of_a_name_is_refused_and_the_first_serves_on(tmp_path, model_dir):
+def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
     with a_router_and_a_worker(tmp_path, model_dir) as (endpoints, client, first):
         second = a_worker(tmp_path, endpoints["control"], "second", name_wait_seconds=1.0)
         with a_process("worker", second, tmp_path, "second") as (process, _):

@@ -52,7 +52,7 @@ async def flood(world: RelaySetup, name: str, prompt: str) -> int:
     return status
 
 
-async def test_tenants_that_flood_a_router_get_what_their_weights_say_of_what_is_computed():
+async def test_flooding_tenants_share_compute_by_their_weights():
     """Within 5 %; whatever the sizes of their prompts, and how many each has, and what of them is cached."""
     go = asyncio.Event()
     dice = Random(3)

@@ -93,7 +93,7 @@ def replayed(path, capsys):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, capsys):
+def test_recorded_incident_replays_to_the_same_commands(cluster, capsys):
     with Client(cluster.grpc) as client:
         eventually(lambda: workers_seen(client) == {"w0", "w1"})
     answers = []

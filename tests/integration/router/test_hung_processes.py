@@ -21,7 +21,7 @@ PROMPT = list(range(100, 300))
 SECONDS = 240  # for what takes some ten seconds on an idle machine
 
 
-def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(tmp_path, model_dir):
+def test_hung_router_restarts_and_every_connection_is_answered(tmp_path, model_dir):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "models": {"tiny": str(model_dir)}}
     log = tmp_path / "router.log"
     with log.open("w") as output:
@@ -44,7 +44,7 @@ def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(t
         parent.wait(60)
 
 
-def test_the_router_of_a_cluster_on_one_machine_that_hangs_is_started_again_and_serves(tmp_path):
+def test_hung_router_of_a_local_cluster_restarts_and_serves(tmp_path):
     with fleet_up(tmp_path) as up:
         hung, worker = up.pid_of("router"), up.pid_of("decode-0")
         address = up.endpoints["http"].removeprefix("http://").removesuffix("/v1")
@@ -91,7 +91,7 @@ def test_a_worker_that_dies_six_times_is_shown_as_failing(tmp_path):
         eventually(lambda: workers_of(client) == {"prefill-0", "decode-0", "decode-1"})
 
 
-def test_workers_replaced_beside_a_hung_store_serve_and_join_it_later(tmp_path):
+def test_workers_replaced_beside_a_hung_store_join_it_later(tmp_path):
     topology = tmp_path / "topology.toml"
     topology.write_text("[supervision]\nstopped_seconds = 20.0\n")  # longer than a worker waits for its store
     with fleet_up(tmp_path, "--config", str(topology)) as up, Client(up.grpc) as client:

@@ -126,7 +126,7 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
             task.cancel()
 
 
-async def test_adapters_are_models_to_clients_and_go_where_they_are_loaded(model_dir):
+async def test_adapters_are_models_and_go_where_they_are_loaded(model_dir):
     async with a_world(model_dir, a_worker("w1"), a_worker("w2"), a_worker("x1", model=OTHER, adapters={})) as world:
         listed = {model.id: model.model_extra.get("parent") for model in (await world.client.models.list()).data}
         assert listed == {"tiny": None, "ada": "tiny", "bob": "tiny", "other": None}
@@ -156,7 +156,7 @@ async def test_adapters_are_models_to_clients_and_go_where_they_are_loaded(model
             await world.ask("eve")
 
 
-async def test_one_slot_serves_two_adapters_in_turn_and_nothing_is_mixed(model_dir):
+async def test_one_slot_serves_two_adapters_in_turn(model_dir):
     async with a_world(model_dir, a_worker("w1")) as world:
         alone = {name: (await world.ask(name))[0] for name in ("ada", "bob", "tiny")}
 
@@ -169,7 +169,7 @@ async def test_one_slot_serves_two_adapters_in_turn_and_nothing_is_mixed(model_d
         assert (tenant, cached) == (alone["ada"], 0), "tenants share an adapter, and no blocks of it"
 
 
-async def test_blocks_of_an_adapter_move_between_its_workers_and_to_no_other(model_dir):
+async def test_adapter_blocks_move_only_between_its_own_workers(model_dir):
     with a_node(capacity_bytes=16 << 20) as node:
         pair = (
             a_worker("p1", node.address, role=Role.PREFILL, adapter_slots=2),

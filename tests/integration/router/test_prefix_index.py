@@ -88,7 +88,7 @@ async def a_router(processes: dict[str, WorkerProcess], name: str) -> AsyncItera
             task.cancel()
 
 
-async def test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die():
+async def test_cold_router_learns_caches_and_forgets_dead_workers():
     rng = random.Random(3)
     async with workers() as processes, a_router(processes, "first") as first:
         for number in range(30):

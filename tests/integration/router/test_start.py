@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_router_takes_no_requests_before_its_servers_have_said_that_they_are_there(tmp_path, processes):
+async def test_router_waits_for_its_servers_before_it_serves(tmp_path, processes):
     server = OpenAiServer()
     server.health_seconds = 0.5
     await server.start()
@@ -28,7 +28,7 @@ async def test_a_router_takes_no_requests_before_its_servers_have_said_that_they
             await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
 
 
-async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up_for_long(tmp_path):
+async def test_silent_server_delays_the_start_only_briefly(tmp_path):
     server, silent = OpenAiServer(), OpenAiServer()
     await server.start()
     with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
@@ -37,7 +37,7 @@ async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up
             await asyncio.to_thread(ask, address, "GET", "/openapi.json")
 
 
-def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of_it(tmp_path, model_dir):
+def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir):
     """A worker takes a router of the same name for the first one that dials again, and ends what that one had sent."""
     directory = {"kind": "file", "folder": str(tmp_path / "workers")}
     (tmp_path / "workers").mkdir()
@@ -88,7 +88,7 @@ def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of
             process.wait(60)
 
 
-def test_one_that_is_asked_to_end_while_it_waits_for_others_ends_without_having_served(tmp_path):
+def test_router_stopped_while_it_waits_never_serves(tmp_path):
     settings = {
         "http_listen": f"127.0.0.1:{a_free_port()}",
         "grpc_listen": f"127.0.0.1:{a_free_port()}",

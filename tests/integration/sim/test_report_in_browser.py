@@ -162,7 +162,7 @@ def test_the_page_asks_for_nothing_and_complains_of_nothing(page):
     assert page.complaints == []
 
 
-def test_those_who_hear_the_page_are_told_of_each_chart(page):
+def test_screen_readers_get_a_text_for_each_chart(page):
     page.call("Accessibility.enable")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     named = [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") in ("image", "img")]

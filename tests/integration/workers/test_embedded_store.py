@@ -120,7 +120,7 @@ async def a_worker_that_has_answered(folder: Path, prompt: bytes, **fields):
         yield worker
 
 
-async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked_to_stop_leaves_nothing(folder):
+async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
     prompt = a_prompt()
     disk = {"kind": "ssd", "directories": [f"{folder}/ssd"], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     node = node_in(folder, tiers=[{**disk, "keep": "all"}])
@@ -154,7 +154,7 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
         assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_again(folder):
+async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
     prompt = a_prompt()
     async with a_worker_that_has_answered(folder, prompt) as worker:
         other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
@@ -183,7 +183,7 @@ async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_a
 
 
 @pytest.mark.parametrize(("tp", "layout"), [(2, "HND"), (4, "NHD")])
-async def test_ranks_and_layouts_of_the_engine_are_no_affair_of_the_node(folder, tp, layout):
+async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
     prompt = a_prompt()
     async with here(a_worker(folder, tp=tp, layout=layout)) as one, here(simulated(f"unix:{folder}/kv")) as other:
         expected, _ = await one.do(work(prompt, ANSWER))
@@ -195,7 +195,7 @@ async def test_ranks_and_layouts_of_the_engine_are_no_affair_of_the_node(folder,
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_a_prefill_worker_with_a_node_hands_over_to_a_decode_worker_that_uses_it(folder):
+async def test_prefill_worker_with_node_hands_off_to_decode_worker(folder):
     prefill = msgspec.structs.replace(a_worker(folder), role=Role.PREFILL)
     async with here(prefill) as first, here(simulated(f"unix:{folder}/kv", role=Role.DECODE)) as second:
         _, _, end = await split(first, second, a_prompt(), ANSWER, KvPath.STORE)
@@ -233,7 +233,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
         ),
     ],
 )
-async def test_settings_that_the_node_cannot_obey_are_refused_by_their_path(folder, fields, message):
+async def test_invalid_node_settings_are_rejected_with_their_path(folder, fields, message):
     (folder / "file").write_text("")
     told = json.loads(json.dumps(fields).replace("{}", str(folder)))
 
@@ -263,7 +263,7 @@ async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
     assert file_names_in(folder) == set()
 
 
-async def test_an_engine_that_refuses_its_settings_takes_the_node_with_it(folder):
+async def test_node_ends_when_the_engine_rejects_its_settings(folder):
     (folder / "config.json").write_text("[]")
     settings = msgspec.structs.replace(a_worker(folder), model_dir=str(folder))
 

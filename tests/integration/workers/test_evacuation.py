@@ -145,7 +145,7 @@ def a_worker(folder: Path, name: str, tier: dict, **fields):
     )
 
 
-async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_to_end(folder):
+async def test_worker_of_another_store_reads_evacuated_blocks(folder):
     """And the answer that was under way is complete, and what it has left in the cache is there too."""
     server, prompt, cold = shared_redis(), a_prompt(), a_prompt()
     tier = redis_tier(server, "warm")
@@ -183,7 +183,7 @@ async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_
 # What goes, and where to
 
 
-async def test_what_is_worth_most_goes_first_as_far_as_bytes_may_and_what_is_there_already_costs_none():
+async def test_most_valuable_missing_blocks_go_first_within_budget():
     server = shared_redis()
     hot, once = a_prompt(4), a_prompt(4)
     with a_node(tiers=[redis_tier(server, "worth")]) as node:
@@ -217,7 +217,7 @@ async def test_blocks_that_only_the_engine_still_has_go_too():
             assert await tokens_and_tiers(other, prompt) == (expected, {"redis": BLOCKS})
 
 
-async def test_without_a_tier_that_all_read_a_node_that_goes_fills_its_peers_and_one_that_stays_need_not():
+async def test_without_shared_tier_only_a_leaving_node_fills_peers():
     prompt = a_prompt()
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:
@@ -232,7 +232,7 @@ async def test_without_a_tier_that_all_read_a_node_that_goes_fills_its_peers_and
         assert await tokens_and_tiers(survivor, prompt) == (expected, {"cpu": BLOCKS})
 
 
-async def test_a_peer_that_is_away_is_no_reason_to_leave_blocks_behind_where_another_is_there():
+async def test_unreachable_peer_does_not_stop_an_evacuation():
     prompt = a_prompt()
     with a_node(store_id="one") as one, a_node(store_id="two") as two:
         peers = [one.address, two.address]
@@ -260,7 +260,7 @@ async def test_the_disk_is_what_is_left_to_a_node_that_goes_alone(folder):
         assert await tokens_and_tiers(node, prompt) == (expected, {"ssd": BLOCKS})
 
 
-async def test_a_tier_that_is_only_read_is_not_written_to_and_a_budget_of_writes_counts(folder):
+async def test_evacuation_respects_read_only_tiers_and_write_budgets(folder):
     server, prompt = shared_redis(), a_prompt()
     only_read = redis_tier(server, "read") | {"keep": "none"}
     little = redis_tier(server, "little") | {"daily_write_bytes": 3 * BLOCK_BYTES}
@@ -272,7 +272,7 @@ async def test_a_tier_that_is_only_read_is_not_written_to_and_a_budget_of_writes
                 assert brought.left == (BLOCKS - moved if name else 0)
 
 
-async def test_who_watches_the_node_hears_where_the_blocks_are_now():
+async def test_watcher_learns_where_evacuated_blocks_are():
     server, prompt = shared_redis(), a_prompt()
     with a_node(tiers=[redis_tier(server, "watched")]) as node:
         async with (
@@ -328,7 +328,7 @@ class RecordingStream:
     def end(self, why: str) -> None: ...
 
 
-async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadline_only(caplog):
+async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "hangs") | {"connect_seconds": 30}]) as node:
@@ -361,7 +361,7 @@ async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadlin
     assert said
 
 
-async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_before_its_deadline(caplog):
+async def test_unreachable_server_ends_evacuation_after_some_tries(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     few_at_a_time = {"capacity_bytes": 64 << 10}  # so that some have not even been tried
@@ -376,7 +376,7 @@ async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_befor
     assert (record.tier, record.moved, record.left, record.failed) == ("redis", 0, BLOCKS, brought.failed)
 
 
-async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_back():
+async def test_server_that_returns_gets_all_blocks():
     prompt = a_prompt()
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
@@ -389,7 +389,7 @@ async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_ba
             assert keys_in(server, "back") == hexes(names_of(prompt))
 
 
-async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
+async def test_blocks_go_to_the_next_tier_when_one_fails():
     prompt = a_prompt()
     with a_redis_server() as server, a_node(store_id="survivor") as survivor:
         tiers = [redis_tier(server, "gone"), {"kind": "peer", "peers": [survivor.address]}]
@@ -402,7 +402,7 @@ async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
             assert held(client, prompt) == BLOCKS
 
 
-async def test_a_call_that_the_node_does_not_answer_is_one_failure_and_it_goes_on(monkeypatch):
+async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch):
     monkeypatch.setattr(breaker, "COST_FACTOR", 0)  # else the client leaves the node alone for four seconds
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "slow")]) as node:
@@ -431,7 +431,7 @@ async def test_a_node_that_is_gone_ends_it_before_its_deadline(caplog):
 # What the tier had, and has not any more
 
 
-async def test_what_redis_has_lost_by_itself_goes_there_again_and_only_that():
+async def test_only_blocks_that_redis_lost_are_written_again():
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "lost")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
@@ -448,7 +448,7 @@ async def test_what_redis_has_lost_by_itself_goes_there_again_and_only_that():
             assert keys_in(server, "lost") == hexes(names_of(prompt))
 
 
-async def test_what_a_peer_has_evicted_goes_there_again():
+async def test_blocks_that_a_peer_evicted_are_written_again():
     prompt = a_prompt()
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:

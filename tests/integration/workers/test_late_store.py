@@ -163,7 +163,7 @@ def test_certificate_that_shows_up_later_is_told_too(tmp_path, caplog, monkeypat
             eventually(lambda: any(" expired on " in cause for cause in causes(caplog)))
 
 
-def test_a_client_that_joined_late_survives_a_restart_of_its_node():
+def test_late_client_survives_a_restart_of_its_node():
     with a_node(capacity_bytes=1 << 20) as node:
         node.freeze()
         with StoreClient.join(node.address, a_namespace(), wait_seconds=0, call_timeout_seconds=30) as client:
@@ -174,7 +174,7 @@ def test_a_client_that_joined_late_survives_a_restart_of_its_node():
             eventually(lambda: client.write(a_chain(1), [a_block(1)]) == 1)
 
 
-def test_a_node_with_another_layout_is_refused_at_once_or_never_joined():
+def test_node_with_another_layout_is_rejected():
     with a_node(capacity_bytes=1 << 20) as node:
         with a_store_client(node.address, a_namespace()) as first:
             first.write(a_chain(1), [a_block(1)])

@@ -77,7 +77,7 @@ async def test_a_hold_ends_by_itself():
         await until_held(client, 0)
 
 
-async def test_blocks_that_reach_the_store_after_the_answer_are_held_too():
+async def test_blocks_stored_after_the_answer_are_pinned_too():
     async with holding() as (holds, client):
         write(client, NAMES[:4])
         holds.keep([a_hold()])
@@ -88,7 +88,7 @@ async def test_blocks_that_reach_the_store_after_the_answer_are_held_too():
         await until_held(client, 10)
 
 
-async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_before():
+async def test_resumed_session_is_not_pinned_by_earlier_work():
     async with holding() as (holds, client):
         write(client, NAMES[:4])
         holds.keep([a_hold(), UnpinChain(session="agent")])
@@ -98,7 +98,7 @@ async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_be
         assert client.stats().held_bytes == 0
 
 
-async def test_what_holds_may_keep_is_not_exceeded_and_the_start_of_a_chain_comes_first():
+async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
     quota = 8 * NAMESPACE.block_bytes
     async with holding(capacity_bytes=4 * quota, max_held_share=0.25) as (holds, client):
         other = token_bytes(range(1000, 1000 + 10 * 32))
@@ -122,7 +122,7 @@ async def test_holds_are_dropped_when_the_node_is_away():
             assert holds.dropped == 1
 
 
-async def test_a_worker_that_ends_leaves_what_was_just_asked_for_without_a_word():
+async def test_ending_worker_drops_pending_pins_silently():
     async with holding() as (holds, _):
         holds.keep([a_hold(), UnpinChain(session="another")])
     gc.collect()  # a coroutine that was never awaited would warn here
@@ -163,7 +163,7 @@ async def test_a_node_with_other_blocks_leaves_no_thread_behind():
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("store-holds")] == []
 
 
-async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(monkeypatch):
+async def test_failed_pin_is_counted_and_affects_no_other(monkeypatch):
     async with holding() as (holds, client):
         write(client, NAMES)
         hold = StoreClient.hold
@@ -196,7 +196,7 @@ async def ask(router, prompt: bytes, number: int, session: str = "") -> Complete
 
 
 @pytest.mark.parametrize(("session", "loaded"), [("agent", 10), ("", 0)])
-async def test_a_session_goes_on_from_its_blocks_although_others_have_filled_engine_and_store(session, loaded):
+async def test_session_resumes_from_its_pinned_blocks(session, loaded):
     prompt = fresh_prompt(10 * BLOCK_TOKENS + 5)
     with (
         a_node(capacity_bytes=64 * PAGE, max_held_share=0.25) as node,

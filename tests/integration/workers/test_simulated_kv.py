@@ -113,7 +113,7 @@ def keep(blocks: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("tamper", "same"), [(keep, True), (flip, False), (drop, False), (swap, False)])
-async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_output(node, monkeypatch, tamper, same):
+async def test_unnoticed_bad_block_changes_the_output(node, monkeypatch, tamper, same):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await computed_by_one(node, prompt)
     monkeypatch.setattr(Unverified, "tamper", staticmethod(tamper))
@@ -180,7 +180,7 @@ async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
     assert blocks_from(end.kv, Source.COMPUTED) == 7 - whole
 
 
-async def test_a_block_missing_in_the_store_is_computed_with_all_after_it(node):
+async def test_missing_store_block_is_computed_with_its_successors(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     names = chain(prompt, BLOCK_TOKENS)
     async with an_engine(settings()) as alone:  # without a store
@@ -198,7 +198,7 @@ async def test_a_block_missing_in_the_store_is_computed_with_all_after_it(node):
     assert blocks_from(end.kv, Source.COMPUTED) == 4
 
 
-async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
+async def test_block_damaged_after_lending_is_computed_by_borrower():
     prompt = fresh_prompt(PROMPT_TOKENS)
 
     async with (
@@ -224,7 +224,7 @@ async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
 # The store on its own feet.
 
 
-async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(node):
+async def test_blocks_of_one_engine_are_found_by_another(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     async with an_engine(settings(node.address)) as first:
         answer, _ = await first.do(work(prompt, 2 * BLOCK_TOKENS))
@@ -240,7 +240,7 @@ async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(
     assert blocks_from(end.kv, Source.STORE) == 8
 
 
-async def test_a_store_that_hangs_delays_a_request_by_its_deadline_and_no_more(node):
+async def test_hung_store_delays_a_request_only_to_its_deadline(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await computed_by_one(node, prompt)
     async with an_engine(settings(node.address, load_timeout_ms=200, publish_timeout_ms=200)) as one:
@@ -266,7 +266,7 @@ async def test_a_store_that_dies_is_a_miss(node):
     assert blocks_from(end.kv, Source.COMPUTED) == 7
 
 
-async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
+async def test_cancelling_during_a_transfer_frees_everything(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     await computed_by_one(node, prompt)
     async with an_engine(settings(node.address)) as one:
@@ -282,7 +282,7 @@ async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
         assert blocks_from(end.kv, Source.STORE) == 6
 
 
-async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
+async def test_unfetched_blocks_are_freed_when_their_lease_ends():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     async with an_engine(told) as prefill:
         _, end = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
@@ -294,7 +294,7 @@ async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
         assert prefill.engine.lender.expired == 1
 
 
-async def test_a_request_that_waits_for_lent_blocks_starts_when_their_lease_ends():
+async def test_request_waiting_for_lent_blocks_starts_at_lease_end():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     told = msgspec.structs.replace(told, simulated=msgspec.structs.replace(told.simulated, kv_blocks=8))
     async with an_engine(told) as prefill:

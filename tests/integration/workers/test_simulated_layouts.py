@@ -61,7 +61,7 @@ def held(one: EngineDriver, prompt: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize(("tp", "other_tp"), [*TP_PAIRS, (1, 1)])
 @pytest.mark.parametrize(("layout", "other"), LAYOUT_PAIRS)
-async def test_a_decode_engine_reads_what_a_prefill_engine_of_another_kind_wrote(node, tp, other_tp, layout, other):
+async def test_decode_engine_reads_blocks_of_another_layout(node, tp, other_tp, layout, other):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await alone(prompt)
 
@@ -76,7 +76,7 @@ async def test_a_decode_engine_reads_what_a_prefill_engine_of_another_kind_wrote
 
 
 @pytest.mark.parametrize(("tp", "layout"), [(1, "NHD"), (2, "HND"), (4, "NHD")])
-async def test_what_is_in_the_store_does_not_tell_who_wrote_it(node, tp, layout):
+async def test_stored_blocks_do_not_depend_on_the_writer(node, tp, layout):
     prompt = fresh_prompt(PROMPT_TOKENS)
     names = chain(prompt, BLOCK_TOKENS)
     async with an_engine() as plain:
@@ -108,7 +108,7 @@ async def test_a_conversion_that_is_wrong_is_heard(node, monkeypatch):
     assert tokens != expected
 
 
-async def test_blocks_of_another_size_are_refused_at_the_handshake_and_counted():
+async def test_blocks_of_another_size_are_rejected_and_counted():
     port = a_free_port()
     with a_node(metrics_listen=f"127.0.0.1:{port}") as node:
         async with an_engine(node.address, 2, "NHD"):
@@ -140,7 +140,7 @@ async def ask(router: RouterServer, prompt: bytes, **fields) -> tuple[list[int],
     raise AssertionError("no end")
 
 
-async def test_a_router_pairs_two_ranks_of_nhd_with_four_of_hnd_through_the_store_although_it_prefers_direct(node):
+async def test_mixed_layouts_are_paired_through_the_store(node):
     prompt = fresh_prompt(20 * BLOCK_TOKENS + 5)
     both = (KvPath.STORE, KvPath.DIRECT)
     prefill = simulated(node.address, 2, "NHD", Role.PREFILL, both)

@@ -85,7 +85,7 @@ async def follow(group, **fields):
         await asyncio.sleep(SECONDS)
 
 
-async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_it_is_over(group):
+async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
     async with (
         a_leader(group, engine_ports=(6001, 6002)) as ready,
         following(group(1), "same", SystemClock()) as follow,
@@ -103,7 +103,7 @@ async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_i
         await follow.over.wait()
 
 
-async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(group):
+async def test_leader_starts_when_its_own_ranks_are_present(group):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
         assert "told other things" in await refusal(reader)
@@ -123,7 +123,7 @@ async def refusal(reader):
     return said["why"]
 
 
-async def test_who_is_of_another_group_does_not_try_again(group):
+async def test_rank_of_another_group_does_not_retry(group):
     async with a_leader(group):
         with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
             async with following(group(1), "other", SystemClock()):
@@ -152,7 +152,7 @@ async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
     ],
     ids=range(6),
 )
-async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, words):
+async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, words)
         with suppress(ConnectionError):
@@ -174,7 +174,7 @@ async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
             assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
 
 
-async def test_a_leader_that_has_no_file_left_for_a_connection_takes_it_a_little_later(group, monkeypatch):
+async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypatch):
     loop = asyncio.get_running_loop()
     accept, failures = loop.sock_accept, [errno.EMFILE, errno.ENFILE]
 
@@ -235,7 +235,7 @@ async def serves(address):
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_with_it(started):
+async def test_ranks_become_ready_and_drain_with_the_first(started):
     leader, rank = await started(0), await started(1)
     for each in (leader, rank):
         await each.ready()
@@ -256,7 +256,7 @@ async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_who_is_told_to_end_while_the_group_forms_ends_at_once(started, rank):
+async def test_rank_stopped_while_the_group_forms_ends_at_once(started, rank):
     alone = await started(rank)
     await until_answered(lambda: listens_to_signals(alone), SECONDS)
 
@@ -279,7 +279,7 @@ async def listens_to_signals(process):
         (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
     ],
 )
-async def test_who_is_gone_takes_the_others_along(started, victim, number, said):
+async def test_lost_rank_ends_the_others(started, victim, number, said):
     processes = [await started(0), await started(1)]
     for each in processes:
         await each.ready()

@@ -154,7 +154,7 @@ async def test_blocks_move_between_processes(folder):
         assert first + rest == aggregated
 
 
-async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_off_is_fetched(folder):
+async def test_stopping_prefill_worker_waits_until_handoffs_are_read(folder):
     roles = {role: settings(role.value, role=role) for role in (Role.PREFILL, Role.DECODE)}
     async with (
         a_worker_process(folder, roles[Role.PREFILL]) as prefill,
@@ -268,7 +268,7 @@ async def test_a_router_that_says_nothing_is_cut(monkeypatch):
             assert "hello" in await stream.ended()
 
 
-async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(folder):
+async def test_router_that_does_not_read_is_cut_and_worker_is_well(folder):
     listen = f"unix:{folder}/sleeps"  # whose buffers are small
     told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "sleeps") as sleeps:
@@ -322,7 +322,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
             running.cancel()
 
 
-async def test_health_follows_the_workers_life_and_the_services_are_listed(folder):
+async def test_health_follows_the_worker_and_services_are_listed(folder):
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
         a_router_stream(worker.address) as stream,
@@ -492,7 +492,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
                 assert (await again.do(work(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
 
 
-async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registers_again(folder):
+async def test_serving_continues_without_the_registry(folder):
     async with a_registry(lease_ms=3000) as registry:
         changes = registry.server.membership()
         told = settings(registry=registry.address)
@@ -527,7 +527,7 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         assert not registry.server._machine.members
 
 
-async def test_a_name_that_stands_for_several_routers_means_all_of_them():
+async def test_name_of_several_routers_means_all_of_them():
     addresses: list[str] = []
 
     async def look_up(host: str, port: int) -> list[str]:
@@ -565,7 +565,7 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
 
 
 @pytest.mark.parametrize("method", ["Register", "Deregister"])
-async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, caplog):
+async def test_registry_rejects_garbage_without_logging(method, caplog):
     async with a_registry() as registry, grpc.aio.insecure_channel(registry.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=60)
@@ -585,7 +585,7 @@ async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():
+async def test_slow_membership_observer_gets_the_final_state():
     async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
         changes = registry.server.membership()
         await client.register(WorkerId("a"), Incarnation("1"), "x:1")

@@ -131,7 +131,7 @@ async def uncached(world: RelaySetup, number: int, **body: object) -> int:
     return world.router.explain(RequestId(f"t-{number}")).placements[0].uncached_tokens
 
 
-async def test_what_was_stored_before_is_known_by_tokens_salt_and_adapter(server, model_dir):
+async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     blocks = len(ids) // PAGE
     with a_publisher() as publisher:
@@ -200,7 +200,7 @@ async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, 
             assert not any(world.workers.alerts().values())
 
 
-async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_name(server, model_dir, monkeypatch):
+async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_dir, monkeypatch):
     monkeypatch.setattr(followed_cache, "EVENT_PATIENCE", Nanos(1))
     with a_publisher() as publisher:
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:

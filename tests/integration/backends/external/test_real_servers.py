@@ -58,7 +58,7 @@ async def in_front_of(folder, *servers):
         yield world, client
 
 
-async def test_prompts_that_begin_alike_stay_with_one_of_both_without_kv_events(folder, servers):
+async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, servers):
     beginnings = [f"{name} " * 90 for name in ("alpha", "beta", "gamma", "delta")]
     went: dict[str, list[str]] = {beginning: [] for beginning in beginnings}
     async with in_front_of(folder, *servers.values()) as (world, client):
@@ -80,7 +80,7 @@ async def test_prompts_that_begin_alike_stay_with_one_of_both_without_kv_events(
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_streams_arrive_with_their_usage_and_say_what_whole_answers_say(folder, servers, name):
+async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name):
     async with in_front_of(folder, servers[name]) as (world, client):
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
@@ -132,7 +132,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
         ("transformers", "/v1/completions", {"prompt": "x", "no_such_field": 1}),
     ],
 )
-async def test_what_a_server_refuses_arrives_in_its_own_words(folder, servers, name, path, wrong):
+async def test_server_error_arrives_with_its_own_message(folder, servers, name, path, wrong):
     async with in_front_of(folder, servers[name]) as (world, _):
         status, relayed = await asyncio.to_thread(posted, world.url + path, {"model": MODEL, **wrong})
         own_status, own = await asyncio.to_thread(posted, servers[name].url + path, {"model": MODEL, **wrong})

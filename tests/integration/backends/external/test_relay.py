@@ -93,7 +93,7 @@ async def test_models_are_listed(server):
         assert [model.id async for model in client.models.list()] == [MODEL]
 
 
-async def test_what_the_server_refuses_arrives_as_it_is(server):
+async def test_error_of_the_server_is_passed_on_unchanged(server):
     async def refuse(answering: ServerExchange) -> None:
         error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
         await answering.respond(422, json.dumps({"error": error}).encode())
@@ -116,7 +116,7 @@ async def test_what_the_server_refuses_arrives_as_it_is(server):
         (b'{"model": "mock", "x": ' + b"[" * 100_000, 400, "nested too deeply"),
     ],
 )
-async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(server, body, status, said):
+async def test_unplaceable_request_is_rejected_on_a_live_connection(server, body, status, said):
     async with a_relay(server) as world, connected(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, body))
@@ -129,7 +129,7 @@ async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(serv
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
-async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server, field, number):
+async def test_number_with_any_digits_is_left_to_the_server(server, field, number):
     async with a_relay(server) as world, connected(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", field: number}))
@@ -140,7 +140,7 @@ async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server,
         await world.settled()
 
 
-async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_client_wrote(server):
+async def test_impossible_hint_is_rejected_under_the_clients_name(server):
     async with a_relay(server) as world, connected(world) as peer:
         await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
         status, _, body = await peer.answer()
@@ -169,7 +169,7 @@ async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, mo
         await world.settled()
 
 
-async def test_the_api_key_of_the_worker_takes_the_place_of_the_clients(server):
+async def test_api_key_of_the_worker_replaces_that_of_the_client(server):
     async with a_relay(server, api_key="sk-upstream") as world, an_openai_client(world, "sk-client") as client:
         await client.completions.create(model=MODEL, prompt="say")
 
@@ -297,7 +297,7 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
         await world.settled()
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
+async def test_connection_closed_by_the_server_costs_no_request(servers):
     async def and_close(answering: ServerExchange) -> None:
         await answering.respond(200, b"{}")
         answering.writer.transport.close()
@@ -311,7 +311,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_reques
         assert world.router.status().counters.retried == 0
 
 
-async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(server):
+async def test_request_that_meets_a_closing_connection_is_resent(server):
     served: set[asyncio.StreamWriter] = set()
 
     async def one_each(answering: ServerExchange) -> None:
@@ -406,7 +406,7 @@ async def test_an_answer_that_ends_with_its_connection_is_whole(server):
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
     ],
 )
-async def test_what_is_no_request_or_too_large_never_gets_to_the_server(server, sent, status):
+async def test_malformed_or_oversized_request_never_reaches_a_server(server, sent, status):
     async with a_relay(server) as world, connected(world) as peer:
         await peer.send(sent)
         assert (await peer.answer())[0] == status

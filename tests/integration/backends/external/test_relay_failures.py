@@ -92,7 +92,7 @@ async def test_a_server_error_everywhere_is_told(server):
         await world.settled()
 
 
-async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
+async def test_stream_cut_between_events_ends_with_an_error_event(server):
     async def die(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
@@ -107,7 +107,7 @@ async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(serv
         await world.settled()
 
 
-async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
+async def test_stream_cut_within_an_event_closes_the_connection(server):
     async def die(answering: ServerExchange) -> None:
         await answering.begin_events()
         await answering.event(token("a"))
@@ -230,7 +230,7 @@ async def test_done_is_found_however_it_is_cut(server, cut):
         await world.settled()
 
 
-async def test_what_is_no_http_is_a_failure_of_the_server(server):
+async def test_invalid_http_is_a_failure_of_the_server(server):
     async def babble(answering: ServerExchange) -> None:
         await answering.send(b"hello\r\n\r\n")
 
@@ -281,7 +281,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(server):
         await world.settled()
 
 
-async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
+async def test_router_without_sockets_blames_no_server_and_recovers(server):
     async with a_relay(server) as world, connected(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -291,7 +291,7 @@ async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_
         await world.settled()
 
 
-async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
+async def test_request_without_a_socket_in_time_is_rejected_with_429(server):
     async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, connected(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -323,7 +323,7 @@ async def test_a_dead_server_leaves_and_returns(servers):
         await world.settled()
 
 
-async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
+async def test_unreachable_server_is_logged_once_with_url_and_cause(server, caplog):
     """As when a url in the settings is wrong: nobody would be told else."""
     server.health_status = 503
     urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
@@ -346,7 +346,7 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     assert told["absent"][1], "in the words of the system"
 
 
-async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
+async def test_repeatedly_failing_server_gets_no_requests_for_a_while(servers):
     async def fail(answering: ServerExchange) -> None:
         await answering.respond(500, b"{}")
 
@@ -359,7 +359,7 @@ async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(serv
         await world.settled()
 
 
-async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
+async def test_request_failing_everywhere_does_not_eject_all_servers(servers):
     async def choke(answering: ServerExchange) -> None:
         poison = "poison" in answering.seen.json["prompt"]
         await (answering.respond(500, b"{}") if poison else five_tokens(answering))
@@ -399,7 +399,7 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
         await until(lambda: world.serving() == 0)
 
 
-async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
+async def test_overloaded_router_answers_429_and_memory_stays_flat(server):
     """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
     go = asyncio.Event()
 
@@ -441,7 +441,7 @@ async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_
 
 
 @pytest.mark.parametrize("status", [422, 500, 503])
-async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(server, status):
+async def test_every_rejection_carries_the_request_id(server, status):
     async def refuse(answering: ServerExchange) -> None:
         await answering.respond(status, b'{"error": {"message": "no such thing"}}')
 
@@ -490,7 +490,7 @@ async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
         await world.settled()
 
 
-async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
+async def test_client_that_does_not_read_stops_the_server(server):
     sent = 0
 
     async def flood(answering: ServerExchange) -> None:
@@ -532,7 +532,7 @@ async def test_a_client_that_never_reads_is_cut_off(server):
         await world.settled()
 
 
-async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
+async def test_request_from_before_a_drain_is_rejected_as_draining(server):
     go_on = asyncio.Event()
 
     async def when_told(answering: ServerExchange) -> None:
@@ -556,7 +556,7 @@ async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_f
 @pytest.mark.parametrize(
     ("method", "headers", "status"), [("POST", ("content-type: text/plain",), 415), ("GET", (), 405)]
 )
-async def test_embeddings_that_cannot_be_relayed_are_refused_for_what_is_wrong(server, method, headers, status):
+async def test_unrelayable_embeddings_are_rejected_with_the_cause(server, method, headers, status):
     async with a_relay(server) as world, connected(world) as peer:
         sent = post("/v1/embeddings", {"model": MODEL, "input": "x"}, *headers)
         await peer.send(sent.replace(b"POST", method.encode(), 1))

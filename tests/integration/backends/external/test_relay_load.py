@@ -153,7 +153,7 @@ async def test_two_thousand_streams_at_once_get_their_own_tokens_each(server):
         assert (counters.completed, counters.refused) == (STREAMS, {})
 
 
-async def test_a_client_that_reads_a_byte_a_second_costs_those_beside_it_nothing_and_the_router_little(server):
+async def test_slow_reader_costs_other_clients_nothing(server):
     """Its server stops for it and goes on for the others; when it reads on, all is there."""
     prompts = [f"fast {number}" for number in range(50)]
     async with a_relay(

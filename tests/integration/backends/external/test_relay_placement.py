@@ -39,7 +39,7 @@ pytestmark = pytest.mark.integration
 # Placement
 
 
-async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news(server, model_dir, caplog):
+async def test_prompt_reader_failure_after_client_left_is_not_logged(server, model_dir, caplog):
     reading, go_on = threading.Event(), threading.Event()
 
     def broken(*_: object) -> None:
@@ -90,9 +90,7 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
     ],
     ids=["the same", "without the first", "others", "no tokens", "not served"],
 )
-async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_joins(
-    server, model_dir, made, tokenises, caplog
-):
+async def test_tokenizer_check_runs_before_a_server_joins(server, model_dir, made, tokenises, caplog):
     codec = load_codec(model_dir)
     server.tokenise = made and (lambda text: made(token_ids(codec.encode(text))))
     async with a_relay(server, model_dir=model_dir) as world, an_openai_client(world) as client:
@@ -128,7 +126,7 @@ async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
         await world.settled()
 
 
-async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
+async def test_prompts_sent_long_ago_are_believed_evicted(server):
     async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 10_000}))
         await peer.answer()
@@ -149,7 +147,7 @@ async def test_an_answer_that_grows_weighs_more(server):
         await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
 
 
-async def test_of_requests_that_wait_the_server_gets_the_one_first_whose_client_gave_it_priority(server):
+async def test_queued_request_with_priority_is_dispatched_first(server):
     go, got = asyncio.Event(), []
 
     async def when_let(answering):
@@ -183,7 +181,7 @@ async def test_metrics_count_what_was_relayed(server):
         assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count") == 1
 
 
-async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model_dir):
+async def test_reported_cache_is_known_by_token(servers, model_dir):
     prompt = "the quick brown fox jumps over the lazy dog " * 10
     ids = token_ids(load_codec(model_dir).encode(prompt))
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
@@ -238,7 +236,7 @@ async def explained(request_id, address):
     return json.loads(output)
 
 
-async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(servers, model_dir, tmp_path):
+async def test_router_command_serves_external_backends_until_sigterm(servers, model_dir, tmp_path):
     file = tmp_path / "router.toml"
     sections = [
         f'[[openai_workers]]\nworker_id = "w{index}"\nurl = "{server.url}"\nmodel = "mock"\ntokenizer = "{model_dir}"\n'
@@ -271,9 +269,7 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
 
 
 @pytest.mark.parametrize("drain_timeout_ms", [50, 60_000])
-async def test_answers_go_on_after_sigterm_for_as_long_as_the_settings_say(
-    server, model_dir, tmp_path, drain_timeout_ms
-):
+async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_dir, tmp_path, drain_timeout_ms):
     told_to_end = asyncio.Event()
 
     async def until_told(answering: ServerExchange) -> None:

@@ -87,7 +87,7 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
+async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world, path=path)
         servers[0].play = never_answer

@@ -96,7 +96,7 @@ def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
 # Reading
 
 
-def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
+def test_peer_blocks_are_found_and_fetched_without_leases(node):
     import google_crc32c
 
     fill(node.address, KEYS[:5])
@@ -129,7 +129,7 @@ def test_holes_cost_only_themselves(node):
         assert outcomes(tier, KEYS[:6]) == [True, False, True, True, False, True]
 
 
-def test_what_no_peer_has_is_a_miss(node):
+def test_block_on_no_peer_is_a_miss(node):
     with a_tier(node.address) as tier:
         assert tier.find(KEYS, soon(10)) == 0
         assert outcomes(tier) == [False] * 8
@@ -150,7 +150,7 @@ def test_another_namespace_or_block_length_is_a_miss(node):
         assert answer.outcome is BlockOutcome.GONE
 
 
-def test_blocks_are_fetched_from_whoever_has_them_and_the_holder_is_remembered():
+def test_blocks_are_fetched_from_any_holder_and_remembered():
     with a_node() as one, a_node() as two:
         ranked = ranking([one.address, two.address], KEYS[0])
         fill(ranked[1])
@@ -170,7 +170,7 @@ def test_a_chain_whose_parts_lie_on_two_peers_is_put_together():
             assert outcomes(tier) == [True] * 8
 
 
-def test_what_was_found_bad_is_not_asked_for_again_for_a_while(node):
+def test_bad_block_is_not_asked_for_again_for_a_while(node):
     fill(node.address)
     with a_tier(node.address) as tier:
         tier.discard([KEYS[2]])
@@ -194,7 +194,7 @@ def test_pushed_blocks_lie_with_the_owner_of_their_chain():
             assert len(client.match([key.name for key in KEYS], lease_seconds=0)) == 8
 
 
-def test_a_block_that_is_not_what_its_checksum_says_is_not_pushed_and_counted(node):
+def test_block_with_a_wrong_checksum_is_counted_not_pushed(node):
     with a_tier(node.address, push=True) as tier:
         sums = [crc32c([block]) for block in BLOCKS]
         sums[2] ^= 1
@@ -235,7 +235,7 @@ def test_a_full_peer_takes_what_fits():
 # Peers that are away
 
 
-def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(caplog):
+def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
     with a_node() as node:
         fill(node.address)
         node.kill()
@@ -309,14 +309,14 @@ def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
         eventually(arrived)
 
 
-def test_a_peer_that_is_frozen_before_the_handshake_costs_no_more_than_the_deadline(node):
+def test_peer_frozen_before_the_handshake_costs_the_deadline(node):
     node.freeze()
     with a_tier(node.address) as tier, at_most(20), pytest.raises(TierFailed):
         tier.find(KEYS, soon(0.3))
     node.thaw()
 
 
-def test_a_peer_killed_while_threads_read_never_gives_a_wrong_byte(node):
+def test_peer_killed_during_reads_gives_no_wrong_byte(node):
     fill(node.address)
     with a_tier(node.address) as tier:
         stop = threading.Event()
@@ -353,7 +353,7 @@ def test_a_peer_killed_while_threads_read_never_gives_a_wrong_byte(node):
     ],
     ids=["garbage", "nothing", "an end", "noise"],
 )
-def test_a_peer_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+def test_nonsense_from_a_peer_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port, a_tier(f"127.0.0.1:{port}") as tier:
         with at_most(20), pytest.raises(TierFailed):
             tier.find(KEYS, soon(0.5))
@@ -411,7 +411,7 @@ def replies(kind: str) -> Script:
 @pytest.mark.parametrize(
     "kind", ["garbage", "half a block", "half a block, and silence", "nothing", "an end", "another block"]
 )
-def test_a_data_plane_that_does_not_deliver_is_a_failure_within_the_deadline(kind):
+def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
     with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
         assert tier.find(KEYS[:1], soon(30)) == 1
 
@@ -419,7 +419,7 @@ def test_a_data_plane_that_does_not_deliver_is_a_failure_within_the_deadline(kin
             outcomes(tier, KEYS[:1], seconds=0.5)
 
 
-def test_a_peer_that_finds_more_than_it_was_asked_for_is_a_failure():
+def test_peer_that_reports_too_many_hits_is_a_failure():
     with (
         a_scripted_server(replies("nothing")) as port,
         a_liar(f"127.0.0.1:{port}", 3) as address,

@@ -59,7 +59,7 @@ def place_of(key: BlockKey) -> str:
 # Servers that are away
 
 
-def test_a_killed_server_is_a_failure_at_once_and_found_again_when_it_is_back():
+def test_killed_server_fails_at_once_and_is_found_again():
     with a_redis_server() as server:
         tier = open_tier(server.url)
         keep(tier, KEYS, BLOCKS, soon(10))
@@ -118,7 +118,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
         tier.close()
 
 
-def test_a_server_that_is_frozen_from_the_start_costs_no_more_than_the_deadline():
+def test_server_frozen_from_the_start_costs_the_deadline():
     with a_redis_server() as server:
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
         server.freeze()
@@ -142,7 +142,7 @@ def test_a_server_that_is_not_there_yet_is_found_when_it_comes():
         tier.close()
 
 
-def test_a_server_killed_in_the_middle_of_much_work_never_gives_a_wrong_byte():
+def test_server_killed_under_load_gives_no_wrong_byte():
     keys = [BlockKey(DIGEST, name) for name in a_chain(32, "busy")]
     with a_redis_server() as server:
         tier = open_tier(server.url, in_flight_bytes=1 << 16)
@@ -216,7 +216,7 @@ def test_more_callers_than_connections_wait_for_their_turn(server):
     ids=["empty", "garbage", "zeros", "zeros as long as a value", "half a head", "a head", "half a value",
          "a byte short", "a byte long", "another block", "another namespace", "a flipped bit", "a changed head"],
 )  # fmt: skip
-def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, server, planted, caplog):
+def test_foreign_value_is_a_counted_miss_and_replaced(tier, server, planted, caplog):
     keep(tier, KEYS, BLOCKS, soon(10))
     with server.client() as client:
         client.set(place_of(KEYS[1]), planted)
@@ -230,7 +230,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
-def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
+def test_value_of_another_redis_type_is_replaced(tier, server):
     keep(tier, KEYS, BLOCKS, soon(10))
     with server.client() as client:
         client.delete(place_of(KEYS[1]))
@@ -242,7 +242,7 @@ def test_what_is_not_even_a_string_is_a_miss_and_replaced(tier, server):
     assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
-def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, server, caplog):
+def test_newer_format_is_a_miss_logged_once_and_kept(tier, server, caplog):
     newer = b"FKVR\2" + a_stored_value()[5:]
     with server.client() as client:
         client.set(place_of(KEYS[1]), newer)
@@ -358,7 +358,7 @@ def test_tcp_with_a_password_and_a_database():
         tier.close()
 
 
-def test_the_password_may_lie_in_a_file_and_is_read_at_each_connection(tmp_path):
+def test_password_file_is_read_at_each_connection(tmp_path):
     secret = tmp_path / "password"
     secret.write_text("first\n")
     with a_redis_server("--requirepass", "second") as server:
@@ -374,7 +374,7 @@ def test_the_password_may_lie_in_a_file_and_is_read_at_each_connection(tmp_path)
         open_tier("redis://127.0.0.1", password_file="/nowhere")
 
 
-def test_over_tls_blocks_go_there_and_back_and_an_unknown_certificate_is_refused(tmp_path):
+def test_tls_round_trip_works_and_unknown_certificate_fails(tmp_path):
     certificate, private = tmp_path / "cert", tmp_path / "key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
@@ -426,7 +426,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+def test_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
@@ -448,7 +448,7 @@ def test_blocks_that_came_before_the_cut_count():
         tier.close()
 
 
-def test_half_a_value_behind_a_reply_costs_the_next_call_nothing():
+def test_half_a_value_after_a_reply_costs_the_next_call_nothing():
     good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((*HANDSHAKE, good + b"$8256\r\nFKVR"), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
@@ -470,7 +470,7 @@ def test_more_bytes_than_a_head_are_refused_and_not_waited_for():
         tier.close()
 
 
-def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_removed():
+def test_value_too_large_for_the_deadline_is_removed():
     good = b"$%d\r\n%b\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     huge = b"$%d\r\n%b" % (1 << 29, a_stored_value()[:64])
     with a_scripted_server(Script((*HANDSHAKE, good + huge), hold=True)) as port:
@@ -487,7 +487,7 @@ def test_a_value_that_is_too_large_to_be_taken_in_time_costs_itself_only_and_is_
         tier.close()
 
 
-def test_a_cluster_whose_slots_nobody_serves_is_a_failure_that_says_so():
+def test_cluster_with_unserved_slots_is_a_named_failure():
     others = ("--cluster-port", str(a_free_port()))  # else its own and 10,000, which may be none
     with a_redis_server("--cluster-enabled", "yes", *others) as server:
         tier = open_tier(server.url)
@@ -498,7 +498,7 @@ def test_a_cluster_whose_slots_nobody_serves_is_a_failure_that_says_so():
         tier.close()
 
 
-def test_a_user_who_may_only_read_reads_and_a_write_is_a_failure_that_says_so(server):
+def test_read_only_user_can_read_and_write_fails_with_a_cause(server):
     with server.client() as client:
         client.acl_setuser("reader", enabled=True, passwords=["+p"], keys=["fleet:*"], commands=["+get", "+getrange"])
     writer, reader = open_tier(server.url), open_tier(f"redis://reader:p@127.0.0.1:{server.port}")
@@ -512,7 +512,7 @@ def test_a_user_who_may_only_read_reads_and_a_write_is_a_failure_that_says_so(se
     reader.close()
 
 
-def test_what_the_server_lost_by_itself_it_is_not_said_to_have(tier, server):
+def test_block_lost_by_the_server_is_not_reported_as_held(tier, server):
     keep(tier, KEYS, BLOCKS, soon(10))
     with server.client() as client:
         client.delete(place_of(KEYS[0]), place_of(KEYS[2]))
@@ -524,7 +524,7 @@ def test_what_the_server_lost_by_itself_it_is_not_said_to_have(tier, server):
 
 
 @pytest.mark.parametrize("options", ["db=two", "ssl_ca_certs=/ca.pem"])
-def test_an_option_that_is_not_for_this_server_is_refused_by_name_without_telling_secrets(options):
+def test_unsupported_option_is_rejected_without_secrets(options):
     with pytest.raises(StoreNotStarted, match=r"^url: ") as refused:
         open_tier(f"redis://:secret@host?{options}")
     assert "secret" not in str(refused.value)
@@ -546,7 +546,7 @@ def test_an_option_that_is_not_for_this_server_is_refused_by_name_without_tellin
         ("connections", {"url": "redis://host", "connections": 0}),
     ],
 )
-def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, settings):
+def test_invalid_settings_are_rejected_without_secrets(field, settings):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(settings, RedisSettings)
 

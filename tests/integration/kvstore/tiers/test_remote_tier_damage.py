@@ -83,7 +83,7 @@ def works(tier: RemoteTier) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_after(seed):
+def test_damaged_redis_answers_are_rejected_then_it_recovers(seed):
     server = shared_redis()
     with a_damaging_proxy(("127.0.0.1", server.port), RESP, seed) as proxy:
         settings = RedisSettings(
@@ -100,7 +100,7 @@ def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_aft
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_again_after(seed):
+def test_damaged_s3_answers_are_rejected_then_it_recovers(seed):
     server = shared_s3()
     bucket = f"attack-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)

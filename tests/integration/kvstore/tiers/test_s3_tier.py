@@ -75,7 +75,7 @@ def place_of(key: BlockKey) -> str:
 # Servers that are away
 
 
-def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
+def test_killed_server_is_a_failure_and_is_found_again():
     with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
@@ -158,7 +158,7 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
         tier.close()
 
 
-def test_what_cannot_work_is_refused_at_the_start_by_name(shared, monkeypatch, tmp_path):
+def test_impossible_settings_are_rejected_at_start_by_name(shared, monkeypatch, tmp_path):
     with pytest.raises(StoreNotStarted, match="bucket: 'missing' does not exist"):
         open_tier(shared, "missing")
     with pytest.raises(StoreNotStarted, match="bucket"):
@@ -190,7 +190,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, shared, bucket, planted, caplog):
+def test_foreign_value_is_a_counted_miss_and_replaced(tier, shared, bucket, planted, caplog):
     keep(tier, KEYS, BLOCKS, soon())
     shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
 
@@ -206,7 +206,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     assert outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
-def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shared, bucket, caplog):
+def test_newer_format_is_a_miss_logged_once_and_kept(tier, shared, bucket, caplog):
     newer = b"FKVR\2" + a_stored_value()[5:]
     for key in KEYS[1:3]:
         shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
@@ -236,7 +236,7 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
         tier.close()
 
 
-def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
+def test_recently_seen_block_is_not_asked_about_again(shared, bucket):
     writer, reader = open_tier(shared, bucket), open_tier(shared, bucket, missing_seconds=0)
     keep(writer, KEYS[:2], BLOCKS[:2], soon())
     assert reader.find(KEYS, soon()) == 2
@@ -297,7 +297,7 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+def test_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_with_endpoint("blocks", port)
 
@@ -307,7 +307,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
         tier.close()
 
 
-def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+def test_slowly_dripping_value_costs_only_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.shelf._clients.within(0.5)  # which takes long to make
@@ -318,7 +318,7 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
         tier.close()
 
 
-def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.shelf._clients.within(0.5)
@@ -342,12 +342,12 @@ tier.close()
 """
 
 
-def test_an_answer_whose_head_comes_byte_by_byte_keeps_no_process_from_ending():
+def test_slowly_dripping_head_does_not_stop_process_exit():
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nX-Long: ",), drip=b"a" * 500)) as port, at_most(15):
         subprocess.run([sys.executable, "-c", ASKS, str(port)], check=True, cwd=ROOT)
 
 
-def test_a_value_of_which_nobody_tells_the_length_is_a_failure_and_stays():
+def test_value_without_a_length_is_a_failure_and_stays():
     chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk,))) as port:
         tier = open_with_endpoint("blocks", port)
@@ -382,7 +382,7 @@ def test_a_whole_answer_without_a_value_is_corrupt():
         ("parallel", {"bucket": "blocks", "parallel": 0}),
     ],
 )
-def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, settings):
+def test_invalid_settings_are_rejected_without_secrets(field, settings):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(settings, S3Settings)
 

@@ -249,7 +249,7 @@ def test_a_head_that_is_damaged_does_not_lose_a_sealed_segment(tmp_path):
 # Files that are not what they were
 
 
-def test_a_segment_of_a_newer_version_is_a_miss_until_its_space_is_needed(tmp_path, caplog):
+def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
@@ -333,7 +333,7 @@ def test_one_segment_in_the_place_of_another_is_no_block(tmp_path):
     tier.close()
 
 
-def test_files_of_others_are_left_alone_and_count_towards_the_cap(tmp_path):
+def test_foreign_files_are_kept_and_count_towards_the_cap(tmp_path):
     foreign = {"notes.txt": 10_000, "segment-1": 100, "segment-000001.bak": 700_000, "sub/segment-000000": 5}
     (tmp_path / "sub").mkdir()
     for name, size in foreign.items():
@@ -363,9 +363,7 @@ def test_foreign_files_that_leave_no_room_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("folders", [1, 2])
-def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_counted_as_left(
-    tmp_path, caplog, folders
-):
+def test_capacity_beyond_free_space_plus_own_files_is_logged(tmp_path, caplog, folders):
     faults = DiskFaults()
     places = [tmp_path / str(number) for number in range(folders)]
     faults.space = DiskSpace(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
@@ -381,7 +379,7 @@ def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_c
     assert warning.folders == ", ".join(map(str, places))
 
 
-def test_a_capacity_beyond_the_size_of_the_real_file_system_is_told(tmp_path, caplog):
+def test_capacity_beyond_the_file_system_is_logged(tmp_path, caplog):
     a_tier(tmp_path, capacity_bytes=1 << 44, segment_bytes=1 << 31).close()
 
     (warning,) = warnings_of(caplog)
@@ -425,7 +423,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
     a_tier(tmp_path / "good").close()  # the first one was let go
 
 
-def test_more_files_than_the_process_may_open_are_refused_at_once(tmp_path, monkeypatch):
+def test_more_files_than_allowed_are_rejected_at_start(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2048))
 
     with pytest.raises(StoreNotStarted, match=r"segment_bytes: .* open files, and the limit is 2048"):
@@ -505,7 +503,7 @@ def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
     tier.close()
 
 
-def test_what_is_read_stays_and_what_is_not_goes(tmp_path):
+def test_read_blocks_stay_and_unread_ones_are_evicted(tmp_path):
     clock = ShiftedClock()
     tier = a_tier(tmp_path, clock=clock)
     busy = keys_of(19, "busy")
@@ -682,7 +680,7 @@ def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
 # The file system
 
 
-def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path, monkeypatch, caplog):
+def test_page_cache_is_used_where_direct_io_is_rejected(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     opened = os.open
 

@@ -63,7 +63,7 @@ def written_until_killed(folder: Path, life: str, lines: int) -> list[tuple[str,
 
 
 @pytest.mark.timeout(300)
-def test_what_was_kept_before_a_kill_is_served_after_it(tmp_path):
+def test_blocks_kept_before_a_kill_are_served_after_it(tmp_path):
     chance = random.Random(11)
     history: list[tuple[str, int]] = []
     served = expected = 0

@@ -84,7 +84,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
     tier.close()
 
 
-def test_where_only_some_reads_fail_the_others_are_answered(tmp_path, faults):
+def test_partly_failing_reads_answer_the_other_blocks(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
@@ -161,7 +161,7 @@ def test_one_bad_directory_leaves_the_others_working(tmp_path, faults):
     tier.close()
 
 
-def test_bits_that_flip_on_the_way_are_corrupt_and_the_block_can_be_replaced(tmp_path, faults):
+def test_bits_flipped_in_transfer_are_corrupt_and_replaceable(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     keys = keys_of(3)
     put(tier, keys)
@@ -301,7 +301,7 @@ def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
     tier.close()
 
 
-def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path, faults):
+def test_writer_gives_up_when_all_segments_are_being_read(tmp_path, faults):
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults, capacity_bytes=1 << 20, threads=8)
     batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(2)]
@@ -324,7 +324,7 @@ def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path,
     tier.close()
 
 
-def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
+def test_tier_closed_during_a_hung_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
     monkeypatch.setattr("kvstore.tiers.ssd.tier.CLOSE_SECONDS", 0.1)
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
@@ -399,7 +399,7 @@ def test_a_device_smaller_than_the_cap_is_used_as_far_as_it_goes(small_disk, cap
 
 
 @needs_root
-def test_a_device_that_others_have_filled_keeps_nothing_and_says_so(small_disk):
+def test_device_filled_by_others_keeps_nothing_and_says_so(small_disk):
     tier = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
     with contextlib.suppress(OSError), (small_disk / "others").open("wb") as file:
         while True:
@@ -443,7 +443,7 @@ def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
         disk.close()
 
 
-def test_a_transfer_of_more_pieces_than_the_system_takes_is_whole(tmp_path):
+def test_transfer_with_many_pieces_is_complete(tmp_path):
     disk = open_disk(str(tmp_path), direct=True)
     file = disk.create("segment-000000", 1500 * PAGE_BYTES)
     content = aligned(1500 * PAGE_BYTES)
@@ -459,7 +459,7 @@ def test_a_transfer_of_more_pieces_than_the_system_takes_is_whole(tmp_path):
     disk.close()
 
 
-def test_nothing_is_left_open(tmp_path):
+def test_closed_tier_leaves_nothing_open(tmp_path):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 

@@ -105,7 +105,7 @@ def little_time(monkeypatch):
     monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
 
 
-async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_at():
+async def test_hung_disk_holds_only_the_blocks_in_its_threads():
     async with a_node_on_a_disk() as node:
         for of in "abcdefgh":
             node.prefetch(a_chain(4, of))
@@ -122,7 +122,7 @@ async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_
         assert not node.disk.reading.acquire(blocking=False), "what is late was never begun"
 
 
-async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
+async def test_tier_answer_after_the_node_stopped_is_ignored():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with a_node_on_a_disk() as node:
@@ -137,7 +137,7 @@ async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
     assert complaints == []
 
 
-async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monkeypatch):
+async def test_loop_closed_during_a_call_keeps_the_thread(monkeypatch):
     lanes, loop, told = WorkerThreads("lane", 1), asyncio.get_running_loop(), threading.Event()
 
     def closed(*_):
@@ -156,7 +156,7 @@ async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monk
     lanes.close()
 
 
-async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog):
+async def test_full_but_readable_disk_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="kvstore.service.transfer_executor")
     async with a_node_on_a_disk() as node:
         node.disk.gate.set()
@@ -171,7 +171,7 @@ async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog)
     assert [record.message for record in caplog.records] == ["tier fails"]
 
 
-async def test_a_disk_that_cannot_be_read_fails_once_in_the_log_although_its_index_answers(caplog, monkeypatch):
+async def test_unreadable_disk_is_logged_once_despite_its_index(caplog, monkeypatch):
     monkeypatch.setattr(breaker, "LONGEST_PAUSE", MILLISECOND)
     caplog.set_level(logging.INFO, logger="kvstore.service.transfer_executor")
     async with a_node_on_a_disk() as node:

@@ -78,7 +78,7 @@ async def test_an_agent_that_died_is_replaced_and_found_again(pool):
     transport.close()
 
 
-async def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_writes_nothing_later(pool, monkeypatch):
+async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")  # the node's processor moves the bytes then, as over a network
     await pool.node.stop()
     await pool.node.start()
@@ -97,7 +97,7 @@ async def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_writes_nothing_la
     transport.close()
 
 
-async def test_the_agents_process_ends_with_the_node_and_hardly_needs_the_processor(pool):
+async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
     process = psutil.Process(pool.node.pid)
     before, began = process.cpu_times(), time.monotonic()
     await asyncio.sleep(1)

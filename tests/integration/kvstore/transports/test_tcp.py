@@ -170,7 +170,7 @@ async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage)
         an_opening(b"d" * 16),  # a second one
     ],
 )
-async def test_garbage_after_the_opening_ends_the_connection_and_no_other(plane, garbage):
+async def test_garbage_after_the_opening_ends_only_its_connection(plane, garbage):
     slot = plane.hold(a_chain(1)[0], a_block(1))
     reader, writer = await plane.dial()
     other_reader, other_writer = await plane.dial()
@@ -195,7 +195,7 @@ async def test_a_slot_of_another_namespace_is_gone(plane):
     assert await reply(reader) == [DataPlaneStatus.GONE]
 
 
-async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plane):
+async def test_writer_of_an_ended_reservation_touches_nothing_more(plane):
     _, slot = plane.reserve(a_chain(1, "late")[0])
     reader, writer = await plane.dial()
     late = bytes(a_block(1))
@@ -218,7 +218,7 @@ async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plan
     assert await block(reader) == (bytes(a_block(2)), DataPlaneStatus.DONE)
 
 
-async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good():
+async def test_slot_reused_during_a_read_is_never_returned_as_good():
     plane = TcpDataPlane(block_bytes=8 << 20)  # more than the buffers of a connection
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 8 << 20))
@@ -270,7 +270,7 @@ async def test_a_client_that_stops_in_the_middle_is_cut(plane):
     assert await reply(idle_reader) == [DataPlaneStatus.GONE]
 
 
-async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
+async def test_client_that_does_not_read_holds_nobody_up():
     plane = TcpDataPlane(block_bytes=1 << 20)
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 1 << 20))
@@ -308,7 +308,7 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
     assert await reply(kept[0][0]) == [DataPlaneStatus.GONE]
 
 
-def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
+def test_hung_node_is_one_miss_at_the_deadline():
     with a_node_that_only_opens() as address:
         transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
         started = time.monotonic()

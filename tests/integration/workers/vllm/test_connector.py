@@ -111,7 +111,7 @@ def ended(connector) -> set[str]:
     return loaded or set()
 
 
-def test_a_load_runs_beside_the_forward_pass_of_the_step_that_orders_it(connector, client, namespace, layers):
+def test_load_runs_beside_the_forward_pass_of_its_step(connector, client, namespace, layers):
     load = a_load(client, namespace, 3)
 
     begin(connector, load)
@@ -151,7 +151,7 @@ def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, clie
     assert connector.build_connector_worker_meta().loaded == {"r": 1}
 
 
-def test_blocks_that_the_engine_drops_from_a_requests_middle_are_refused():
+def test_blocks_dropped_from_the_middle_are_rejected():
     """Where every layer sees a window only, vLLM puts one and the same block in place of those outside of it."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -164,7 +164,7 @@ def test_blocks_that_the_engine_drops_from_a_requests_middle_are_refused():
         check_groups(groups_of(a_full_attention(), window))
 
 
-def test_layers_of_another_shape_are_refused_by_the_name_of_the_field(connector, layers):
+def test_layers_of_another_shape_are_rejected_by_field(connector, layers):
     shape = (BLOCKS, 1, 32, 128)
     with pytest.raises(LayoutMismatch, match=r"layer.0: KV blocks of \(1, 32, 128\) on this rank, not \(2, 32, 128\)"):
         connector.register_kv_caches({name: torch.zeros(shape) for name in layers})
@@ -172,7 +172,7 @@ def test_layers_of_another_shape_are_refused_by_the_name_of_the_field(connector,
         connector.register_kv_caches(dict(list(layers.items())[1:]))
 
 
-def test_a_load_counts_as_ended_when_every_rank_has_and_as_good_as_on_the_worst():
+def test_load_ends_with_the_last_rank_and_the_worst_result():
     """vLLM merges what ranks tell in one step; what they tell in different ones comes apart."""
     from workers.engines.vllm.connector import StepResults, _AllRanks
 

@@ -66,7 +66,7 @@ def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
 
 
 @pytest.mark.parametrize("length", [20, 64, 200, 3000])
-def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, length):
+def test_direct_transfer_gives_the_tokens_of_one_engine(pair, length):
     prompt = fresh_prompt(length)
 
     async def run():
@@ -86,7 +86,7 @@ def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, l
     assert reported_early_and_late(pair.engines[1].told[decoded.request_id], decoded.kv, decoded.kv)
 
 
-def test_what_was_handed_off_counts_as_lent_for_its_lease_and_what_went_through_the_store_does_not(pair):
+def test_only_direct_handoffs_count_as_lent(pair):
     prefill = pair.engines[0]
 
     async def run():
@@ -131,7 +131,7 @@ def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
     )  # the store may have them by now
 
 
-def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_the_first_token_on(pair, node, model_dir):
+def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, model_dir):
     """A stop string ends an answer before its engine has the last word."""
     prompt = fresh_prompt(200)
     prefill, decode = pair.engines

@@ -119,7 +119,7 @@ def test_vllm_is_told_the_smallest_rank_that_fits_all(tmp_path):
 
 
 @pytest.mark.parametrize("config", [None, "{", "[]", '{"r": 0}', '{"r": "8"}', '{"r": 1000}'])
-def test_what_is_no_adapter_is_refused_by_name(tmp_path, config):
+def test_invalid_adapter_is_rejected_by_name(tmp_path, config):
     if config is not None:
         (tmp_path / "adapter_config.json").write_text(config)
 
@@ -135,7 +135,7 @@ def test_the_adapter_used_longest_ago_is_taken_for_dropped():
     assert used.names == ("a", "c")
 
 
-def test_files_that_change_or_go_are_not_those_that_were_described(tmp_path, caplog):
+def test_changed_or_removed_files_do_not_match_the_description(tmp_path, caplog):
     adapters = {ModelName(name): write_adapter(tmp_path / name, seed=1) for name in "abc"}
     files = AdapterFiles(structs.replace(vllm_worker(tmp_path), adapters=adapters))
     assert all(files.are_as_described(name) for name in "abc")
@@ -176,7 +176,7 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_blocks_of_an_adapter_come_back_from_the_store_for_it_and_for_nobody_else(world, mark):
+def test_adapter_blocks_return_only_to_their_adapter(world, mark):
     prompt = fresh_prompt(6 * BLOCK + 3)
     told = {name: world.hosted.run(world.engine.do(world.work(name, prompt)))[0] for name in ("ada", "bob", "")}
     assert len(set(told.values())) == 3
@@ -193,7 +193,7 @@ def test_blocks_of_an_adapter_come_back_from_the_store_for_it_and_for_nobody_els
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_what_is_prefilled_with_an_adapter_lies_in_the_store_when_it_is_handed_off(world, mark):
+def test_prefilled_adapter_blocks_are_stored_at_the_handoff(world, mark):
     prompt = fresh_prompt(4 * BLOCK + 3)
     prefill = world.work("ada", prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)
 
@@ -208,7 +208,7 @@ def test_what_is_prefilled_with_an_adapter_lies_in_the_store_when_it_is_handed_o
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_an_adapter_whose_files_are_others_by_now_is_refused_and_the_others_are_served(world, mark):
+def test_adapter_with_changed_files_is_rejected_alone(world, mark):
     """Last, since it changes an adapter that the tests share."""
     changed = write_adapter(Path(world.settings.adapters[ModelName("eve")]), seed=9)
     refused, served = world.work("eve", fresh_prompt(40)), world.work("bob", fresh_prompt(40))

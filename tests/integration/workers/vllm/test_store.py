@@ -184,7 +184,7 @@ def test_eight_requests_at_once_keep_apart_and_all_move(pair):
         assert blocks_from(decoded.kv, Source.STORE) == len(prompt) // 4 // BLOCK_TOKENS
 
 
-def test_a_prompt_that_another_worker_has_seen_is_not_computed_again(pair, client):
+def test_prompt_seen_by_another_worker_is_not_recomputed(pair, client):
     prompt = fresh_prompt(2000)
     one, other = pair.engines
     tokens, _ = pair.run(one.do(work(prompt, 40)))
@@ -196,7 +196,7 @@ def test_a_prompt_that_another_worker_has_seen_is_not_computed_again(pair, clien
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
 
 
-def test_an_answer_can_be_continued_by_another_worker_from_the_store(pair, client):
+def test_another_worker_continues_an_answer_from_the_store(pair, client):
     prompt = fresh_prompt(40)
     one, other = pair.engines
     answer, _ = pair.run(one.do(work(prompt, 200)))
@@ -223,7 +223,7 @@ def test_an_engine_of_two_ranks_reads_what_one_of_one_rank_wrote(pair, ranks, cl
     assert (two.engine.facts.kv.tp, two.engine.facts.kv_blocks) == (2, one.engine.facts.kv_blocks)
 
 
-def test_an_engine_of_one_rank_reads_what_one_of_two_ranks_wrote_when_there_was_time(pair, ranks, client):
+def test_one_rank_reads_blocks_of_two_ranks_once_written(pair, ranks, client):
     prompt = fresh_prompt(40)
     one, two = pair.engines[1], ranks.engines[0]
     before = client.stats()
@@ -332,7 +332,7 @@ def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, i
         vandal._link.session.transport._mapping.bytes[slot.offset + at] ^= 0x10
 
 
-def test_a_hand_off_of_another_layout_is_rejected_before_a_byte_moves(pair, client):
+def test_handoff_of_another_layout_is_rejected_before_transfer(pair, client):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
     _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
@@ -365,7 +365,7 @@ def test_sampling_that_vllm_refuses_is_rejected(pair):
     assert "top_p" in end.message
 
 
-def test_a_cancelled_request_stops_within_a_step_and_others_go_on(pair):
+def test_cancelled_request_stops_within_a_step(pair):
     engine = pair.engines[0]
     cancelled, other = work(fresh_prompt(50), 2000), work(fresh_prompt(50), 300)
 
@@ -386,7 +386,7 @@ def test_a_cancelled_request_stops_within_a_step_and_others_go_on(pair):
     assert other_end.finish is Finish.LENGTH
 
 
-def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(pair, node, client):
+def test_engine_computes_without_its_store_and_rejoins_it(pair, node, client):
     prefill, decode = pair.engines
     long = work(fresh_prompt(500), 300)
 
@@ -412,7 +412,7 @@ def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(
         assert time.monotonic() < deadline, decoded.kv
 
 
-def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(ranks, node, model_dir):
+def test_killed_rank_ends_its_engine_and_spares_the_store(ranks, node, model_dir):
     children = psutil.Process().children(recursive=True)
     second = next(child for child in children if command_of(child)[:1] == ["VLLM::Worker_TP1"])
     engine = second.parent()

@@ -107,7 +107,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredEngines]
                 yield TieredEngines(engines, (first, second), (one, two))
 
 
-def test_a_prompt_is_served_from_memory_then_from_the_disk_after_a_crash_then_by_another_node_from_redis(cluster):
+def test_prompt_is_served_from_memory_disk_and_redis_in_turn(cluster):
     prompt = fresh_prompt(TOKENS)
     before = cluster.written(0, 0), cluster.written(0, 1)
     tokens, stored = cluster.ask(0, prompt)
@@ -141,7 +141,7 @@ def test_a_prompt_that_no_tier_has_is_computed_without_a_wait(cluster):
 ATTEMPTS = 3  # a fetch has a deadline, which a busy machine may miss: then blocks come when their request is scheduled
 
 
-def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluster):
+def test_blocks_are_promoted_from_redis_during_queueing(cluster):
     engine = cluster.hosted.engines[1]
 
     def come_up_meanwhile() -> bool:

@@ -29,7 +29,7 @@ CHAIN_BLOCKS = (PROMPT_TOKENS + ANSWER - 1) // 32
 END_SECONDS = 15  # the guard asks after none and kills after 5
 
 
-async def test_a_worker_with_vllm_holds_its_sessions_and_leaves_nothing_when_it_is_killed(tmp_path, monkeypatch):
+async def test_killed_vllm_worker_keeps_sessions_leaves_nothing_else(tmp_path, monkeypatch):
     """One engine for both, since it takes long to start."""
     model_dir, before = build_tiny_model(tmp_path), abandoned_segments()
     monkeypatch.setattr(worker_processes, "SECONDS", START_SECONDS)

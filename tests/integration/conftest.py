@@ -10,10 +10,10 @@ from tests.support.frontend.frontends import Frontends, open_frontends
 
 
 @pytest.fixture
-async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
+async def frontends(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
     """Both, over a router whose answers the test writes; with settings, where the test is parametrized with them."""
-    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as fronts:
-        yield fronts
+    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as frontends:
+        yield frontends
 
 
 @pytest.fixture(autouse=True)

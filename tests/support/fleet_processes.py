@@ -25,7 +25,7 @@ def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProc
     return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def serve(
+def start_service(
     part: str, settings: Mapping[str, Any], file: Path, *options: str, **started: Any
 ) -> tuple[subprocess.Popen[Any], dict[str, Any]]:
     """`fleet serve`, as soon as it serves or has ended.
@@ -125,7 +125,7 @@ def routers_of(parent: int) -> list[int]:
     return alive(child.pid for child in children if "router-" in " ".join(command_of(child)))
 
 
-def listens(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with closing(socket.socket()) as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

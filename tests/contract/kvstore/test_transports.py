@@ -36,8 +36,8 @@ from tests.support.kvstore.builders import (
     a_block,
     a_chain,
     a_short_folder,
-    empty,
-    soon,
+    deadline_in,
+    empty_buffers,
 )
 from tests.support.stopwatch import at_most
 
@@ -138,12 +138,12 @@ class Node:
             case "in process":
                 return InProcessTransport(self.store.machine, self.tier, digest)
             case "shared memory":
-                return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, soon())
+                return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "tcp":
-                return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, soon())
+                return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "nixl":
                 offer = self.offer(digest)
-                return NixlTransport(offer, BLOCK_BYTES, CLOCK, soon(30), lambda _: self.offer(digest))
+                return NixlTransport(offer, BLOCK_BYTES, CLOCK, deadline_in(30), lambda _: self.offer(digest))
 
     def offer(self, digest: bytes) -> NixlOffer:
         """As the handshake of the control plane gives it."""
@@ -225,7 +225,7 @@ def summed(slots, blocks) -> list[Slot]:
 def put_and_publish(node, transport, chain, blocks) -> list[Slot]:
     reservation_id, slots = node.reserve(chain)
     slots = summed(slots, blocks)
-    assert transport.put(slots, blocks, soon()) == [BlockOutcome.MOVED] * len(blocks)
+    assert transport.put(slots, blocks, deadline_in()) == [BlockOutcome.MOVED] * len(blocks)
     node.publish(reservation_id, slots)
     return slots
 
@@ -235,8 +235,8 @@ def test_the_same_bytes_come_back(node, transport, count):
     blocks = [a_block(seed) for seed in range(count)]
     slots = put_and_publish(node, transport, a_chain(count), blocks)
 
-    into = empty(count)
-    outcomes = transport.get(slots, into, soon())
+    into = empty_buffers(count)
+    outcomes = transport.get(slots, into, deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED] * count
     assert all(np.array_equal(one, other) for one, other in zip(blocks, into, strict=True))
@@ -248,7 +248,7 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
     (slot,) = put_and_publish(node, transport, a_chain(1), [in_pieces])
 
     pieces_back = [bytearray(1), np.zeros((BLOCK_BYTES - 1) // 8191 * 8191, np.uint8)]
-    outcomes = transport.get([slot], [pieces_back], soon())
+    outcomes = transport.get([slot], [pieces_back], deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED]
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
@@ -259,20 +259,20 @@ def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
     reservation_id, slots = node.reserve(a_chain(3))
     wrong = Slot(slots[1].offset, slots[1].generation + 1000)
 
-    answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, soon())
+    answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, deadline_in())
 
     sums = [crc32c(pieces(block)) for block in blocks]
     assert answers == [FetchResult(BlockOutcome.MOVED, sums[0]), GONE, FetchResult(BlockOutcome.MOVED, sums[2])]
     slots = summed(slots, blocks)
     node.publish(reservation_id, slots)
-    assert transport.get([slots[0], slots[2]], empty(2), soon()) == [BlockOutcome.MOVED] * 2
+    assert transport.get([slots[0], slots[2]], empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_slot_of_another_generation_is_a_miss(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
     slots[1] = Slot(slots[1].offset, slots[1].generation + 1000, slots[1].crc32c)
 
-    outcomes = transport.get(slots, empty(3), soon())
+    outcomes = transport.get(slots, empty_buffers(3), deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
@@ -282,14 +282,14 @@ def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
     others = a_chain(BLOCKS, "new")
     put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
 
-    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
+    assert transport.get([slot], empty_buffers(1), deadline_in()) == [BlockOutcome.GONE]
 
 
 def test_one_flipped_byte_is_never_returned_as_good(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
     node.flip_a_byte(slots[1])
 
-    outcomes = transport.get(slots, empty(3), soon())
+    outcomes = transport.get(slots, empty_buffers(3), deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED]
 
@@ -298,11 +298,11 @@ def test_bytes_with_wrong_checksum_are_never_returned(node, transport):
     reservation_id, (slot,) = node.reserve(a_chain(1))
     lie = Slot(slot.offset, slot.generation, 1234)
 
-    put = transport.put([lie], [a_block(1)], soon())
+    put = transport.put([lie], [a_block(1)], deadline_in())
     node.publish(reservation_id, [lie])
 
     assert put in ([BlockOutcome.MOVED], [BlockOutcome.CORRUPT])
-    assert transport.get([lie], empty(1), soon()) == [BlockOutcome.CORRUPT]
+    assert transport.get([lie], empty_buffers(1), deadline_in()) == [BlockOutcome.CORRUPT]
 
 
 def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
@@ -310,10 +310,10 @@ def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
     _, slots = node.reserve(a_chain(2, "late"))
     node.do(lambda: node.store.machine.expire(LEASE))
 
-    outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, soon())
+    outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, deadline_in())
 
     assert outcomes == [BlockOutcome.GONE] * 2
-    assert transport.get([present], empty(1), soon()) == [BlockOutcome.MOVED]
+    assert transport.get([present], empty_buffers(1), deadline_in()) == [BlockOutcome.MOVED]
 
 
 def test_former_writer_cannot_touch_the_next_block(node, transport):
@@ -323,9 +323,9 @@ def test_former_writer_cannot_touch_the_next_block(node, transport):
     slots = put_and_publish(node, transport, a_chain(BLOCKS, "new"), blocks)
     assert late.offset in {slot.offset for slot in slots}
 
-    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], soon()) == [BlockOutcome.GONE]
+    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], deadline_in()) == [BlockOutcome.GONE]
 
-    assert transport.get(slots, empty(BLOCKS), soon()) == [BlockOutcome.MOVED] * BLOCKS
+    assert transport.get(slots, empty_buffers(BLOCKS), deadline_in()) == [BlockOutcome.MOVED] * BLOCKS
 
 
 def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
@@ -338,8 +338,8 @@ def test_no_bytes_move_after_the_deadline(node, transport):
         return  # there is nothing that could be waited for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
-    assert transport.get(slots, empty(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
-    assert transport.get(slots, empty(2), soon()) == [BlockOutcome.MOVED] * 2
+    assert transport.get(slots, empty_buffers(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
+    assert transport.get(slots, empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
@@ -347,9 +347,9 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), blocks)
     node.cut()
 
-    into = empty(3)
+    into = empty_buffers(3)
     with at_most(20):
-        outcomes = transport.get(slots, into, soon(1))
+        outcomes = transport.get(slots, into, deadline_in(1))
 
     for outcome, block, copy in zip(outcomes, blocks, into, strict=True):
         assert outcome is BlockOutcome.GONE or (outcome is BlockOutcome.MOVED and np.array_equal(block, copy))
@@ -368,8 +368,8 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
 
     def read(mine: range) -> bool:
         for _ in range(20):
-            into = empty(len(mine))
-            outcomes = transport.get([slots[i] for i in mine], into, soon())
+            into = empty_buffers(len(mine))
+            outcomes = transport.get([slots[i] for i in mine], into, deadline_in())
             assert outcomes == [BlockOutcome.MOVED] * len(mine)
             assert all(np.array_equal(blocks[i], copy) for i, copy in zip(mine, into, strict=True))
         return True
@@ -389,13 +389,13 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
     to_write = summed(to_write, theirs)
 
     def write() -> list[BlockOutcome]:
-        return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, soon())]
+        return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, deadline_in())]
 
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(write)
         for _ in range(10):
-            into = empty(40)
-            assert transport.get(slots, into, soon()) == [BlockOutcome.MOVED] * 40
+            into = empty_buffers(40)
+            assert transport.get(slots, into, deadline_in()) == [BlockOutcome.MOVED] * 40
             assert all(np.array_equal(one, copy) for one, copy in zip(blocks, into, strict=True))
         assert set(writing.result()) == {BlockOutcome.MOVED}
     other.close()
@@ -428,8 +428,8 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
                 if len(published) < age:
                     continue
                 slots, blocks = published[-age]
-                into = empty(len(slots))
-                for outcome, block, copy in zip(transport.get(slots, into, soon()), blocks, into, strict=True):
+                into = empty_buffers(len(slots))
+                for outcome, block, copy in zip(transport.get(slots, into, deadline_in()), blocks, into, strict=True):
                     assert outcome is not BlockOutcome.MOVED or np.array_equal(block, copy)
                     counts[outcome] += 1
         over.set()
@@ -445,14 +445,14 @@ def test_a_closed_transport_only_misses(node, transport):
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 
-    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
+    assert transport.get([slot], empty_buffers(1), deadline_in()) == [BlockOutcome.GONE]
 
 
 def test_silent_listener_is_unreachable_within_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as mute, a_short_folder() as folder:
         unix = listen("shm_socket", f"{folder}/m")
         with at_most(20), pytest.raises(StoreUnreachable):
-            TcpTransport(f"127.0.0.1:{mute.getsockname()[1]}", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+            TcpTransport(f"127.0.0.1:{mute.getsockname()[1]}", b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(0.2))
         with at_most(20), pytest.raises(StoreUnreachable):
-            SharedMemoryTransport(f"{folder}/m", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+            SharedMemoryTransport(f"{folder}/m", b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(0.2))
         unix.close()

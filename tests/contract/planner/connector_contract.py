@@ -54,7 +54,7 @@ def a_plan(name: str, within: int = SECONDS * SECOND, **replicas: int) -> Plan:
     return Plan(id=PlanId(name), replicas=pools, within=Nanos(within))
 
 
-async def until(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
+async def observed(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
     """What is seen when that is so."""
     seen = None
     try:
@@ -71,24 +71,24 @@ def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:
     return {each.name: (each.wanted, each.ready, each.draining) for each in seen.pools}
 
 
-async def sees(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
+async def observed_sizes(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
     """Once whoever obeys has read the plan: before that it may be so by chance."""
 
     def is_so(seen: Observation) -> bool:
         return sizes(seen) == pools and all(each.why is not PoolGapReason.NOT_TAKEN_UP for each in seen.pools)
 
-    return await until(connector, is_so)
+    return await observed(connector, is_so)
 
 
 async def test_the_same_plans_are_seen_the_same_way(a_world):
     clock = ManualClock()
     async with a_world.open() as planner:
-        start = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        start = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.pinned, each.why) for each in start.pools] == [("", "", None)] * 2
 
         # It grows.
         await planner.apply(a_plan("grow", decode=2), start)
-        grown = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        grown = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.before) for each in grown.pools] == [("grow", 1), ("", None)]
 
         # One replica more than there is room for is pending, and taken back at the deadline.
@@ -103,7 +103,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
 
         outcome, _ = await carry_out(planner, impossible, grown, clock, late)
         assert outcome is PlanOutcome.ROLLED_BACK
-        kept = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        kept = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
         # It shrinks: who goes finishes what it has, and holds its place until then.
         await a_world.occupy()
@@ -118,11 +118,11 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
                 assert sum(each.wanted for each in (await restarted.observe()).pools) <= ROOM
         async with a_world.open() as restarted:
             await restarted.apply(swap, await restarted.observe())
-        draining = await sees(planner, decode=(1, 1, 1), prefill=(2, 1, 0))
-        await until(planner, lambda seen: seen.pool(PREFILL).why is PoolGapReason.NO_ROOM)
+        draining = await observed_sizes(planner, decode=(1, 1, 1), prefill=(2, 1, 0))
+        await observed(planner, lambda seen: seen.pool(PREFILL).why is PoolGapReason.NO_ROOM)
         assert [each.plan for each in draining.pools] == ["swap", "swap"]
         await a_world.finish()
-        swapped = await sees(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
+        swapped = await observed_sizes(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
 
         # What was written before is done; who knows only what was before comes late.
         await planner.apply(swap, kept)
@@ -132,7 +132,7 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
 
         # A person's number stays, and so does what the plan says of other pools.
         await a_world.pin(PREFILL, 1)
-        pinned = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        pinned = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert "pinned" in pinned.pool(PREFILL).pinned
         assert pinned.pool(PREFILL).plan != "swap"
         with pytest.raises(PlanRefused, match=r"^prefill: pinned"):
@@ -150,22 +150,22 @@ async def test_plan_outlives_its_planner_and_others_can_change_it(a_world):
         with suppress(ProcessKilled):
             await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
     async with a_world.open() as planner:
-        left = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)
+        left = await observed(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)
         assert left.pool(DECODE).unfinished
         assert (left.pool(DECODE).wanted, left.pool(DECODE).before) == (ROOM + 1, 1)
 
         await planner.apply(a_plan("on", decode=ROOM + 1), left)
-        going = await until(planner, lambda seen: seen.pool(DECODE).plan == "on")
+        going = await observed(planner, lambda seen: seen.pool(DECODE).plan == "on")
         assert going.pool(DECODE).before == 1, "who goes on can still go back"
 
         await planner.apply(a_plan("back", decode=1), going)
-        back = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        back = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert not back.pool(DECODE).unfinished
 
 
 async def test_plan_for_unknown_pool_is_rejected_and_not_written(a_world):
     async with a_world.open() as planner:
-        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        seen = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         for plan in (a_plan("odd", decode=2, vision=1), a_plan("odd", vision=0)):
             with pytest.raises(PlanRefused, match=r"^vision: there is no such pool; there are decode, prefill$"):
                 await planner.apply(plan, seen)
@@ -177,7 +177,7 @@ async def test_connector_without_answer_is_unreachable_in_time(a_world, monkeypa
     for module in ("fleet.planner.ports", "fleet.planner.connectors.virtual"):
         monkeypatch.setattr(f"{module}.CALL_SECONDS", 0.2)
     async with a_world.open() as planner:
-        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        seen = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
     async with asyncio.timeout(60), a_world.open_cut() as cut:
         with pytest.raises(ConnectorUnreachable):
             await cut.observe()

@@ -86,13 +86,13 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
     """Each is sent when the one before has arrived, so that no two are read at once."""
     received = asyncio.Semaphore(0)
 
-    async def one_by_one(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        for _ in range(answering.seen.json["max_tokens"]):
-            await answering.event(token("a", chat=False))
+    async def one_by_one(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        for _ in range(exchange.seen.json["max_tokens"]):
+            await exchange.event(token("a", chat=False))
             await received.acquire()
-        await answering.event(b"[DONE]")
-        await answering.end()
+        await exchange.event(b"[DONE]")
+        await exchange.end()
 
     server = OpenAiServer()
     server.play = one_by_one
@@ -111,12 +111,12 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
 
 async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir):
     calls = []
-    async with open_frontends(model_dir) as fronts:
+    async with open_frontends(model_dir) as frontends:
         for tokens in (FEW, FEW, MANY):
-            fronts.will_answer("word " * tokens)
-            fronts.router.answer = fronts.router.answer[:tokens]
+            frontends.will_answer("word " * tokens)
+            frontends.router.answer = frontends.router.answer[:tokens]
             with counting() as counted:
-                await asked(fronts.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
+                await asked(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
             calls.append(counted.calls)
 
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED

@@ -37,9 +37,9 @@ def serving(model_dir):
 
     async def serve() -> None:
         await foreign.start()
-        async with open_frontends(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
-            fronts.will_answer("An answer.")
-            started.extend((fronts.http.address, relay.http.address))
+        async with open_frontends(model_dir) as frontends, a_relay(foreign, seconds=3600) as relay:
+            frontends.will_answer("An answer.")
+            started.extend((frontends.http.address, relay.http.address))
             loops.append(asyncio.get_running_loop())
             ready.set()
             await stop.wait()

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.support.fleet_processes import routers_of, serve
+from tests.support.fleet_processes import routers_of, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
@@ -61,7 +61,9 @@ class LimitedRouters:
 
     def _start(self, part, name, settings, *options):
         with (self._folder / f"{name}.log").open("w") as log:
-            process, endpoints = serve(part, settings, self._folder / f"{name}.json", *options, stdout=log, stderr=log)
+            process, endpoints = start_service(
+                part, settings, self._folder / f"{name}.json", *options, stdout=log, stderr=log
+            )
         self._processes.append(process)
         assert endpoints, (self._folder / f"{name}.log").read_text()
         self.endpoints = endpoints

@@ -16,8 +16,17 @@ from fleet.router.messages import WorkerDraining
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import ext_proc_pb2 as pb
 from tests.support.backends.openai_servers import OpenAiServer
-from tests.support.fleet_processes import serve
-from tests.support.gateway.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
+from tests.support.fleet_processes import start_service
+from tests.support.gateway.endpoint_pickers import (
+    D1,
+    D2,
+    EVENT,
+    LONG,
+    ONE_AT_A_TIME,
+    P1,
+    a_joined_endpoint,
+    a_picker_setup,
+)
 from tests.support.gateway.envoy import CHAT, a_completion, a_gateway, a_header_map
 
 pytestmark = pytest.mark.integration
@@ -83,7 +92,9 @@ async def test_concurrent_requests_see_each_others_reservations(model_dir):
 
 
 async def test_fallback_endpoints_follow_the_best_one(model_dir):
-    async with a_picker_setup(model_dir, D1, D2, joined("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}) as world:
+    async with a_picker_setup(
+        model_dir, D1, D2, a_joined_endpoint("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}
+    ) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
         assert world.booked() == {f"d{picked.endpoints[0][7]}": 1}
@@ -103,7 +114,9 @@ async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subs
     ["[fd00::2]:8000", "fd00::2:8000", "[fd00:0:0:0:0:0:0:2]:8000", "fd00:0000:0000:0000:0000:0000:0000:0002:8000"],
 )
 async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, written):
-    async with a_picker_setup(model_dir, D1, joined("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}) as world:
+    async with a_picker_setup(
+        model_dir, D1, a_joined_endpoint("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}
+    ) as world:
         request = world.request()
         assert (await request.ask(a_completion(), subset=["[fd00::3]:1", f" {written} "])).endpoints == [
             "[fd00::2]:8000"
@@ -137,7 +150,9 @@ async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
         assert (await world.request().ask(a_completion(LONG[::-1]))).prefill == "10.0.1.1:8000"
 
 
-@pytest.mark.parametrize("workers", [(), (joined("d1", "unix:/run/d1"),), (joined("d1", "host:80"),), (P1,)])
+@pytest.mark.parametrize(
+    "workers", [(), (a_joined_endpoint("d1", "unix:/run/d1"),), (a_joined_endpoint("d1", "host:80"),), (P1,)]
+)
 async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, workers):
     async with a_picker_setup(model_dir, *workers) as world:
         picked = await world.request().ask(a_completion())
@@ -176,7 +191,7 @@ async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
 async def test_queued_request_gets_a_joining_reachable_worker(model_dir, address, endpoints):
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         _, waiting = await world.one_behind_another()
-        world.router.hear(joined("d2", address))
+        world.router.hear(a_joined_endpoint("d2", address))
         picked = await waiting.picked()
         assert (picked.endpoints, picked.status) == (endpoints, 0 if endpoints else 503)
         assert world.booked() == {"d1": 1} | ({"d2": 1} if endpoints else {})
@@ -261,7 +276,7 @@ async def test_an_answer_from_elsewhere_takes_up_nobody(model_dir):
 async def test_request_without_body_goes_to_the_idlest_worker(model_dir):
     async with a_picker_setup(model_dir, D1, D2, P1) as world:
         busy = await world.request().ask(a_completion())
-        world.router.hear(joined("d3", "10.0.0.3:8000"))
+        world.router.hear(a_joined_endpoint("d3", "10.0.0.3:8000"))
         world.router.hear(WorkerDraining(worker_id=WorkerId("d3")))
         idle = {"10.0.0.1:8000", "10.0.0.2:8000"} - {busy.endpoints[0]}
 
@@ -281,7 +296,7 @@ async def test_path_prefix_of_the_gateway_is_ignored(model_dir):
 
 
 async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
-    workers = (joined("d1", "http://10.0.0.1:9999/prefix"), joined("d2", "[fd00::2]:50060"))
+    workers = (a_joined_endpoint("d1", "http://10.0.0.1:9999/prefix"), a_joined_endpoint("d2", "[fd00::2]:50060"))
     async with a_picker_setup(model_dir, *workers, picker={"target_port": 8080}) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8080", "[fd00::2]:8080"]
@@ -371,7 +386,7 @@ async def test_router_can_name_itself_as_the_endpoint(model_dir):
     own = "10.1.1.1:8000"
     async with a_picker_setup(model_dir, picker={"router_endpoint": own}) as world:
         assert (await world.request().ask(a_completion())).status == 503
-        world.router.hear(joined("d1", "unix:/run/d1"))
+        world.router.hear(a_joined_endpoint("d1", "unix:/run/d1"))
         request = world.request()
         await request.head()
         await request.body(b"any", b"thing")
@@ -408,7 +423,7 @@ async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
             {"worker_id": f"w{number}", "url": server.url, "model": "mock"} for number, server in enumerate(servers)
         ],
     }
-    process, endpoints = await asyncio.to_thread(serve, "router", config, tmp_path / "router.json")
+    process, endpoints = await asyncio.to_thread(start_service, "router", config, tmp_path / "router.json")
     try:
         address = endpoints["endpoint_picker"]
         prompts = [f"{letter} prompt of its own, " * 40 for letter in "ABCDEF"]

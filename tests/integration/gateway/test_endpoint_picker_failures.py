@@ -9,7 +9,16 @@ import pytest
 from fleet.core.ids import WorkerId
 from fleet.router.messages import WorkerLeft
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.support.gateway.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
+from tests.support.gateway.endpoint_pickers import (
+    D1,
+    D2,
+    EVENT,
+    LONG,
+    ONE_AT_A_TIME,
+    P1,
+    a_joined_endpoint,
+    a_picker_setup,
+)
 from tests.support.gateway.envoy import FULL_DUPLEX, a_completion, a_header_map
 from tests.support.waiting import until
 
@@ -281,7 +290,7 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
 
     small = {"max_running": 4}
     async with a_picker_setup(
-        model_dir, D1, P1, joined("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
+        model_dir, D1, P1, a_joined_endpoint("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
     ) as world:
         async with asyncio.TaskGroup() as calls:
             for number in range(60):
@@ -289,7 +298,7 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
                 if number % 20 == 10:
                     world.router.hear(WorkerLeft(worker_id=WorkerId("d2")))
                     await asyncio.sleep(0.02)
-                    world.router.hear(joined("d2", "10.0.0.2:8000", **small))
+                    world.router.hear(a_joined_endpoint("d2", "10.0.0.2:8000", **small))
         await world.idle()
         world.router._machine.check()
         assert world.router.status().counters.ended > 20

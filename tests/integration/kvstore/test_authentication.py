@@ -29,7 +29,7 @@ from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.support.certificates import Authority
-from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_block, a_chain, a_short_folder, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_block, a_chain, a_short_folder, deadline_in
 
 pytestmark = pytest.mark.integration
 
@@ -66,10 +66,10 @@ async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, st
 
 
 def fetch(address: str, digest: bytes, slot: Slot, secret: bytes) -> list[BlockOutcome]:
-    transport = TcpTransport(address, digest, BLOCK_BYTES, CLOCK, soon(), key(secret))
+    transport = TcpTransport(address, digest, BLOCK_BYTES, CLOCK, deadline_in(), key(secret))
     into = np.zeros(BLOCK_BYTES, np.uint8)
     try:
-        return transport.get([slot], [into], soon())
+        return transport.get([slot], [into], deadline_in())
     finally:
         transport.close()
 

@@ -33,7 +33,7 @@ from tests.support.kvstore.builders import (
     a_node,
     a_short_folder,
     a_store_client,
-    empty,
+    empty_buffers,
 )
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
@@ -70,7 +70,7 @@ def another(client: StoreClient, node) -> StoreClient:
 def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:
     """The blocks of the longest prefix; None for those that could not be read."""
     match = client.match(chain, lease_seconds=LEASE_SECONDS)
-    into = empty(len(match))
+    into = empty_buffers(len(match))
     good = client.read(match, range(len(match)), into)
     client.release(match.lease_id)
     return [copy if ok else None for copy, ok in zip(into, good, strict=True)]
@@ -114,7 +114,7 @@ def test_shared_memory_that_could_not_be_had_is_taken_later(node):
 
         eventually(lambda: client.stats() and client.path is DataPath.SHM)
 
-        into = empty(2)
+        into = empty_buffers(2)
         assert client.read(before, range(2), into) == [True, True]
         assert equal(into, [a_block(0), a_block(1)])
         assert client.write(a_chain(4, "new"), a_block) == 4
@@ -231,7 +231,7 @@ def test_expired_lease_of_a_reused_slot_is_a_miss(client):
     new = [a_block(100 + seed) for seed in range(CAPACITY_BLOCKS)]
     assert client.write(a_chain(CAPACITY_BLOCKS, "new"), new) == CAPACITY_BLOCKS
 
-    good = client.read(match, range(len(match)), empty(len(match)))
+    good = client.read(match, range(len(match)), empty_buffers(len(match)))
 
     assert good == [False] * CAPACITY_BLOCKS
     counters = client.counters()
@@ -247,7 +247,7 @@ def test_expired_lease_is_a_miss_after_block_size_changed(client, node):
     with a_store_client(node.address, whole) as big:
         assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
 
-    good = client.read(match, range(len(match)), empty(len(match)))
+    good = client.read(match, range(len(match)), empty_buffers(len(match)))
 
     assert good == [False] * CAPACITY_BLOCKS
     assert (client.counters().lost, client.counters().corrupt) == (CAPACITY_BLOCKS, 0)
@@ -271,7 +271,7 @@ def test_a_lease_keeps_its_blocks_while_others_write(client):
     for flood in range(5):
         client.write(a_chain(CAPACITY_BLOCKS, f"f{flood}"), a_block)
 
-    into = empty(4)
+    into = empty_buffers(4)
 
     assert client.read(match, range(4), into) == [True] * 4
     assert equal(into, blocks)
@@ -422,7 +422,7 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
         with at_most(4):
             assert len(client.match(chain, lease_seconds=LEASE_SECONDS)) == 0
             assert client.write(a_chain(1, "b"), [a_block(9)]) == 0
-            into = empty(4)
+            into = empty_buffers(4)
             for ok, copy, seed in zip(client.read(match, range(4), into), into, range(4), strict=True):
                 assert not ok or np.array_equal(copy, a_block(seed))
             client.release(match.lease_id)
@@ -430,7 +430,7 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
     node.start()
     eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
     assert equal(fetch(client, chain), [a_block(10 + seed) for seed in range(4)])
-    assert client.read(match, range(4), empty(4)) == [False] * 4, "that was another incarnation's"
+    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, "that was another incarnation's"
     client.release(match.lease_id)
     counters = client.counters()
     assert counters.failures > 0
@@ -464,7 +464,7 @@ def test_a_reader_learns_of_a_restart_from_the_match_it_is_given(client, node):
         eventually(lambda: client.write(a_chain(2), a_block))
         match = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
 
-        into = empty(2)
+        into = empty_buffers(2)
         good = eventually(lambda: all(reader.read(match, range(2), into)))
 
         assert good
@@ -476,8 +476,8 @@ def test_a_match_of_an_unknown_node_is_a_miss(client):
     match = client.match(a_chain(1), lease_seconds=LEASE_SECONDS)
     foreign = Match(incarnation="another", lease_id=match.lease_id, names=match.names, slots=match.slots)
 
-    assert client.read(foreign, [0], empty(1)) == [False]
-    assert client.read(match, [0], empty(1)) == [True]
+    assert client.read(foreign, [0], empty_buffers(1)) == [False]
+    assert client.read(match, [0], empty_buffers(1)) == [True]
 
 
 def test_a_node_that_hangs_costs_its_deadline_once(node):

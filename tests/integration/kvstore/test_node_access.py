@@ -15,7 +15,7 @@ from kvstore.service.server import open_node
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.support.waiting import eventually
 
@@ -109,7 +109,7 @@ class TlsNodes:
             "credentials": credentials,
         }
         with (self.folder / f"{name}.log").open("wb") as log:
-            process, ready = serve("kvstore", settings, self.folder / f"{name}.json", stdout=log, stderr=log)
+            process, ready = start_service("kvstore", settings, self.folder / f"{name}.json", stdout=log, stderr=log)
         self._processes.append(process)
         return ready["grpc"]
 

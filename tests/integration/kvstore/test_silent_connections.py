@@ -25,8 +25,8 @@ from tests.support.kvstore.builders import (
     a_node,
     a_short_folder,
     a_store_client,
+    deadline_in,
     node_settings,
-    soon,
 )
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import SECONDS, eventually, until
@@ -84,7 +84,7 @@ def test_silent_connections_refuse_no_client_with_the_secret(secret):
         def connect(_: int) -> TcpTransport:
             key = AuthenticationKey(SECRET.encode(), Purpose.DATA)
             return TcpTransport(
-                node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), soon(SECONDS), key
+                node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), deadline_in(SECONDS), key
             )
 
         clients = list(threads.map(connect, range(CLIENTS)))  # raises where one is refused

@@ -18,7 +18,7 @@ from fleet.cli.main import run
 from fleet.core.file_locks import hold_lock_file, is_abandoned, share_lock_file, take_abandoned
 from fleet.local import runs as local_runs
 from fleet.local.runs import LocalRun, note_group, note_logs, runtime_folder
-from tests.support.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
+from tests.support.fleet_processes import alive, command_of, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
 
@@ -249,7 +249,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
         next_one = run_fleet("up", "--engine", "simulated", "--http-port", port, "--grpc-port", "0")
     assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
     assert not folder.exists()
-    assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
+    assert not any(is_listening(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
     eventually(lambda: not remaining_of(segments))
     Path(folder_of_runs).rmdir()
 

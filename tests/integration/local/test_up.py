@@ -20,7 +20,7 @@ from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
 from fleet.router.placement.break_even import LEAST_TOKENS, MOST_TOKENS
 from kvstore.security.credentials import Credentials
-from tests.support.fleet_processes import alive, fleet_up, listens, run_fleet
+from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
 
@@ -113,7 +113,7 @@ def kv_counters(cluster):
 
 
 def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
-    """Over both fronts, both ways and one worker, for new prompts and those that caches and store have."""
+    """Over both frontends, both ways and one worker, for new prompts and those that caches and store have."""
     ways = [
         {"placement": "aggregated"},
         {"placement": "disaggregated", "kv_path": "store"},
@@ -377,12 +377,12 @@ def test_stopped_cluster_leaves_nothing_behind(tmp_path, number):
         pids, segments, folder = up.pids(), up.segments(), up.runtime_folder()
         ports = [int(up.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")]
         assert len(pids) >= 5
-        assert all(listens(port) for port in ports)
+        assert all(is_listening(port) for port in ports)
 
         assert up.end(number) == 0
 
     assert alive(pids) == []
-    assert not any(listens(port) for port in ports)
+    assert not any(is_listening(port) for port in ports)
     assert not folder.exists()
     eventually(lambda: not remaining_of(segments))
 

@@ -31,7 +31,7 @@ OPEN = PREFACE + frame(SETTINGS, 0, 0)
 HEAD = call(b"/x.Y/Thrice")
 
 
-class TestedService:
+class CountingService:
     def __init__(self):
         self.began = 0
         self.cancelled = 0
@@ -190,7 +190,7 @@ async def crowded_world(monkeypatch):
 async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
     monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
-    server, service = Http2Server(limits=limits), TestedService()
+    server, service = Http2Server(limits=limits), CountingService()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from fleet.client import Client, FleetError
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,7 @@ def call(path: bytes) -> bytes:
 def router(tmp_path):
     """A router in a process of its own; yields the process and its gRPC address."""
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
-    process, endpoints = serve("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
+    process, endpoints = start_service("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
     try:
         yield psutil.Process(process.pid), endpoints["grpc"]
     finally:

@@ -25,12 +25,14 @@ def a_worker(worker_id, state="serving", cached_blocks=0):
 
 
 async def test_serving_workers_are_registered_and_draining_are_not(model_dir, monkeypatch):
-    async with open_frontends(model_dir) as fronts:
+    async with open_frontends(model_dir) as frontends:
         workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
-        status = structs.replace(fronts.router.status(), pools=(pool,))
-        monkeypatch.setattr(fronts.router, "status", lambda: status)
-        assert await RouterRegistrations().workers(fronts.control, b"") == (WorkerRegistration(pod="a", warm_blocks=7),)
+        status = structs.replace(frontends.router.status(), pools=(pool,))
+        monkeypatch.setattr(frontends.router, "status", lambda: status)
+        assert await RouterRegistrations().workers(frontends.control, b"") == (
+            WorkerRegistration(pod="a", warm_blocks=7),
+        )
 
 
 async def test_a_router_that_does_not_answer_has_said_nothing():
@@ -41,8 +43,8 @@ async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir
     (tmp_path / "secret").write_bytes(SECRET)
     access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
     async with (
-        open_frontends(model_dir) as fronts,
-        open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,
+        open_frontends(model_dir) as frontends,
+        open_control_port("127.0.0.1:0", access, frontends.router, lambda: True, grpc_address="") as address,
     ):
         assert await RouterRegistrations().workers(address, SECRET) == ()
         assert await RouterRegistrations().workers(address, b"that of another deployment") is None

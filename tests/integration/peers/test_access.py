@@ -19,7 +19,7 @@ from kvstore.net.frames import connect
 from kvstore.security.credentials import Credentials
 from tests.integration.peers.test_peer_messages import RecordingRouter
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
@@ -80,7 +80,7 @@ def routers(tmp_path_factory, model_dir):
                 }
                 log = folder / f"{number}.log"
                 with log.open("w") as output:
-                    process, endpoints = serve(
+                    process, endpoints = start_service(
                         "router", settings, folder / f"{number}.json", stdout=output, stderr=output
                     )
                 assert endpoints, log.read_text()
@@ -131,7 +131,7 @@ def test_open_replica_port_is_refused_at_start(tmp_path, listen):
     log = tmp_path / "log"
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "replicas_listen": listen}
     with log.open("w") as output:
-        process, endpoints = serve("router", settings, tmp_path / "r.json", stdout=output, stderr=output)
+        process, endpoints = start_service("router", settings, tmp_path / "r.json", stdout=output, stderr=output)
 
     assert not endpoints
     assert process.wait(60) == 3

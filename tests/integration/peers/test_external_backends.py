@@ -6,7 +6,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.backends.openai_servers import MODEL, OpenAiServer, ask, routers_in_front_of
+from tests.support.backends.openai_servers import MODEL, OpenAiServer, fetch, routers_in_front_of
 from tests.support.waiting import until_answered
 
 pytestmark = pytest.mark.integration
@@ -17,7 +17,7 @@ SERVERS = 4
 
 async def known(address):
     """Of all workers together, as each process knows it: their number, blocks in their caches, requests there."""
-    text = await asyncio.to_thread(ask, address, "GET", "/metrics")
+    text = await asyncio.to_thread(fetch, address, "GET", "/metrics")
     columns = {"cached_blocks": 1, "booked_requests": 2, "booked_elsewhere": 2}
     by_router = {}
     for family in text_string_to_metric_families(text):
@@ -46,7 +46,7 @@ async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
             body = json.dumps({"model": MODEL, "prompt": prompt, "stream": True})
 
             async def complete(body=body):
-                await asyncio.to_thread(ask, address, "POST", "/v1/completions", body)
+                await asyncio.to_thread(fetch, address, "POST", "/v1/completions", body)
 
             async def told(blocks=blocks):
                 """All processes believe all that was sent so far to be somewhere, and that nothing runs."""

@@ -14,7 +14,7 @@ from fleet.client import Client, FleetError
 from fleet.net.control.address import control_socket
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
-from tests.support.fleet_processes import routers_of, serve
+from tests.support.fleet_processes import routers_of, start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -40,7 +40,7 @@ class RouterGroup:
     def start(self, part, config, *options):
         file = self.folder / f"{config.get('worker_id', part)}.json"
         with file.with_suffix(".log").open("w") as log:
-            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+            process, endpoints = start_service(part, config, file, *options, stdout=log, stderr=log)
         assert endpoints, file.with_suffix(".log").read_text()
         return process
 

@@ -24,7 +24,7 @@ from fleet.v1 import selection_pb2 as selection
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, serve
+from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
@@ -98,7 +98,7 @@ def a_process(part, settings, folder, name=""):
     file = folder / f"{name or part}.json"
     log = file.with_suffix(".log")
     with log.open("w") as output:
-        process, endpoints = serve(part, settings, file, stdout=output, stderr=output)
+        process, endpoints = start_service(part, settings, file, stdout=output, stderr=output)
     try:
         assert endpoints, log.read_text()
         process.log = log

@@ -59,11 +59,11 @@ async def test_flooding_tenants_share_compute_by_their_weights():
     server = OpenAiServer()
     computed: list[tuple[str, int]] = []  # pieces, in the order in which the server got them
 
-    async def when_let(answering: ServerExchange) -> None:
-        own = answering.seen.json["prompt"].removeprefix(SHARED)
+    async def when_let(exchange: ServerExchange) -> None:
+        own = exchange.seen.json["prompt"].removeprefix(SHARED)
         computed.append((next(name for name in KEYS if own.startswith(name)), len(own) // PIECE))
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     server.play = when_let
     await server.start()

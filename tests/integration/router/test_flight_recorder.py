@@ -11,7 +11,7 @@ from fleet.cli.main import run
 from fleet.client import Client
 from fleet.net.control.address import control_socket
 from tests.integration.peers.test_router_processes import workers_seen
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.waiting import eventually
@@ -57,7 +57,7 @@ class RecordedCluster:
     def start(self, part, config, *options):
         file = self.folder / f"{config.get('worker_id', part)}.json"
         with file.with_suffix(".log").open("w") as log:
-            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+            process, endpoints = start_service(part, config, file, *options, stdout=log, stderr=log)
         self.processes.append(process)
         assert endpoints, file.with_suffix(".log").read_text()
         return process

@@ -12,7 +12,7 @@ import pytest
 
 from fleet.client import Client, FleetError, Placement, Source
 from fleet.core.roles import Phase
-from tests.support.fleet_processes import fleet_up, routers_of, run_fleet, serve
+from tests.support.fleet_processes import fleet_up, routers_of, run_fleet, start_service
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -25,7 +25,7 @@ def test_hung_router_restarts_and_every_connection_is_answered(tmp_path, model_d
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "models": {"tiny": str(model_dir)}}
     log = tmp_path / "router.log"
     with log.open("w") as output:
-        parent, endpoints = serve(
+        parent, endpoints = start_service(
             "router", settings, tmp_path / "router.json", "--processes", "2", stdout=output, stderr=output
         )
     try:

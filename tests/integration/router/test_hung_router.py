@@ -13,7 +13,7 @@ from fleet.client import AsyncClient, Client, Unavailable
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.grpc.options import CHANNEL_OPTIONS, PING_TIMEOUT_MS, SERVER_OPTIONS
 from kvstore.service.server import MIN_PING_MS
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.waiting import eventually
 
@@ -46,9 +46,9 @@ def cluster(tmp_path_factory, model_dir):
         }
         processes = []
         try:
-            process, endpoints = serve("router", router, folder / "router.json")
+            process, endpoints = start_service("router", router, folder / "router.json")
             processes.append(process)
-            processes.append(serve("worker", worker, folder / "worker.json")[0])
+            processes.append(start_service("worker", worker, folder / "worker.json")[0])
             yield endpoints["grpc"], process.pid
         finally:
             for each in processes:

@@ -22,7 +22,7 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.stopwatch import at_most
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
-from tests.support.workers.simulated_clusters import simulated
+from tests.support.workers.simulated_clusters import simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_worker_process
 
 pytestmark = pytest.mark.integration
@@ -68,7 +68,7 @@ async def workers() -> AsyncIterator[dict[str, WorkerProcess]]:
         folder = stack.enter_context(a_short_folder())
         yield {
             each: await stack.enter_async_context(
-                a_worker_process(folder, simulated(role=Role.BOTH, worker_id=WorkerId(each)))
+                a_worker_process(folder, simulated_worker(role=Role.BOTH, worker_id=WorkerId(each)))
             )
             for each in IDS
         }

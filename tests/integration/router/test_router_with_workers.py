@@ -199,11 +199,11 @@ async def test_a_prefill_worker_that_dies_costs_time_only():
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
         arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
         async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(cluster.answer(arrived))
+            exchange = tasks.create_task(cluster.answer(arrived))
             await cluster.until(lambda status: status.counters.disaggregated)
             processes[0].kill()
 
-        tokens, complete = answering.result()
+        tokens, complete = exchange.result()
         assert len(tokens) == 3
         assert [one.phase for one in complete.kv] == [Phase.AGGREGATED]
 

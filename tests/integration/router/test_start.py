@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, ask, routers_in_front_of
-from tests.support.fleet_processes import FLEET, serve
+from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, fetch, routers_in_front_of
+from tests.support.fleet_processes import FLEET, start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -25,7 +25,7 @@ async def test_router_waits_for_its_servers_before_it_serves(tmp_path, processes
     await server.start()
     async with routers_in_front_of(tmp_path, [server], processes, catch_up_seconds=20.0) as address:
         for _ in range(4):
-            await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
+            await asyncio.to_thread(fetch, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
 
 
 async def test_silent_server_delays_the_start_only_briefly(tmp_path):
@@ -34,7 +34,7 @@ async def test_silent_server_delays_the_start_only_briefly(tmp_path):
     with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
         patient = {"connect_timeout_seconds": 1000.0, "catch_up_seconds": 0.2}
         async with routers_in_front_of(tmp_path, [server, silent], 1, **patient) as address:
-            await asyncio.to_thread(ask, address, "GET", "/openapi.json")
+            await asyncio.to_thread(fetch, address, "GET", "/openapi.json")
 
 
 def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir):
@@ -60,7 +60,7 @@ def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir)
     started = []
     try:
         for part, settings in (("worker", worker), ("router", router)):
-            process, endpoints = serve(part, settings, tmp_path / f"{part}.json")
+            process, endpoints = start_service(part, settings, tmp_path / f"{part}.json")
             started.append(process)
             assert endpoints
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -68,11 +68,11 @@ def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir)
 
             def answer():
                 connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-                answering = connection.getresponse()
-                return answering if answering.status == 200 else answering.read() and None
+                exchange = connection.getresponse()
+                return exchange if exchange.status == 200 else exchange.read() and None
 
-            answering = eventually(answer)
-            answering.readline()
+            exchange = eventually(answer)
+            exchange.readline()
 
             second = subprocess.run(
                 [*FLEET, "serve", "router", "--config", str(tmp_path / "router.json")],
@@ -81,7 +81,7 @@ def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir)
 
             assert second.returncode == 3
             assert "in use" in second.stderr
-            assert answering.read().endswith(b"data: [DONE]\n\n")
+            assert exchange.read().endswith(b"data: [DONE]\n\n")
     finally:
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)

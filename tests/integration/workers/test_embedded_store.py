@@ -33,8 +33,15 @@ from kvstore.service.settings import StoreSettings
 from tests.support.kvstore.builders import a_short_folder, file_names_in
 from tests.support.servers.processes import a_free_port
 from tests.support.shared_memory import segments_of
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, driven, fresh_prompt, split, work
-from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated
+from tests.support.workers.engine_driver import (
+    EngineDriver,
+    an_attempt,
+    blocks_from,
+    driven_engines,
+    fresh_prompt,
+    run_disaggregated,
+)
+from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.settings import WorkerSettings
@@ -67,7 +74,7 @@ def node_in(folder: Path, **fields) -> StoreSettings:
 def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> WorkerSettings:
     node = node or node_in(folder)
     return msgspec.structs.replace(
-        simulated(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
+        simulated_worker(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
     )
 
 
@@ -97,7 +104,7 @@ async def until_held(address: str, prompt: bytes) -> None:
 
 async def answered(worker: WorkerProcess, prompt: bytes, **fields):
     async with a_router_stream(worker.address) as stream:
-        return await stream.do(work(prompt, ANSWER, **fields))
+        return await stream.do(an_attempt(prompt, ANSWER, **fields))
 
 
 @asynccontextmanager
@@ -106,7 +113,7 @@ async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
     async with (
         open_embedded_store(settings, uvloop.new_event_loop) as furnished,
         open_engine(furnished.settings) as engine,
-        driven(engine) as (one,),
+        driven_engines(engine) as (one,),
     ):
         yield one
 
@@ -129,7 +136,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
         assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
 
-        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
             tokens, end = await answered(second, prompt)
         assert tokens == worker.tokens
@@ -142,7 +149,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
 
         children = psutil.Process(worker.process.pid).children(recursive=True)
         async with a_router_stream(worker.address) as stream:
-            await stream.say(work(fresh_prompt(500), 50))
+            await stream.say(an_attempt(fresh_prompt(500), 50))
             worker.terminate()
             assert await worker.ended() == 0
         assert not any(child.is_running() for child in children)
@@ -157,7 +164,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
 async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
     prompt = a_prompt()
     async with a_worker_that_has_answered(folder, prompt) as worker:
-        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
             worker.kill()
             assert await worker.ended() == -signal.SIGKILL
@@ -185,11 +192,14 @@ async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
 @pytest.mark.parametrize(("tp", "layout"), [(2, "HND"), (4, "NHD")])
 async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
     prompt = a_prompt()
-    async with here(a_worker(folder, tp=tp, layout=layout)) as one, here(simulated(f"unix:{folder}/kv")) as other:
-        expected, _ = await one.do(work(prompt, ANSWER))
+    async with (
+        here(a_worker(folder, tp=tp, layout=layout)) as one,
+        here(simulated_worker(f"unix:{folder}/kv")) as other,
+    ):
+        expected, _ = await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
 
-        tokens, end = await other.do(work(prompt, ANSWER))
+        tokens, end = await other.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
@@ -197,8 +207,8 @@ async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
 
 async def test_prefill_worker_with_node_hands_off_to_decode_worker(folder):
     prefill = msgspec.structs.replace(a_worker(folder), role=Role.PREFILL)
-    async with here(prefill) as first, here(simulated(f"unix:{folder}/kv", role=Role.DECODE)) as second:
-        _, _, end = await split(first, second, a_prompt(), ANSWER, KvPath.STORE)
+    async with here(prefill) as first, here(simulated_worker(f"unix:{folder}/kv", role=Role.DECODE)) as second:
+        _, _, end = await run_disaggregated(first, second, a_prompt(), ANSWER, KvPath.STORE)
 
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
@@ -211,7 +221,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
             return answer.read().decode()
 
     async with here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
-        await one.do(work(prompt, ANSWER))
+        await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
 
         assert f'kvstore_tier_blocks{{tier="cpu"}} {BLOCKS}.0' in await asyncio.to_thread(metrics)

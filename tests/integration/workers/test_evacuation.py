@@ -29,8 +29,8 @@ from tests.support.kvstore.builders import NodeProcess, a_node, a_short_folder, 
 from tests.support.servers.processes import RedisServer, a_redis_server, shared_redis
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
-from tests.support.workers.engine_driver import blocks_from, driven, fresh_prompt, work
-from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated
+from tests.support.workers.engine_driver import an_attempt, blocks_from, driven_engines, fresh_prompt
+from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated_worker
 from tests.support.workers.worker_processes import a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
@@ -85,15 +85,15 @@ def hexes(names) -> set[str]:
 
 async def tokens_and_tiers(node: NodeProcess, prompt: bytes):
     """Of a new engine on that node: what it says, and which tiers of the node had how many blocks."""
-    async with open_engine(simulated(node.address)) as engine, driven(engine) as (one,):
-        tokens, end = await one.do(work(prompt, ANSWER))
+    async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
     return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
 
 
 @asynccontextmanager
 async def an_evacuator(engine, address: str, *, leaving: bool = True, most_bytes: int = 1 << 30):
     facts = engine.facts
-    settings = simulated(address)
+    settings = simulated_worker(address)
     async with open_evacuator(
         address,
         facts.kv,
@@ -109,8 +109,8 @@ async def an_evacuator(engine, address: str, *, leaving: bool = True, most_bytes
 @asynccontextmanager
 async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIterator[tuple]:
     """An engine that has answered these, whose blocks are in the node, and who brings them away."""
-    async with open_engine(simulated(node.address)) as engine, driven(engine) as (one,):
-        said = [(await one.do(work(prompt, ANSWER)))[0] for prompt in prompts]
+    async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
+        said = [(await one.do(an_attempt(prompt, ANSWER)))[0] for prompt in prompts]
         with a_client(node) as client:
             for prompt in prompts:
                 blocks = len(names_of(prompt))
@@ -136,7 +136,7 @@ def a_worker(folder: Path, name: str, tier: dict, **fields):
         "tiers": [tier],
     }
     return msgspec.structs.replace(
-        simulated(),
+        simulated_worker(),
         worker_id=name,
         embedded_store=msgspec.convert(node, StoreSettings),
         kv_paths=(KvPath.STORE,),
@@ -149,15 +149,15 @@ async def test_worker_of_another_store_reads_evacuated_blocks(folder):
     """And the answer that was under way is complete, and what it has left in the cache is there too."""
     server, prompt, cold = shared_redis(), a_prompt(), a_prompt()
     tier = redis_tier(server, "warm")
-    slow = msgspec.structs.replace(simulated().simulated, speedup=2)
+    slow = msgspec.structs.replace(simulated_worker().simulated, speedup=2)
     async with (
         a_worker_process(folder, a_worker(folder, "one", tier, simulated=slow)) as one,
         a_worker_process(folder, a_worker(folder, "two", tier)) as two,
     ):
         async with a_router_stream(one.address) as stream:
-            expected, end = await stream.do(work(prompt, ANSWER))
+            expected, end = await stream.do(an_attempt(prompt, ANSWER))
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
-            under_way = work(fresh_prompt(40), 100)
+            under_way = an_attempt(fresh_prompt(40), 100)
             await stream.say(under_way)
             await stream.until(lambda message: stream.tokens_of(under_way.request_id) or None)
 
@@ -169,14 +169,14 @@ async def test_worker_of_another_store_reads_evacuated_blocks(folder):
             assert await one.ended() == 0
 
         async with a_router_stream(two.address) as stream:
-            tokens, end = await stream.do(work(prompt, ANSWER))
+            tokens, end = await stream.do(an_attempt(prompt, ANSWER))
             assert tokens == expected
             assert {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE} == {
                 "redis": BLOCKS
             }
-            _, end = await stream.do(work(under_way.tokens + token_bytes(answer), ANSWER))
+            _, end = await stream.do(an_attempt(under_way.tokens + token_bytes(answer), ANSWER))
             assert blocks_from(end.kv, Source.STORE) == (40 + 100) // BLOCK_TOKENS
-            _, end = await stream.do(work(cold, ANSWER))
+            _, end = await stream.do(an_attempt(cold, ANSWER))
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
 
 
@@ -333,7 +333,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
     prompt = a_prompt()
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "hangs") | {"connect_seconds": 30}]) as node:
         async with AsyncExitStack() as held_open:
-            settings = simulated(node.address)
+            settings = simulated_worker(node.address)
             engine = await held_open.enter_async_context(open_engine(settings))
             evacuator = await held_open.enter_async_context(an_evacuator(engine, node.address))
             worker = WorkerServer(settings, engine, SystemClock(), Incarnation("one"), evacuator=evacuator)
@@ -343,7 +343,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
             session = worker.open("router", router)
             while worker.phase is not LifePhase.SERVING:
                 await asyncio.sleep(0)
-            session.receive(work(prompt, 40))
+            session.receive(an_attempt(prompt, 40))
             await held_open.enter_async_context(asyncio.timeout(60))
             await router.stepped.wait()
             server.freeze()

@@ -16,7 +16,15 @@ from kvstore.errors import LayoutMismatch
 from kvstore.security.credentials import Credentials
 from tests.integration.router.test_router_with_workers import WorkerCluster, settings, sources
 from tests.support.certificates import Authority
-from tests.support.kvstore.builders import a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client, empty
+from tests.support.kvstore.builders import (
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    a_store_client,
+    empty_buffers,
+)
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
 from tests.support.workers.engine_driver import fresh_prompt
@@ -125,7 +133,7 @@ def test_a_client_finds_nothing_until_its_node_answers():
             assert client.store_id == "store-1"
             assert client.write(a_chain(1), [a_block(1)]) == 1
             match = client.match(a_chain(1), lease_seconds=10)
-            assert client.read(match, [0], empty(1)) == [True]
+            assert client.read(match, [0], empty_buffers(1)) == [True]
 
 
 def causes(caplog) -> list[str]:

@@ -20,7 +20,13 @@ from tests.support.builders import an_arrival, token_bytes
 from tests.support.kvstore.builders import a_block, a_namespace, a_node, a_store_client
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
-from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from tests.support.workers.simulated_clusters import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    a_router_with_workers,
+    namespace,
+    simulated_worker,
+)
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
 from workers.store.session_pins import PinChain, UnpinChain
 
@@ -202,7 +208,7 @@ async def test_session_resumes_from_its_pinned_blocks(session, loaded):
         a_node(capacity_bytes=64 * PAGE, max_held_share=0.25) as node,
         a_store_client(node.address, namespace()) as client,
     ):
-        async with a_router(simulated(node.address), store=node.address) as router:
+        async with a_router_with_workers(simulated_worker(node.address), store=node.address) as router:
             await ask(router, prompt, 0, session)
             async with asyncio.timeout(60):
                 while client.stats().blocks < 10 or client.stats().held_bytes < (10 * PAGE if session else 0):

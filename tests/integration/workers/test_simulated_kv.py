@@ -16,7 +16,15 @@ from kvstore.client.store_client import StoreClient
 from tests.support.kvstore.builders import a_node
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from tests.support.workers.engine_driver import (
+    EngineDriver,
+    an_attempt,
+    blocks_from,
+    bytes_from,
+    driven_engines,
+    fresh_prompt,
+    run_disaggregated,
+)
 from workers.engines.simulated import launch as simulated_engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.launch import open_engine
@@ -52,7 +60,7 @@ def settings(store: str = "", path: KvPath | None = None, **simulated) -> Worker
 
 @asynccontextmanager
 async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         yield one
         engine.check()
 
@@ -71,11 +79,11 @@ async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreCli
 async def computed_by_one(node, prompt) -> tuple[int, ...]:
     """Tokens of an engine that computes everything, and has published all blocks of the prompt when this returns."""
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
         assert blocks_from(end.kv, Source.COMPUTED) == 7
         async with a_client(node.address, settings(node.address)) as client:
             for _ in range(5):  # publishing has a deadline, which a busy machine may miss
-                await one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+                await one.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
                 if len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6:
                     return tokens
     raise AssertionError("the store does not take the blocks")
@@ -120,7 +128,7 @@ async def test_unnoticed_bad_block_changes_the_output(node, monkeypatch, tamper,
     monkeypatch.setattr(simulated_engine, "SimulatedStore", Unverified)
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert blocks_from(end.kv, Source.STORE) == 6
     assert (tokens == expected) is same
@@ -142,7 +150,7 @@ async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
         tiers = []
         for _ in range(2):
             async with an_engine(settings(node.address)) as one:
-                tokens, end = await one.do(work(prompt, ANSWER))
+                tokens, end = await one.do(an_attempt(prompt, ANSWER))
             assert tokens == expected
             tiers += [
                 (origin.tier, origin.blocks, origin.bytes) for origin in end.kv.origins if origin.source is Source.STORE
@@ -171,7 +179,7 @@ async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
             third[:], fourth[:] = fourth.copy(), third.copy()
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     whole = 6 if damage == "nothing" else 2
@@ -184,14 +192,14 @@ async def test_missing_store_block_is_computed_with_its_successors(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     names = chain(prompt, BLOCK_TOKENS)
     async with an_engine(settings()) as alone:  # without a store
-        expected, _ = await alone.do(work(prompt, ANSWER))
+        expected, _ = await alone.do(an_attempt(prompt, ANSWER))
         assert isinstance(alone.engine, SimulatedEngine)
         blocks = [bytes(alone.engine.memory.view(index)) for index in alone.engine.memory.find(names)]
     async with a_client(node.address, settings(node.address)) as client:
         assert client.write([*names[:3], *names[4:]], [*blocks[:3], *blocks[4:]]) == 5
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.STORE) == 3
@@ -206,14 +214,14 @@ async def test_block_damaged_after_lending_is_computed_by_borrower():
         an_engine(settings(path=KvPath.DIRECT)) as decode,
         an_engine(settings(path=KvPath.DIRECT)) as other,
     ):
-        expected, _ = await other.do(work(prompt, ANSWER))
+        expected, _ = await other.do(an_attempt(prompt, ANSWER))
 
         def damage(handoff):
             memory = prefill.engine.memory
             memory.view(memory.find(chain(prompt, BLOCK_TOKENS))[4])[0] ^= 1
             return handoff
 
-        tokens, _, end = await split(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
+        tokens, _, end = await run_disaggregated(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
 
         assert tokens == expected
         assert blocks_from(end.kv, Source.DIRECT) == 4
@@ -227,7 +235,7 @@ async def test_block_damaged_after_lending_is_computed_by_borrower():
 async def test_blocks_of_one_engine_are_found_by_another(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     async with an_engine(settings(node.address)) as first:
-        answer, _ = await first.do(work(prompt, 2 * BLOCK_TOKENS))
+        answer, _ = await first.do(an_attempt(prompt, 2 * BLOCK_TOKENS))
         names = chain(prompt + b"".join(token.to_bytes(4, "little") for token in answer[:-1]), BLOCK_TOKENS)
         assert len(names) == 8
         async with a_client(node.address, settings(node.address)) as client:
@@ -235,7 +243,7 @@ async def test_blocks_of_one_engine_are_found_by_another(node):
 
     async with an_engine(settings(node.address)) as second:
         conversation = prompt + b"".join(token.to_bytes(4, "little") for token in answer)
-        _, end = await second.do(work(conversation, 1))
+        _, end = await second.do(an_attempt(conversation, 1))
 
     assert blocks_from(end.kv, Source.STORE) == 8
 
@@ -246,8 +254,8 @@ async def test_hung_store_delays_a_request_only_to_its_deadline(node):
     async with an_engine(settings(node.address, load_timeout_ms=200, publish_timeout_ms=200)) as one:
         node.freeze()
         with at_most(20):
-            tokens, end = await one.do(work(prompt, ANSWER))
-            _, prefilled = await one.do(work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+            tokens, end = await one.do(an_attempt(prompt, ANSWER))
+            _, prefilled = await one.do(an_attempt(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
         node.thaw()
 
     assert tokens == expected
@@ -260,7 +268,7 @@ async def test_a_store_that_dies_is_a_miss(node):
     expected = await computed_by_one(node, prompt)
     async with an_engine(settings(node.address)) as one:
         node.kill()
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.COMPUTED) == 7
@@ -270,7 +278,7 @@ async def test_cancelling_during_a_transfer_frees_everything(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     await computed_by_one(node, prompt)
     async with an_engine(settings(node.address)) as one:
-        starts = [work(prompt, ANSWER) for _ in range(5)]
+        starts = [an_attempt(prompt, ANSWER) for _ in range(5)]
         one.submit(*starts)
         await asyncio.sleep(0)
         for start in starts:
@@ -278,14 +286,14 @@ async def test_cancelling_during_a_transfer_frees_everything(node):
         for start in starts:
             await one.end_of(start)
         await one.idle()
-        _, end = await one.do(work(prompt, ANSWER))
+        _, end = await one.do(an_attempt(prompt, ANSWER))
         assert blocks_from(end.kv, Source.STORE) == 6
 
 
 async def test_unfetched_blocks_are_freed_when_their_lease_ends():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     async with an_engine(told) as prefill:
-        _, end = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        _, end = await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
         assert end.handoff is not None
         assert prefill.engine.load().kv_blocks_used == 6
 
@@ -298,9 +306,9 @@ async def test_request_waiting_for_lent_blocks_starts_at_lease_end():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     told = msgspec.structs.replace(told, simulated=msgspec.structs.replace(told.simulated, kv_blocks=8))
     async with an_engine(told) as prefill:
-        await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
 
-        tokens, _ = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), 3))
+        tokens, _ = await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), 3))
 
     assert len(tokens) == 3
 
@@ -310,7 +318,7 @@ async def test_engines_of_other_weights_never_share_a_block(node):
     await computed_by_one(node, prompt)
 
     async with an_engine(settings(node.address, seed=1)) as other:
-        _, end = await other.do(work(prompt, ANSWER))
+        _, end = await other.do(an_attempt(prompt, ANSWER))
         assert other.engine.facts.fingerprint != await fingerprint(settings())
 
     assert blocks_from(end.kv, Source.COMPUTED) == 7

@@ -18,7 +18,7 @@ from fleet.core.system_clock import SystemClock
 from kvstore.security.credentials import Credentials
 from tests.support.builders import token_bytes
 from tests.support.waiting import until_answered
-from tests.support.workers.engine_driver import work
+from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
 from workers.connections import ranks as worker_groups
 from workers.connections.ranks import following, leading
@@ -243,7 +243,7 @@ async def test_ranks_become_ready_and_drain_with_the_first(started):
     assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
 
     async with a_router_stream(leader.address) as stream:
-        asked = work(PROMPT, 200)
+        asked = an_attempt(PROMPT, 200)
         await stream.say(asked)
         await stream.until(lambda message: stream.tokens_of(asked.request_id) or None)
 

@@ -30,7 +30,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import until
 
@@ -91,23 +91,23 @@ def token(text: str, *, chat: bool = True) -> bytes:
     return json.dumps({"id": "x", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}).encode()
 
 
-async def five_tokens(answering: ServerExchange) -> None:
+async def five_tokens(exchange: ServerExchange) -> None:
     """Streams if asked to; else one object."""
-    chat = "chat" in answering.seen.start
-    if not answering.seen.json.get("stream"):
+    chat = "chat" in exchange.seen.start
+    if not exchange.seen.json.get("stream"):
         message = {"message": {"role": "assistant", "content": "abcde"}} if chat else {"text": "abcde"}
         answer = {
             "id": "x", "object": "chat.completion" if chat else "text_completion", "created": 1, "model": MODEL,
             "choices": [{"index": 0, "finish_reason": "stop", **message}],
             "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
         }  # fmt: skip
-        await answering.respond(200, json.dumps(answer).encode())
+        await exchange.respond(200, json.dumps(answer).encode())
         return
-    await answering.begin_events()
+    await exchange.begin_events()
     for text in "abcde":
-        await answering.event(token(text, chat=chat))
-    await answering.event(b"[DONE]")
-    await answering.end()
+        await exchange.event(token(text, chat=chat))
+    await exchange.event(b"[DONE]")
+    await exchange.end()
 
 
 class OpenAiServer:
@@ -168,22 +168,22 @@ class OpenAiServer:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, answering: ServerExchange, reader: asyncio.StreamReader) -> None:
+    async def _answer(self, exchange: ServerExchange, reader: asyncio.StreamReader) -> None:
         """Stops when the other side has closed, as servers of engines do."""
         async with asyncio.TaskGroup() as tasks:
-            answer = tasks.create_task(self._until_gone(answering))
+            answer = tasks.create_task(self._until_gone(exchange))
             while not answer.done():
                 await asyncio.wait([answer], timeout=0.005)
-                if (reader.at_eof() or answering.writer.transport.is_closing()) and not answer.done():
+                if (reader.at_eof() or exchange.writer.transport.is_closing()) and not answer.done():
                     answer.cancel()
                     break
         if answer.cancelled() or answer.result():
             self.cut += 1
             raise ConnectionResetError
 
-    async def _until_gone(self, answering: ServerExchange) -> bool:
+    async def _until_gone(self, exchange: ServerExchange) -> bool:
         try:
-            await self.play(answering)
+            await self.play(exchange)
         except ConnectionError:
             return True
         return False
@@ -199,7 +199,7 @@ async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     return ReceivedRequest(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
 
 
-def ask(address: str, method: str, path: str, body: str | None = None) -> str:
+def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
     """One answer, over a connection of its own, and so of whichever process."""
     with closing(HTTPConnection(address, timeout=60)) as connection:
         connection.request(method, path, body, {"content-type": "application/json"})
@@ -221,7 +221,7 @@ async def routers_in_front_of(
     with log.open("w") as output:
         options = (folder / "router.json", "--processes", str(processes))
         process, endpoints = await asyncio.to_thread(
-            lambda: serve("router", settings, *options, stdout=output, stderr=output)
+            lambda: start_service("router", settings, *options, stdout=output, stderr=output)
         )
     try:
         assert endpoints, log.read_text()
@@ -334,16 +334,16 @@ async def an_openai_client(world: RelaySetup, key: str = "none") -> AsyncIterato
         yield client
 
 
-async def texts(stream) -> str:
+async def streamed_text(stream) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def hold(answering: ServerExchange) -> None:
+async def hold_after_first_token(exchange: ServerExchange) -> None:
     """Give one token, and then nothing."""
-    await answering.begin_events()
-    await answering.event(token("a"))
+    await exchange.begin_events()
+    await exchange.event(token("a"))
     await asyncio.sleep(60)
 
 
-async def never_answer(answering: ServerExchange) -> None:
+async def never_answer(exchange: ServerExchange) -> None:
     await asyncio.sleep(60)

@@ -51,9 +51,9 @@ class RawHttpClient:
 
 
 @asynccontextmanager
-async def connected(fronts: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
+async def raw_http_client(frontends: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
     """Over TCP, with options of `asyncio.open_connection`, such as the `limit` of bytes that are read ahead."""
-    host, _, port = fronts.http.address.rpartition(":")
+    host, _, port = frontends.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:
         yield RawHttpClient(reader, writer)

@@ -70,14 +70,14 @@ class PickerSetup:
         assert self.router.status().active == 0
 
 
-def joined(worker_id, address, role=Role.DECODE, **fields):
+def a_joined_endpoint(worker_id, address, role=Role.DECODE, **fields):
     return WorkerJoined(description=a_description(worker_id=worker_id, role=role, **fields), address=address)
 
 
-D1 = joined("d1", "10.0.0.1:8000")
-D2 = joined("d2", "10.0.0.2:8000")
-ONE_AT_A_TIME = joined("d1", "10.0.0.1:8000", max_running=1)
-P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
+D1 = a_joined_endpoint("d1", "10.0.0.1:8000")
+D2 = a_joined_endpoint("d2", "10.0.0.2:8000")
+ONE_AT_A_TIME = a_joined_endpoint("d1", "10.0.0.1:8000", max_running=1)
+P1 = a_joined_endpoint("p1", "10.0.1.1:8000", Role.PREFILL)
 
 
 @asynccontextmanager

@@ -61,7 +61,9 @@ def a_block(seed: int, length: int = BLOCK_BYTES) -> np.ndarray:
     return np.frombuffer(random.Random(seed).randbytes(length), dtype=np.uint8).copy()
 
 
-def keep(tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarray], deadline: Nanos) -> list[bool]:
+def put_blocks(
+    tier: BackingTier, keys: Sequence[BlockKey], blocks: Sequence[np.ndarray], deadline: Nanos
+) -> list[bool]:
     """Have a tier keep blocks, under the checksums of what they are now."""
     return tier.put(keys, blocks, deadline, [crc32c([block]) for block in blocks])
 
@@ -201,12 +203,12 @@ def a_store_client(address: str, namespace: KvNamespace, **options: Any) -> Stor
     return StoreClient.connect(address, namespace, **{"timeout_seconds": 30, "call_timeout_seconds": 30, **options})
 
 
-def soon(seconds: float = 60) -> Nanos:
+def deadline_in(seconds: float = 60) -> Nanos:
     """A deadline of a store's call; as it is, one that nothing here comes near."""
     return Nanos(MonotonicClock().now() + nanos(seconds))
 
 
-def empty(count: int = 4) -> list[np.ndarray]:
+def empty_buffers(count: int = 4) -> list[np.ndarray]:
     """What blocks are read into."""
     return [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(count)]
 

@@ -87,7 +87,7 @@ class HierarchyDriver:
         self.collect()
 
 
-def kinds(below):
+def movement_kinds(below):
     return [(type(movement).__name__, movement.tier) for movement in below.asked]
 
 

@@ -16,7 +16,7 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.ssd.disk import Disk, DiskFile, DiskSpace, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, keep, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, deadline_in, put_blocks
 
 SEGMENT_BYTES = 256 << 10
 PER_SEGMENT = 20  # records of BLOCK_BYTES, three pages each, between a page of head and two of footer
@@ -206,7 +206,7 @@ def put(
     blocks = buffers(len(keys), length)
     for key, block in zip(keys, blocks, strict=True):
         block[:] = content_of(key, length)
-    return keep(tier, keys, blocks, deadline or soon())
+    return put_blocks(tier, keys, blocks, deadline or deadline_in())
 
 
 def get(
@@ -214,19 +214,19 @@ def get(
 ) -> list[BlockOutcome]:
     """What came of reading blocks; whatever came is compared with what it has to be."""
     into = buffers(len(keys), length)
-    answers: list[FetchResult] = tier.get(keys, into, deadline or soon())
+    answers: list[FetchResult] = tier.get(keys, into, deadline or deadline_in())
     for key, block, answer in zip(keys, into, answers, strict=True):
         if answer.outcome is BlockOutcome.MOVED:
             assert np.array_equal(block, content_of(key, length)), f"wrong bytes for {key}"
     return [answer.outcome for answer in answers]
 
 
-def served(tier: SsdTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
+def readable_keys(tier: SsdTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
     """Those of the blocks that can be read."""
     return [key for key, outcome in zip(keys, get(tier, keys), strict=True) if outcome is BlockOutcome.MOVED]
 
 
-def segments(folder: Path) -> list[Path]:
+def segment_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("segment-*"))
 
 
@@ -237,7 +237,7 @@ def used_bytes(folder: Path) -> int:
 
 def record_at(folder: Path, key: BlockKey) -> tuple[Path, int]:
     """File and offset of a block's record, found by its header."""
-    for path in segments(folder):
+    for path in segment_files(folder):
         content = path.read_bytes()
         for page in range(0, len(content), PAGE_BYTES):
             if content[page : page + 4] == b"FRec" and content[page + 24 : page + 56] == key.digest + key.name:
@@ -251,7 +251,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def flip(path: Path, offset: int, bit: int = 0) -> None:
+def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]

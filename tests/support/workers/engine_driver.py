@@ -32,7 +32,7 @@ def greedy(max_tokens: int, **fields) -> Sampling:
     return Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **fields})
 
 
-def work(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREGATED, **fields) -> Start:
+def an_attempt(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREGATED, **fields) -> Start:
     """A piece of work under a name of its own."""
     return Start(
         **{
@@ -125,7 +125,7 @@ class EngineDriver:
 
 
 @asynccontextmanager
-async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
+async def driven_engines(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
     """Read what these engines say, while the context is open."""
     drivers = [EngineDriver(engine) for engine in engines]
     async with AsyncExitStack() as stack:
@@ -135,7 +135,7 @@ async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
         yield drivers
 
 
-async def split(
+async def run_disaggregated(
     prefill: EngineDriver,
     decode: EngineDriver,
     tokens: TokenBytes,
@@ -152,12 +152,12 @@ async def split(
         between: What happens to the hand-off on its way.
         pass_first_token: Whether the decode side begins after the token that the prefill side sampled.
     """
-    first, prefilled = await prefill.do(work(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
+    first, prefilled = await prefill.do(an_attempt(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
     assert prefilled.handoff is not None, prefilled
     handoff: Handoff = between(prefilled.handoff)
     if pass_first_token:
         tokens, max_tokens = tokens + token_bytes(first), max_tokens - 1
-    rest, decoded = await decode.do(work(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
+    rest, decoded = await decode.do(an_attempt(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
     return (first + rest if pass_first_token else rest), prefilled, decoded
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from kvstore.namespace import KvNamespace
-from tests.support.workers.engine_driver import EngineDriver, driven
+from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.vllm.engine import open_engine
 from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
@@ -104,7 +104,7 @@ async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]"
                 ):  # each is told much by this process's environment
                     await asyncio.sleep(0.02)
             try:
-                async with driven(*[await each for each in opened]) as drivers:
+                async with driven_engines(*[await each for each in opened]) as drivers:
                     ready.set_result(VllmEngines(loop, stopping, drivers))
                     await stopping.wait()
             finally:

@@ -214,5 +214,5 @@ async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
         connection.abort()
 
 
-def raw(**fields) -> pb.RouterMessage:
+def a_raw_message(**fields) -> pb.RouterMessage:
     return pb.RouterMessage(**fields)

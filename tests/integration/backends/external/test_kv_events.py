@@ -27,7 +27,7 @@ from tests.support.backends.openai_servers import (
     a_relay,
 )
 from tests.support.builders import token_ids
-from tests.support.frontend.http_clients import connected, post
+from tests.support.frontend.http_clients import post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -125,7 +125,7 @@ async def _turns() -> AsyncIterator[None]:
 
 async def uncached(world: RelaySetup, number: int, **body: object) -> int:
     """Prompt tokens that the router believes not to be cached."""
-    async with connected(world) as peer:
+    async with raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": PROMPT, **body}))
         assert (await peer.answer())[0] == 200
     return world.router.explain(RequestId(f"t-{number}")).placements[0].uncached_tokens
@@ -149,7 +149,7 @@ async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_
             assert await uncached(world, 5, cache_salt="other") == len(ids)
             assert await uncached(world, 6, model="ada", cache_salt="acme") == len(ids)
             assert [seen.json["model"] for seen in server.seen] == [MODEL, MODEL, "ada", "bob", MODEL, "ada"]
-            async with connected(world) as peer:
+            async with raw_http_client(world) as peer:
                 await peer.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
                 listed = json.loads((await peer.answer())[2])["data"]
             assert {each["id"]: each.get("parent") for each in listed} == {MODEL: None, "ada": MODEL, "bob": MODEL}
@@ -215,11 +215,11 @@ async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_
 async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
     """The server had half of the prompt cached, whatever it published or was sent."""
 
-    async def half(answering: ServerExchange) -> None:
+    async def half(exchange: ServerExchange) -> None:
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "total_tokens": 201}
         usage["prompt_tokens_details"] = {"cached_tokens": 100}
         text = 'it says \\"cached_tokens\\": 7'
-        await answering.respond(200, json.dumps({"choices": [{"text": text}], "usage": usage}).encode())
+        await exchange.respond(200, json.dumps({"choices": [{"text": text}], "usage": usage}).encode())
 
     server.play = half
     ids = token_ids(load_codec(model_dir).encode(PROMPT))

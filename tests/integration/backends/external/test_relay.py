@@ -20,10 +20,10 @@ from tests.support.backends.openai_servers import (
     ServerExchange,
     a_relay,
     an_openai_client,
-    texts,
+    streamed_text,
     token,
 )
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -36,7 +36,7 @@ async def test_a_stream_arrives_as_the_server_gave_it(server):
     async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
-        assert await texts(stream) == "abcde"
+        assert await streamed_text(stream) == "abcde"
         await world.settled()
 
 
@@ -63,7 +63,7 @@ async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
 
 async def test_the_clients_own_bytes_go_on(server):
     body = b'{ "model":"mock",\n\t"prompt" : "Gr\\u00f6\xc3\x9fe", "unknown": [1e400, {"a": 1, "a": 2}] }'
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, body, "user-agent: t/1", "connection: keep-alive, x-mine", "x-mine: 1"))
         assert (await peer.answer())[0] == 200
 
@@ -74,9 +74,9 @@ async def test_the_clients_own_bytes_go_on(server):
 
 
 async def test_embeddings_pass_through(server):
-    async def embed(answering: ServerExchange) -> None:
+    async def embed(exchange: ServerExchange) -> None:
         data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
-        await answering.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
+        await exchange.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
 
     server.play = embed
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -94,9 +94,9 @@ async def test_models_are_listed(server):
 
 
 async def test_error_of_the_server_is_passed_on_unchanged(server):
-    async def refuse(answering: ServerExchange) -> None:
+    async def refuse(exchange: ServerExchange) -> None:
         error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
-        await answering.respond(422, json.dumps({"error": error}).encode())
+        await exchange.respond(422, json.dumps({"error": error}).encode())
 
     server.play = refuse
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -117,7 +117,7 @@ async def test_error_of_the_server_is_passed_on_unchanged(server):
     ],
 )
 async def test_unplaceable_request_is_rejected_on_a_live_connection(server, body, status, said):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, body))
             answered, _, content = await peer.answer()
@@ -130,7 +130,7 @@ async def test_unplaceable_request_is_rejected_on_a_live_connection(server, body
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
 async def test_number_with_any_digits_is_left_to_the_server(server, field, number):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", field: number}))
             status, _, _ = await peer.answer()
@@ -141,7 +141,7 @@ async def test_number_with_any_digits_is_left_to_the_server(server, field, numbe
 
 
 async def test_impossible_hint_is_rejected_under_the_clients_name(server):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
         status, _, body = await peer.answer()
 
@@ -216,8 +216,8 @@ async def test_an_answer_says_what_the_request_is_called_here(server):
         assert answer.headers["x-request-id"] == answer.parse()._request_id == request_id
         assert world.router.explain(RequestId(request_id)).placements[0].decode == "w0"
 
-        async def with_names_of_its_own(answering: ServerExchange) -> None:
-            await answering.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
+        async def with_names_of_its_own(exchange: ServerExchange) -> None:
+            await exchange.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
 
         server.play = with_names_of_its_own
         answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
@@ -230,14 +230,14 @@ async def test_an_answer_says_what_the_request_is_called_here(server):
 
 
 async def test_head_and_first_event_arrive_in_one_piece(server):
-    async def in_pieces(answering: ServerExchange) -> None:
-        await answering.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
+    async def in_pieces(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
         await asyncio.sleep(0.02)
-        await answering.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
+        await exchange.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
         await asyncio.sleep(0.02)
-        await answering.event(token("a"))
+        await exchange.event(token("a"))
         await asyncio.sleep(0.02)
-        await answering.end()
+        await exchange.end()
 
     server.play = in_pieces
     async with a_relay(server) as world:
@@ -262,7 +262,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
 
 
 async def test_connections_to_the_server_are_used_again(server):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(20):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert b"[DONE]" in (await peer.answer())[2]
@@ -274,14 +274,14 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
     monkeypatch.setattr(openai_worker, "IDLE_SECONDS", 0.3)
     all_there = asyncio.Event()
 
-    async def together(answering: ServerExchange) -> None:
+    async def together(exchange: ServerExchange) -> None:
         await all_there.wait()
-        await answering.respond(200, b"{}")
+        await exchange.respond(200, b"{}")
 
     server.play = together
-    async with a_relay(server) as world, AsyncExitStack() as burst, connected(world) as peer:
+    async with a_relay(server) as world, AsyncExitStack() as burst, raw_http_client(world) as peer:
         for _ in range(8):
-            other = await burst.enter_async_context(connected(world))
+            other = await burst.enter_async_context(raw_http_client(world))
             await other.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: server.open == 8)
         all_there.set()
@@ -298,13 +298,13 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
 
 
 async def test_connection_closed_by_the_server_costs_no_request(servers):
-    async def and_close(answering: ServerExchange) -> None:
-        await answering.respond(200, b"{}")
-        answering.writer.transport.close()
+    async def and_close(exchange: ServerExchange) -> None:
+        await exchange.respond(200, b"{}")
+        exchange.writer.transport.close()
 
     for server in servers:
         server.play = and_close
-    async with a_relay(*servers) as world, connected(world) as peer:
+    async with a_relay(*servers) as world, raw_http_client(world) as peer:
         for _ in range(20):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
@@ -314,15 +314,15 @@ async def test_connection_closed_by_the_server_costs_no_request(servers):
 async def test_request_that_meets_a_closing_connection_is_resent(server):
     served: set[asyncio.StreamWriter] = set()
 
-    async def one_each(answering: ServerExchange) -> None:
-        if answering.writer in served:
-            answering.writer.transport.abort()
+    async def one_each(exchange: ServerExchange) -> None:
+        if exchange.writer in served:
+            exchange.writer.transport.abort()
         else:
-            served.add(answering.writer)
-            await answering.respond(200, b"{}")
+            served.add(exchange.writer)
+            await exchange.respond(200, b"{}")
 
     server.play = one_each
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(4):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
@@ -332,12 +332,12 @@ async def test_request_that_meets_a_closing_connection_is_resent(server):
 
 
 async def test_pipelined_requests_are_answered_in_order(server):
-    async def echo(answering: ServerExchange) -> None:
-        await answering.respond(200, answering.seen.body)
+    async def echo(exchange: ServerExchange) -> None:
+        await exchange.respond(200, exchange.seen.body)
 
     server.play = echo
     bodies = [{**STREAMING_REQUEST, "n": number} for number in range(30)]
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, bodies[0]))
         assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
         await peer.send(b"".join(post(COMPLETIONS, body) for body in bodies))
@@ -348,12 +348,12 @@ async def test_pipelined_requests_are_answered_in_order(server):
 
 
 async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
-    async def echo(answering: ServerExchange) -> None:
-        await answering.respond(200, answering.seen.body)
+    async def echo(exchange: ServerExchange) -> None:
+        await exchange.respond(200, exchange.seen.body)
 
     server.play = echo
     request = post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 500})
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
             await peer.send(request[:cut])
             await asyncio.sleep(0.002)
@@ -367,7 +367,7 @@ async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_clients_that_close_get_a_connection_that_closes(server, version):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: close", version=version))
         status, headers, body = await peer.answer()
 
@@ -379,12 +379,12 @@ async def test_clients_that_close_get_a_connection_that_closes(server, version):
 
 
 async def test_an_answer_that_ends_with_its_connection_is_whole(server):
-    async def until_close(answering: ServerExchange) -> None:
-        await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
-        answering.writer.close()
+    async def until_close(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+        exchange.writer.close()
 
     server.play = until_close
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, headers, body = await peer.answer()
 
@@ -407,7 +407,7 @@ async def test_an_answer_that_ends_with_its_connection_is_whole(server):
     ],
 )
 async def test_malformed_or_oversized_request_never_reaches_a_server(server, sent, status):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(sent)
         assert (await peer.answer())[0] == status
         assert server.seen == []

@@ -26,11 +26,11 @@ from tests.support.backends.openai_servers import (
     a_relay,
     an_openai_client,
     five_tokens,
-    texts,
+    streamed_text,
     token,
 )
 from tests.support.builders import token_ids
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -47,7 +47,7 @@ async def test_prompt_reader_failure_after_client_left_is_not_logged(server, mod
         go_on.wait(60)
         raise OverflowError("a bug")
 
-    async with a_relay(server, model_dir=model_dir) as world, connected(world) as peer:
+    async with a_relay(server, model_dir=model_dir) as world, raw_http_client(world) as peer:
         world.reader.inline_bytes = 10
         world.reader.read = broken
         long = [{"role": "user", "content": "the quick brown fox " * 500}]
@@ -65,7 +65,7 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
     async with (
         a_relay(server, model_dir=model_dir) as world,
         an_openai_client(world) as client,
-        connected(world) as peer,
+        raw_http_client(world) as peer,
     ):
         world.reader.inline_bytes = 10
         answers = [client.completions.create(model=MODEL, prompt="the quick brown fox " * 500) for _ in range(5)]
@@ -101,7 +101,7 @@ async def test_tokenizer_check_runs_before_a_server_joins(server, model_dir, mad
 
 async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):
     beginnings = [f"{name} " * 60 for name in ("alpha", "beta", "gamma", "delta")]
-    async with a_relay(*servers, model_dir=model_dir) as world, connected(world) as peer:
+    async with a_relay(*servers, model_dir=model_dir) as world, raw_http_client(world) as peer:
         went: dict[str, set[int]] = {}
         for number in range(20):
             for beginning in beginnings:
@@ -116,7 +116,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
 
 
 async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
-    async with a_relay(server, kv_blocks=400) as world, connected(world) as peer:
+    async with a_relay(server, kv_blocks=400) as world, raw_http_client(world) as peer:
         for number in range(40):
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": f"{number} " * 2000}))
             await peer.answer()
@@ -127,7 +127,7 @@ async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
 
 
 async def test_prompts_sent_long_ago_are_believed_evicted(server):
-    async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
+    async with a_relay(server, cache_ttl_seconds=0.2) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 10_000}))
         await peer.answer()
         assert world.router.status().index_blocks > 10
@@ -135,14 +135,14 @@ async def test_prompts_sent_long_ago_are_believed_evicted(server):
 
 
 async def test_an_answer_that_grows_weighs_more(server):
-    async def many(answering: ServerExchange) -> None:
-        await answering.begin_events()
+    async def many(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
         for _ in range(200):  # three blocks: of what came first and of the rest, one is told in any case
-            await answering.event(token("a"))
+            await exchange.event(token("a"))
         await asyncio.sleep(60)
 
     server.play = many
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
 
@@ -150,13 +150,13 @@ async def test_an_answer_that_grows_weighs_more(server):
 async def test_queued_request_with_priority_is_dispatched_first(server):
     go, got = asyncio.Event(), []
 
-    async def when_let(answering):
-        got.append(answering.seen.json["prompt"])
+    async def when_let(exchange):
+        got.append(exchange.seen.json["prompt"])
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     async def ask(prompt, priority):
-        async with connected(world) as peer:
+        async with raw_http_client(world) as peer:
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": prompt, "fleet": {"priority": priority}}))
             assert (await peer.answer())[0] == 200
 
@@ -192,7 +192,7 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
             "token_ids": ids[: 16 * len(hashes)], "lora_id": None, "medium": "GPU",
         }  # fmt: skip
         events = {"kv_events": f"tcp://127.0.0.1:{port}", "kv_blocks": 1000}
-        async with a_relay(servers[0], model_dir=model_dir, **events) as world, connected(world) as peer:
+        async with a_relay(servers[0], model_dir=model_dir, **events) as world, raw_http_client(world) as peer:
             number = 0
             while world.router.status().index_blocks < len(hashes):  # a subscription takes its time
                 payload = msgspec.msgpack.encode([0.0, [stored], 0])
@@ -217,7 +217,7 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
 
 
 async def test_models_of_other_workers_are_served_beside(server):
-    async with a_relay(server, only=False) as world, connected(world) as peer:
+    async with a_relay(server, only=False) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 200
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "model": "own"}))
@@ -253,7 +253,7 @@ async def test_router_command_serves_external_backends_until_sigterm(servers, mo
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=20, timeout=60) as client:
                 stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
                 request_id = stream.response.headers["x-request-id"]
-                assert await texts(stream) == "abcde"
+                assert await streamed_text(stream) == "abcde"
                 (placed,) = (await explained(request_id, told["grpc"]))["placements"]
                 chosen = {each["worker_id"]: each for each in placed["candidates"]}[placed["decode"]]
                 assert (sum(chosen["parts"].values()), placed["policy"]) == (pytest.approx(chosen["cost"]), "fleet")
@@ -272,13 +272,13 @@ async def test_router_command_serves_external_backends_until_sigterm(servers, mo
 async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_dir, tmp_path, drain_timeout_ms):
     told_to_end = asyncio.Event()
 
-    async def until_told(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await answering.event(token("a"))
+    async def until_told(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(token("a"))
         await told_to_end.wait()
-        await answering.event(token("b"))
-        await answering.event(b"[DONE]")
-        await answering.end()
+        await exchange.event(token("b"))
+        await exchange.event(b"[DONE]")
+        await exchange.end()
 
     server.play = until_told
     own = {"worker_id": "w", "url": server.url, "model": "mock", "tokenizer": str(model_dir)}

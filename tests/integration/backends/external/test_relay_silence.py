@@ -25,8 +25,8 @@ from tests.support.backends.openai_servers import (
     never_answer,
     token,
 )
-from tests.support.fleet_processes import serve
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.fleet_processes import start_service
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import until
 
@@ -102,8 +102,8 @@ async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
 
 
 async def test_a_head_without_content_is_no_sign_of_life(servers):
-    async def begin_only(answering: ServerExchange) -> None:
-        await answering.begin_events()
+    async def begin_only(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
         await asyncio.sleep(60)
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
@@ -116,16 +116,16 @@ async def test_a_head_without_content_is_no_sign_of_life(servers):
         assert state(world, "w0") == "draining"
 
 
-async def an_empty_first_event(answering: ServerExchange) -> None:
-    await answering.begin_events()
-    await answering.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
+async def an_empty_first_event(exchange: ServerExchange) -> None:
+    await exchange.begin_events()
+    await exchange.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
     await asyncio.sleep(60)
 
 
-async def only_comments(answering: ServerExchange) -> None:
-    await answering.begin_events()
+async def only_comments(exchange: ServerExchange) -> None:
+    await exchange.begin_events()
     while True:
-        await answering.send(chunk(b": keep-alive\n\n"))
+        await exchange.send(chunk(b": keep-alive\n\n"))
         await asyncio.sleep(0.1)
 
 
@@ -133,9 +133,9 @@ async def only_comments(answering: ServerExchange) -> None:
 async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
     """Four clients that leave after a while; each that leaves makes room for another one."""
 
-    async def soon(answering: ServerExchange) -> None:
+    async def soon(exchange: ServerExchange) -> None:
         await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = soon
@@ -159,9 +159,9 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
 async def test_a_server_that_answers_again_takes_requests_again(servers):
     go_on = asyncio.Event()
 
-    async def when_told(answering: ServerExchange) -> None:
+    async def when_told(exchange: ServerExchange) -> None:
         await go_on.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -177,9 +177,9 @@ async def test_a_server_that_answers_again_takes_requests_again(servers):
 
 
 async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
-    async def hang_but_for_trials(answering: ServerExchange) -> None:
-        if answering.seen.json.get("max_tokens") == 1:
-            await answering.respond(401, b'{"error": {"message": "who are you?"}}')
+    async def hang_but_for_trials(exchange: ServerExchange) -> None:
+        if exchange.seen.json.get("max_tokens") == 1:
+            await exchange.respond(401, b'{"error": {"message": "who are you?"}}')
         else:
             await asyncio.sleep(60)
 
@@ -192,7 +192,10 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
 
 
 async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
-    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+    async with (
+        a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
+        raw_http_client(world) as peer,
+    ):
         await warmed(world)
         server.play = never_answer
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -207,18 +210,21 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
 async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
     hang = asyncio.Event()
 
-    async def stop(answering: ServerExchange) -> None:
+    async def stop(exchange: ServerExchange) -> None:
         if hang.is_set():
             await asyncio.sleep(60)
-        elif "stops" in answering.seen.json["prompt"]:
-            await answering.begin_events()
-            await answering.event(token("a", chat=False))
+        elif "stops" in exchange.seen.json["prompt"]:
+            await exchange.begin_events()
+            await exchange.event(token("a", chat=False))
             await asyncio.sleep(60)
         else:
-            await five_tokens(answering)
+            await five_tokens(exchange)
 
     server.play = stop
-    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+    async with (
+        a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
+        raw_http_client(world) as peer,
+    ):
         await warmed(world)
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "it stops"}))
         assert (await peer.head())[0] == 200
@@ -238,10 +244,10 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
     turns = {id(server): asyncio.Lock() for server in servers}
 
     def one_by_one(server: OpenAiServer):
-        async def play(answering: ServerExchange) -> None:
+        async def play(exchange: ServerExchange) -> None:
             async with turns[id(server)]:
-                await asyncio.sleep(3.0 if len(answering.seen.body) > 20_000 else 0.02)
-                await five_tokens(answering)
+                await asyncio.sleep(3.0 if len(exchange.seen.body) > 20_000 else 0.02)
+                await five_tokens(exchange)
 
         return play
 
@@ -263,9 +269,9 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
 async def test_servers_that_become_slow_together_all_stay(servers):
     slow = asyncio.Event()
 
-    async def play(answering: ServerExchange) -> None:
+    async def play(exchange: ServerExchange) -> None:
         await asyncio.sleep(1.5 if slow.is_set() else 0.0)
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = play
@@ -284,9 +290,9 @@ async def test_servers_that_become_slow_together_all_stay(servers):
 async def test_servers_that_load_at_their_first_requests_all_stay(servers):
     loaded = asyncio.Event()
 
-    async def play(answering: ServerExchange) -> None:
+    async def play(exchange: ServerExchange) -> None:
         await loaded.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = play
@@ -313,7 +319,7 @@ async def a_router_process(
     with log.open("w") as output:
         started = {"stdout": output, "stderr": output}
         process, endpoints = await asyncio.to_thread(
-            lambda: serve("router", settings, folder / "router.json", **started)
+            lambda: start_service("router", settings, folder / "router.json", **started)
         )
     try:
         assert endpoints, log.read_text()
@@ -327,9 +333,9 @@ async def a_router_process(
 async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
     """Answers come while it sleeps, and clients are still there: it finds neither silence nor anybody late."""
 
-    async def soon(answering: ServerExchange) -> None:
+    async def soon(exchange: ServerExchange) -> None:
         await asyncio.sleep(0.2)
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = soon

@@ -16,7 +16,7 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.backend import tier_with
 from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
-from tests.support.kvstore.builders import a_block, a_chain, keep, soon
+from tests.support.kvstore.builders import a_block, a_chain, deadline_in, put_blocks
 from tests.support.kvstore.remote_blocks import DIGEST
 from tests.support.servers.damaging_proxy import a_damaging_proxy
 from tests.support.servers.processes import s3_credentials, shared_redis, shared_s3
@@ -49,7 +49,7 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
         first = chance.randrange(len(KEYS))
         chosen = slice(first, first + chance.randint(1, 5))
         keys, blocks = KEYS[chosen], BLOCKS[chosen]
-        until = soon(CALL_SECONDS)
+        until = deadline_in(CALL_SECONDS)
         try:
             with at_most(CALL_SECONDS + 2):  # a removal may follow
                 match chance.randrange(6):
@@ -58,7 +58,7 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
                     case 1:
                         assert len(tier.holds(keys, until)) == len(keys)
                     case 2 | 3:
-                        assert len(keep(tier, keys, blocks, until)) == len(keys)
+                        assert len(put_blocks(tier, keys, blocks, until)) == len(keys)
                     case _:
                         into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
                         answers = tier.get(keys, into, until)
@@ -70,9 +70,9 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
 
 def works(tier: RemoteTier) -> bool:
     try:
-        kept = keep(tier, KEYS, BLOCKS, soon())
+        kept = put_blocks(tier, KEYS, BLOCKS, deadline_in())
         into = [np.zeros(block.nbytes, np.uint8) for block in BLOCKS]
-        answers = tier.get(KEYS, into, soon())
+        answers = tier.get(KEYS, into, deadline_in())
     except TierFailed:
         return False
     moved = [answer.outcome is BlockOutcome.MOVED for answer in answers]

@@ -25,7 +25,7 @@ from kvstore.tiers.ssd.segments.eviction import oldest
 from kvstore.tiers.ssd.segments.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import Sync
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.support.kvstore.builders import BLOCK_BYTES, keep
+from tests.support.kvstore.builders import BLOCK_BYTES, put_blocks
 from tests.support.kvstore.ssd_disks import (
     PER_SEGMENT,
     RECORD_BYTES,
@@ -33,15 +33,15 @@ from tests.support.kvstore.ssd_disks import (
     DiskFaults,
     ShiftedClock,
     a_tier,
-    flip,
+    deadline_in,
+    flip_bit,
     get,
     keys_of,
     overwrite,
     put,
+    readable_keys,
     record_at,
-    segments,
-    served,
-    soon,
+    segment_files,
     ssd_settings,
     used_bytes,
 )
@@ -83,7 +83,7 @@ def test_without_a_footer_all_records_are_found_by_their_headers(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    for path in segments(tmp_path):
+    for path in segment_files(tmp_path):
         overwrite(path, SEGMENT_BYTES - PAGE_BYTES, bytes(PAGE_BYTES))
 
     again = a_tier(tmp_path)
@@ -97,7 +97,7 @@ def test_a_damaged_footer_table_is_not_believed(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    flip(segments(tmp_path)[0], SEGMENT_BYTES - 2 * PAGE_BYTES + 40)  # in the second entry
+    flip_bit(segment_files(tmp_path)[0], SEGMENT_BYTES - 2 * PAGE_BYTES + 40)  # in the second entry
 
     again = a_tier(tmp_path)
 
@@ -111,7 +111,7 @@ def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    path = segments(tmp_path)[0]
+    path = segment_files(tmp_path)[0]
     rows = bytearray(path.read_bytes()[-2 * PAGE_BYTES : -PAGE_BYTES])
     rows[:32], rows[40:72] = rows[40:72], rows[:32]
     end = bytearray(path.read_bytes()[-PAGE_BYTES:])
@@ -121,7 +121,7 @@ def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
 
     again = a_tier(tmp_path)
 
-    assert again.find(keys, soon()) == PER_SEGMENT, "it was believed so far"
+    assert again.find(keys, deadline_in()) == PER_SEGMENT, "it was believed so far"
     assert get(again, keys) == [CORRUPT] * 2 + [MOVED] * (PER_SEGMENT - 2)
     again.close()
 
@@ -134,7 +134,7 @@ def test_writing_goes_on_in_the_segment_that_was_not_full(tmp_path):
 
     tier = a_tier(tmp_path)
 
-    assert len(segments(tmp_path)) == 1
+    assert len(segment_files(tmp_path)) == 1
     assert get(tier, keys_of(10)) == [MOVED] * 10
     tier.close()
 
@@ -204,7 +204,7 @@ def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
     forged[64:68] = google_crc32c.value(bytes(forged[PAGE_BYTES:])).to_bytes(4, "little")
     forged[68:72] = google_crc32c.value(bytes(forged[:68])).to_bytes(4, "little")
     content = np.frombuffer(bytes(forged), np.uint8)
-    assert keep(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
+    assert put_blocks(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
     abandon(tier)
     path, offset = record_at(tmp_path, forger)
     overwrite(path, offset, bytes(PAGE_BYTES))  # so that the search comes to look at the payload's pages
@@ -238,7 +238,7 @@ def test_a_head_that_is_damaged_does_not_lose_a_sealed_segment(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    flip(segments(tmp_path)[0], 20)
+    flip_bit(segment_files(tmp_path)[0], 20)
 
     again = a_tier(tmp_path)
 
@@ -254,7 +254,7 @@ def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    path = segments(tmp_path)[0]
+    path = segment_files(tmp_path)[0]
     head = bytearray(path.read_bytes()[:44])
     head[8] = 2
 
@@ -283,7 +283,7 @@ def test_a_file_cut_short_gives_what_is_left(tmp_path, length):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    with segments(tmp_path)[0].open("r+b") as file:
+    with segment_files(tmp_path)[0].open("r+b") as file:
         file.truncate(length)
 
     again = a_tier(tmp_path)
@@ -299,7 +299,7 @@ def test_a_file_cut_short_under_an_open_tier_gives_what_is_left(tmp_path):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    with segments(tmp_path)[0].open("r+b") as file:
+    with segment_files(tmp_path)[0].open("r+b") as file:
         file.truncate(PAGE_BYTES + 5 * RECORD_BYTES + 100)
 
     assert get(tier, keys) == [MOVED] * 5 + [CORRUPT] * 14
@@ -312,7 +312,7 @@ def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    overwrite(segments(tmp_path)[0], 0, random.Random(1).randbytes(SEGMENT_BYTES))
+    overwrite(segment_files(tmp_path)[0], 0, random.Random(1).randbytes(SEGMENT_BYTES))
 
     assert get(tier, keys[:9]) == [CORRUPT] * 9
     assert get(tier, keys[9:]) == [CORRUPT] * 10
@@ -326,7 +326,7 @@ def test_one_segment_in_the_place_of_another_is_no_block(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
-    first, second = segments(tmp_path)
+    first, second = segment_files(tmp_path)
     first.write_bytes(second.read_bytes())
 
     assert get(tier, keys_of(PER_SEGMENT, "a")) == [CORRUPT] * PER_SEGMENT
@@ -481,7 +481,7 @@ def test_segments_of_another_size_are_read_and_then_replaced(tmp_path):
     for number in range(12):
         put(again, keys_of(19, f"n{number}"))
         assert used_bytes(tmp_path) <= 2 << 20
-    assert {path.stat().st_size for path in segments(tmp_path)} == {2 * SEGMENT_BYTES}
+    assert {path.stat().st_size for path in segment_files(tmp_path)} == {2 * SEGMENT_BYTES}
     again.check()
     again.close()
 
@@ -492,9 +492,9 @@ def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
     for batch in batches:
         put(tier, batch)
 
-    counts = [len(served(tier, batch)) for batch in batches]
+    counts = [len(readable_keys(tier, batch)) for batch in batches]
 
-    held = len(segments(tmp_path))
+    held = len(segment_files(tmp_path))
     assert held >= 5
     assert counts == [0] * (16 - held) + [PER_SEGMENT] * held
     assert tier.status().evicted == PER_SEGMENT * (16 - held)
@@ -534,14 +534,14 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
+    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
     assert tier.rescued == 4
-    assert not set(tier.gone()) & set(served(tier, first))
+    assert not set(tier.gone()) & set(readable_keys(tier, first))
     tier.check()
     tier.close()
 
     again = a_tier(tmp_path)
-    assert served(again, first) == [*first[5:7], *first[9:11]]
+    assert readable_keys(again, first) == [*first[5:7], *first[9:11]]
     again.close()
 
 
@@ -557,7 +557,7 @@ def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
         put(tier, keys_of(19, f"n{number}"))
     told.update(tier.gone())
 
-    assert served(tier, first) == first[:4]
+    assert readable_keys(tier, first) == first[:4]
     assert told & set(first) == set(first[4:])
     tier.close()
 
@@ -570,11 +570,13 @@ def test_a_block_that_could_not_be_rescued_is_told_to_be_gone(tmp_path):
     put(tier, first)
     for _ in range(2):
         get(tier, first[:4])
-    faults.write_error = lambda name, offset: None if tier.find(first[:1], soon()) else OSError(errno.EIO, "injected")
+    faults.write_error = lambda name, offset: (
+        None if tier.find(first[:1], deadline_in()) else OSError(errno.EIO, "injected")
+    )
     for number in range(6):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == []
+    assert readable_keys(tier, first) == []
     assert told | set(tier.gone()) >= set(first)
     tier.close()
 
@@ -586,11 +588,11 @@ def test_a_damaged_block_is_not_rescued(tmp_path):
     for _ in range(2):
         get(tier, first[:4])
     path, offset = record_at(tmp_path, first[1])
-    flip(path, offset + PAGE_BYTES + 5)
+    flip_bit(path, offset + PAGE_BYTES + 5)
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == [first[0], *first[2:4]]
+    assert readable_keys(tier, first) == [first[0], *first[2:4]]
     assert tier.rescued == 3
     tier.close()
 
@@ -616,7 +618,7 @@ def test_blocks_are_spread_over_directories(tmp_path):
     everything = [key for number in range(12) for key in keys_of(8, f"n{number}")]
 
     assert get(tier, everything) == [MOVED] * len(everything)
-    assert all(segments(folder) for folder in folders)
+    assert all(segment_files(folder) for folder in folders)
     tier.close()
 
     again = a_tier(*reversed(folders), capacity_bytes=6 << 20)

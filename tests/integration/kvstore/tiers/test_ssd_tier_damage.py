@@ -7,7 +7,16 @@ import pytest
 
 from kvstore.messages import BlockOutcome
 from kvstore.pool.extents import PAGE_BYTES
-from tests.support.kvstore.ssd_disks import PER_SEGMENT, SEGMENT_BYTES, a_tier, get, keys_of, overwrite, put, segments
+from tests.support.kvstore.ssd_disks import (
+    PER_SEGMENT,
+    SEGMENT_BYTES,
+    a_tier,
+    get,
+    keys_of,
+    overwrite,
+    put,
+    segment_files,
+)
 
 ROUNDS = 60
 
@@ -58,7 +67,7 @@ def cut_short(path: Path, chance: random.Random) -> None:
 
 
 def swapped_with_another(path: Path, chance: random.Random) -> None:
-    other = chance.choice(segments(path.parent))
+    other = chance.choice(segment_files(path.parent))
     ours, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
     other.write_bytes(ours)
@@ -92,7 +101,7 @@ def test_damage_never_becomes_a_wrong_byte(tmp_path, seed, while_open):
         if not while_open:
             tier.close()
         for _ in range(chance.randrange(3)):
-            if files := [path for path in segments(tmp_path) if path.stat().st_size]:
+            if files := [path for path in segment_files(tmp_path) if path.stat().st_size]:
                 chance.choice(DAMAGES)(chance.choice(files), chance)
                 damaged += 1
         if not while_open:

@@ -26,12 +26,12 @@ from tests.support.kvstore.ssd_disks import (
     HoldPoint,
     ShiftedClock,
     a_tier,
+    deadline_in,
     get,
     keys_of,
     put,
-    segments,
-    served,
-    soon,
+    readable_keys,
+    segment_files,
     ssd_settings,
 )
 from tests.support.stopwatch import at_most
@@ -89,7 +89,7 @@ def test_partly_failing_reads_answer_the_other_blocks(tmp_path, faults):
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
     put(tier, keys[PER_SEGMENT:])
-    bad = segments(tmp_path)[0].name
+    bad = segment_files(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
 
     assert get(tier, keys) == [GONE] * PER_SEGMENT + [MOVED] * PER_SEGMENT
@@ -117,8 +117,8 @@ def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog
     assert get(tier, [*before, *after]) == [MOVED] * 3 + [GONE] * 3
     faults.heal()
     clock.advance(5)
-    assert put(tier, after, deadline=soon(60)) == [True] * 3
-    assert get(tier, after, deadline=soon(60)) == [MOVED] * 3
+    assert put(tier, after, deadline=deadline_in(60)) == [True] * 3
+    assert get(tier, after, deadline=deadline_in(60)) == [MOVED] * 3
     assert warnings(caplog) == ["SSD tier: writing fails; blocks are not kept"]
     tier.check()
     tier.close()
@@ -156,7 +156,7 @@ def test_one_bad_directory_leaves_the_others_working(tmp_path, faults):
 
     put(tier, keys_of(4, "last"))
 
-    assert served(tier, keys_of(4, "last")) == keys_of(4, "last")
+    assert readable_keys(tier, keys_of(4, "last")) == keys_of(4, "last")
     tier.check()
     tier.close()
 
@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, c
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
     tier.close()
-    bad = segments(tmp_path)[0].name
+    bad = segment_files(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
     caplog.clear()
 
@@ -219,11 +219,11 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
     put(tier, keys[PER_SEGMENT:])
-    slow = segments(tmp_path)[0].name
+    slow = segment_files(tmp_path)[0].name
     faults.before_read = lambda name, offset: gate() if name == slow else None
 
     into = [np.zeros(BLOCK_BYTES, np.uint8)]
-    stuck, answers = in_thread(lambda: tier.get(keys[:1], into, soon()))
+    stuck, answers = in_thread(lambda: tier.get(keys[:1], into, deadline_in()))
     gate.wait()
 
     assert get(tier, keys[PER_SEGMENT:]) == [MOVED] * PER_SEGMENT
@@ -248,8 +248,8 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     eventually(tier._crew._scratch.empty)
 
     with at_most(5):
-        assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4
-        assert put(tier, keys_of(2, "b"), deadline=soon(0.1)) == [False] * 2
+        assert get(tier, keys, deadline=deadline_in(0.1)) == [GONE] * 4
+        assert put(tier, keys_of(2, "b"), deadline=deadline_in(0.1)) == [False] * 2
 
     gate.open()
     for thread in stuck:
@@ -270,7 +270,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
     assert get(tier, keys) == [GONE] * 2, "at once, with any deadline"
     assert put(tier, keys_of(1, "b")) == [False]
-    assert tier.find(keys, soon()) == 2
+    assert tier.find(keys, deadline_in()) == 2
 
     gate.open()
     for thread in stuck:
@@ -285,7 +285,7 @@ def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     first = keys_of(PER_SEGMENT, "first")
     put(tier, first)
-    slow = segments(tmp_path)[0].name
+    slow = segment_files(tmp_path)[0].name
     faults.before_read = lambda name, offset: gate() if name == slow else None
     reader, outcomes = in_thread(lambda: get(tier, first))
     gate.wait()
@@ -312,7 +312,7 @@ def test_writer_gives_up_when_all_segments_are_being_read(tmp_path, faults):
     eventually(lambda: tier._calls == 2)
     wanted = keys_of(3 * PER_SEGMENT, "more")
 
-    kept = put(tier, wanted, deadline=soon(0.3))
+    kept = put(tier, wanted, deadline=deadline_in(0.3))
 
     assert 0 < kept.count(True) < len(wanted)
     gate.open()
@@ -409,7 +409,7 @@ def test_device_filled_by_others_keeps_nothing_and_says_so(small_disk):
     with pytest.raises(TierFailed, match="No space left on device"):
         put(tier, keys_of(3))
     assert get(tier, keys_of(3)) == [GONE] * 3
-    assert segments(small_disk / "kv") == []
+    assert segment_files(small_disk / "kv") == []
     tier.check()
     tier.close()
 

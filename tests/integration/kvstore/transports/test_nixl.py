@@ -16,7 +16,7 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.nixl_node import NixlNode
-from tests.support.kvstore.builders import a_block, soon
+from tests.support.kvstore.builders import a_block, deadline_in
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
 
@@ -43,7 +43,7 @@ class NixlTestPool:
 
     async def open(self) -> NixlTransport:
         return await asyncio.to_thread(
-            NixlTransport, self.node.offer, BLOCK_BYTES, CLOCK, soon(), lambda _: self.node.offer
+            NixlTransport, self.node.offer, BLOCK_BYTES, CLOCK, deadline_in(), lambda _: self.node.offer
         )
 
 
@@ -57,7 +57,7 @@ async def pool():
 
 
 def read(transport: NixlTransport, slot: Slot, seconds: float = 30) -> BlockOutcome:
-    (outcome,) = transport.get([slot], [np.zeros(BLOCK_BYTES, np.uint8)], soon(seconds))
+    (outcome,) = transport.get([slot], [np.zeros(BLOCK_BYTES, np.uint8)], deadline_in(seconds))
     return outcome
 
 
@@ -87,7 +87,7 @@ async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
     os.kill(pool.node.pid, signal.SIGSTOP)
 
     with at_most(20):
-        outcome = await asyncio.to_thread(transport.get, [pool.slot], [into], soon(1))
+        outcome = await asyncio.to_thread(transport.get, [pool.slot], [into], deadline_in(1))
 
     os.kill(pool.node.pid, signal.SIGCONT)
     assert outcome == [BlockOutcome.GONE]

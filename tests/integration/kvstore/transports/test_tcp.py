@@ -35,7 +35,7 @@ from kvstore.transports.tcp_frames import (
     DataPlaneStatus,
 )
 from kvstore.transports.tcp_server import STALLED, DataPlaneServer
-from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, deadline_in
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
 
@@ -310,28 +310,28 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
 
 def test_hung_node_is_one_miss_at_the_deadline():
     with a_node_that_only_opens() as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
         started = time.monotonic()
         with at_most(20):
-            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
+            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(0.3)) == [BlockOutcome.GONE]
         assert time.monotonic() - started > 0.25
 
         with at_most(20):
             for _ in range(100):
-                assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
+                assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(0.3)) == [BlockOutcome.GONE]
         transport.close()
 
 
 def test_closing_ends_calls_of_other_threads():
     with a_node_that_only_opens() as address, ThreadPoolExecutor(1) as threads:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
-        reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
+        reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(60))
         eventually(lambda: transport._busy)
 
         transport.close()
 
         assert reading.result(60) == [BlockOutcome.GONE]
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(60)) == [BlockOutcome.GONE]
 
 
 @pytest.mark.parametrize(
@@ -346,9 +346,9 @@ def test_closing_ends_calls_of_other_threads():
 )
 def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
     with a_node_that_only_opens(and_says=nonsense) as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
 
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(30)) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(30)) == [BlockOutcome.GONE]
 
         transport.close()
 
@@ -465,8 +465,10 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
 
 
 def read(plane: TcpDataPlane, port: int, slot: Slot, key: AuthenticationKey | None = None) -> list[BlockOutcome]:
-    transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(30), key)
+    transport = TcpTransport(
+        f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, deadline_in(30), key
+    )
     try:
-        return transport.get([slot], [bytearray(plane.block_bytes)], soon(30))
+        return transport.get([slot], [bytearray(plane.block_bytes)], deadline_in(30))
     finally:
         transport.close()

@@ -20,13 +20,13 @@ from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 from tests.support.workers.engine_driver import (
+    an_attempt,
     blocks_from,
     bytes_from,
     fresh_prompt,
     reported_early_and_late,
-    split,
+    run_disaggregated,
     without_tiers,
-    work,
 )
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.engines.vllm.launch import direct_available
@@ -71,8 +71,8 @@ def test_direct_transfer_gives_the_tokens_of_one_engine(pair, length):
 
     async def run():
         prefill, decode = pair.engines
-        moved = await split(prefill, decode, prompt, 40, KvPath.DIRECT, pass_first_token=False)
-        alone, _ = await decode.do(work(prompt, 40, salt=b"x" * 32))
+        moved = await run_disaggregated(prefill, decode, prompt, 40, KvPath.DIRECT, pass_first_token=False)
+        alone, _ = await decode.do(an_attempt(prompt, 40, salt=b"x" * 32))
         return moved, alone
 
     (tokens, prefilled, decoded), alone = pair.run(run())
@@ -90,9 +90,9 @@ def test_only_direct_handoffs_count_as_lent(pair):
     prefill = pair.engines[0]
 
     async def run():
-        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
         lent, leases = prefill.engine.lent, set(prefill.engine._lent_until)
-        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
         more = set(prefill.engine._lent_until) - leases
         prefill.engine._lent_until = deque([0.0])  # as if all had ended
         return lent, more, prefill.engine.lent
@@ -106,10 +106,10 @@ def test_only_direct_handoffs_count_as_lent(pair):
 def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    pair.run(split(prefill, decode, prompt, 4, KvPath.DIRECT, pass_first_token=False))
+    pair.run(run_disaggregated(prefill, decode, prompt, 4, KvPath.DIRECT, pass_first_token=False))
 
     longer = prompt + fresh_prompt(100)
-    _, _, decoded = pair.run(split(prefill, decode, longer, 4, KvPath.DIRECT, pass_first_token=False))
+    _, _, decoded = pair.run(run_disaggregated(prefill, decode, longer, 4, KvPath.DIRECT, pass_first_token=False))
 
     assert blocks_from(decoded.kv, Source.ENGINE) == 3
     assert blocks_from(decoded.kv, Source.DIRECT) == 4
@@ -119,10 +119,10 @@ def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):
 def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    first, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
+    first, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
     handoff = msgspec.structs.replace(prefilled.handoff, params=params)
 
-    tokens, end = pair.run(decode.do(work(prompt, 6, phase=Phase.DECODE, handoff=handoff)))
+    tokens, end = pair.run(decode.do(an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff)))
 
     assert tokens[:1] == first
     assert blocks_from(end.kv, Source.DIRECT) == 0
@@ -135,15 +135,15 @@ def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, mode
     """A stop string ends an answer before its engine has the last word."""
     prompt = fresh_prompt(200)
     prefill, decode = pair.engines
-    _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
+    _, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
     with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         eventually(lambda: len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6, 20)
     params = json.loads(prefilled.handoff.params) | {"remote_engine_id": "gone", "remote_port": a_free_port()}
     handoff = msgspec.structs.replace(prefilled.handoff, params=json.dumps(params).encode())
-    start = work(prompt, 6, phase=Phase.DECODE, handoff=handoff)
+    start = an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff)
 
     tokens, end = pair.run(decode.do(start))
 
-    assert tokens == pair.run(decode.do(work(prompt, 6, salt=b"f" * 32)))[0]
+    assert tokens == pair.run(decode.do(an_attempt(prompt, 6, salt=b"f" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.DIRECT)) == (6, 0)
     assert reported_early_and_late(decode.told[start.request_id], without_tiers(end.kv), end.kv)

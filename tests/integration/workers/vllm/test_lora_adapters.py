@@ -21,7 +21,7 @@ from kvstore.client.store_client import StoreClient
 from tests.support.builders import token_bytes
 from tests.support.kvstore.builders import a_node, a_store_client
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, fresh_prompt, work
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, blocks_from, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.engines.vllm.lora import AdapterFiles, LoadedAdapters, adapters_of, engine_arguments
 from workers.settings import VllmSettings, WorkerSettings
@@ -80,7 +80,7 @@ class LoraEngine(NamedTuple):
         return adapter_salt(adapter.identity)
 
     def work(self, name: str, prompt: bytes, max_tokens: int = 12, **fields) -> Start:
-        return work(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)
+        return an_attempt(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)
 
     def names(self, name: str, prompt: bytes) -> list[bytes]:
         return chain(prompt, BLOCK, salt=self.salt(name))
@@ -165,10 +165,10 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
         assert len(set(told.values())) == 4
         assert engine.engine.load().adapters == ("eve", "ada"), "two slots: the one used longest ago was dropped"
 
-        refused = work(prompt, adapter="nobody", salt=b"s" * 32)
+        refused = an_attempt(prompt, adapter="nobody", salt=b"s" * 32)
         engine.submit(refused)
         assert (await engine.end_of(refused)).reason is Reason.NO_WORKER
-        unsalted = work(prompt, adapter="ada")
+        unsalted = an_attempt(prompt, adapter="ada")
         engine.submit(unsalted)
         assert (await engine.end_of(unsalted)).field == "salt"
 
@@ -182,7 +182,7 @@ def test_adapter_blocks_return_only_to_their_adapter(world, mark):
     assert len(set(told.values())) == 3
     eventually(lambda: all(world.held(name, prompt) == 6 for name in told), 20)
     for _ in range(3):  # out of the engine's own cache
-        world.hosted.run(world.engine.do(work(fresh_prompt(2050), 1)))
+        world.hosted.run(world.engine.do(an_attempt(fresh_prompt(2050), 1)))
 
     for name in ("bob", "", "ada"):
         again, end = world.hosted.run(world.engine.do(world.work(name, prompt)))

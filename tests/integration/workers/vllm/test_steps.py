@@ -16,7 +16,7 @@ from tests.contract.workers.engine_contract import (
 )
 from tests.support.fleet_processes import alive
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, fresh_prompt, work
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
 from workers.ports import EngineDied
@@ -48,7 +48,7 @@ def test_vllm_on_two_ranks_shows_its_steps(ranks):
 
 async def steps_before_the_first_token(one: EngineDriver, tokens: int) -> int:
     before = steps_of(one)
-    start = work(fresh_prompt(tokens), 2)
+    start = an_attempt(fresh_prompt(tokens), 2)
     one.submit(start)
     await one.until(lambda: one.tokens[start.request_id])
     return steps_of(one) - before
@@ -64,7 +64,7 @@ def test_a_long_prompt_steps_chunk_by_chunk(ranks):
 
 async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[int, int]:
     """With work: when nothing moves any more, and a hundred steps later."""
-    start = work(fresh_prompt(10), 800)
+    start = an_attempt(fresh_prompt(10), 800)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
     rank.send_signal(signal.SIGSTOP)

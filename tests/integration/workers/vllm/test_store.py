@@ -26,14 +26,14 @@ from tests.support.fleet_processes import command_of
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.waiting import eventually
 from tests.support.workers.engine_driver import (
+    an_attempt,
     blocks_from,
     bytes_from,
     fresh_prompt,
     greedy,
     reported_early_and_late,
-    split,
+    run_disaggregated,
     without_tiers,
-    work,
 )
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.ports import EngineDied
@@ -131,8 +131,8 @@ def test_decoding_from_the_store_gives_the_tokens_of_one_engine(pair, length, ma
 
     async def both():
         prefill, decode = pair.engines
-        alone, _ = await decode.do(work(prompt, max_tokens, salt=b"x" * 32))  # shares no block with what follows
-        return alone, await split(prefill, decode, prompt, max_tokens, KvPath.STORE)
+        alone, _ = await decode.do(an_attempt(prompt, max_tokens, salt=b"x" * 32))  # shares no block with what follows
+        return alone, await run_disaggregated(prefill, decode, prompt, max_tokens, KvPath.STORE)
 
     alone, (tokens, prefilled, decoded) = pair.run(both())
 
@@ -153,8 +153,8 @@ def test_prompts_with_a_shared_prefix_compute_only_what_differs(pair):
         prefill, decode = pair.engines
         ends = []
         for prompt in prompts:
-            alone, _ = await decode.do(work(prompt, 10, salt=b"y" * 32))
-            tokens, prefilled, decoded = await split(prefill, decode, prompt, 10, KvPath.STORE)
+            alone, _ = await decode.do(an_attempt(prompt, 10, salt=b"y" * 32))
+            tokens, prefilled, decoded = await run_disaggregated(prefill, decode, prompt, 10, KvPath.STORE)
             assert tokens == alone
             ends.append((prefilled.kv, decoded.kv))
         return ends
@@ -173,8 +173,10 @@ def test_eight_requests_at_once_keep_apart_and_all_move(pair):
     async def run():
         prefill, decode = pair.engines
         async with asyncio.TaskGroup() as tasks:
-            splits = [tasks.create_task(split(prefill, decode, prompt, 40, KvPath.STORE)) for prompt in prompts]
-        alone = [(await decode.do(work(prompt, 40, salt=b"z" * 32)))[0] for prompt in prompts]
+            splits = [
+                tasks.create_task(run_disaggregated(prefill, decode, prompt, 40, KvPath.STORE)) for prompt in prompts
+            ]
+        alone = [(await decode.do(an_attempt(prompt, 40, salt=b"z" * 32)))[0] for prompt in prompts]
         return [task.result() for task in splits], alone
 
     splits, alone = pair.run(run())
@@ -187,10 +189,10 @@ def test_eight_requests_at_once_keep_apart_and_all_move(pair):
 def test_prompt_seen_by_another_worker_is_not_recomputed(pair, client):
     prompt = fresh_prompt(2000)
     one, other = pair.engines
-    tokens, _ = pair.run(one.do(work(prompt, 40)))
+    tokens, _ = pair.run(one.do(an_attempt(prompt, 40)))
     until_held(client, prompt, 62)
 
-    again, end = pair.run(other.do(work(prompt, 40)))
+    again, end = pair.run(other.do(an_attempt(prompt, 40)))
 
     assert again == tokens
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
@@ -199,11 +201,11 @@ def test_prompt_seen_by_another_worker_is_not_recomputed(pair, client):
 def test_another_worker_continues_an_answer_from_the_store(pair, client):
     prompt = fresh_prompt(40)
     one, other = pair.engines
-    answer, _ = pair.run(one.do(work(prompt, 200)))
+    answer, _ = pair.run(one.do(an_attempt(prompt, 200)))
     so_far = prompt + token_bytes(answer[:150])
     until_held(client, so_far, 190 // BLOCK_TOKENS)
 
-    rest, end = pair.run(other.do(work(so_far, 50)))
+    rest, end = pair.run(other.do(an_attempt(so_far, 50)))
 
     assert rest == answer[150:]
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
@@ -212,10 +214,10 @@ def test_another_worker_continues_an_answer_from_the_store(pair, client):
 def test_an_engine_of_two_ranks_reads_what_one_of_one_rank_wrote(pair, ranks, client):
     prompt = fresh_prompt(2000)
     one, two = pair.engines[0], ranks.engines[0]
-    tokens, _ = pair.run(one.do(work(prompt, 40)))
+    tokens, _ = pair.run(one.do(an_attempt(prompt, 40)))
     until_held(client, prompt, 62)
 
-    again, end = ranks.run(two.do(work(prompt, 40)))
+    again, end = ranks.run(two.do(an_attempt(prompt, 40)))
 
     assert again == tokens
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
@@ -227,11 +229,11 @@ def test_one_rank_reads_blocks_of_two_ranks_once_written(pair, ranks, client):
     prompt = fresh_prompt(40)
     one, two = pair.engines[1], ranks.engines[0]
     before = client.stats()
-    answer, _ = ranks.run(two.do(work(prompt, 200)))
+    answer, _ = ranks.run(two.do(an_attempt(prompt, 200)))
     so_far = prompt + token_bytes(answer[:150])
     until_held(client, so_far, 190 // BLOCK_TOKENS)
 
-    rest, end = pair.run(one.do(work(so_far, 50)))
+    rest, end = pair.run(one.do(an_attempt(so_far, 50)))
 
     assert rest == answer[150:]
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
@@ -246,12 +248,12 @@ def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefil
     prompt = fresh_prompt(777)
     one, two = (pair, pair.engines[0]), (ranks, ranks.engines[0])
     (prefilling, prefill), (decoding, decode) = (one, two) if prefills == "one rank" else (two, one)
-    first, prefilled = prefilling.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    first, prefilled = prefilling.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     so_far = prompt + token_bytes(first)
 
-    rest, end = decoding.run(decode.do(work(so_far, 39, phase=Phase.DECODE, handoff=prefilled.handoff)))
+    rest, end = decoding.run(decode.do(an_attempt(so_far, 39, phase=Phase.DECODE, handoff=prefilled.handoff)))
 
-    alone, _ = pair.run(pair.engines[1].do(work(prompt, 40, salt=b"t" * 32)))
+    alone, _ = pair.run(pair.engines[1].do(an_attempt(prompt, 40, salt=b"t" * 32)))
     assert first + rest == alone
     assert blocks_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS
     assert bytes_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS * BLOCK_BYTES
@@ -260,12 +262,12 @@ def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefil
 def test_a_block_that_is_bad_for_one_rank_is_computed_by_both(pair, ranks, client, node):
     prompt = fresh_prompt(300)
     one, two = pair.engines[0], ranks.engines[0]
-    pair.run(one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    pair.run(one.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=4, at=BLOCK_BYTES - 1)  # of the second rank's head
 
-    tokens, end = ranks.run(two.do(work(prompt, 12)))
+    tokens, end = ranks.run(two.do(an_attempt(prompt, 12)))
 
-    assert tokens == pair.run(one.do(work(prompt, 12, salt=b"c" * 32)))[0]
+    assert tokens == pair.run(one.do(an_attempt(prompt, 12, salt=b"c" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     until_held(client, prompt, 9)  # the block was written again
     assert client.stats().leases == 0
@@ -277,13 +279,13 @@ def test_eight_requests_at_once_on_two_ranks_keep_apart(pair, ranks):
 
     async def prefill():
         async with asyncio.TaskGroup() as tasks:
-            works = [work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE) for prompt in prompts[:4]]
+            works = [an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE) for prompt in prompts[:4]]
             for each in works:
                 tasks.create_task(one.do(each))
 
     async def both(engine, salt: bytes = b""):
         async with asyncio.TaskGroup() as tasks:
-            done = [tasks.create_task(engine.do(work(prompt, 40, salt=salt))) for prompt in prompts]
+            done = [tasks.create_task(engine.do(an_attempt(prompt, 40, salt=salt))) for prompt in prompts]
         return [each.result() for each in done]
 
     pair.run(prefill())
@@ -297,13 +299,13 @@ def test_eight_requests_at_once_on_two_ranks_keep_apart(pair, ranks):
 def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node):
     prompt = fresh_prompt(300)
     prefill, decode = pair.engines
-    first, prefilled = pair.run(prefill.do(work(prompt, 12, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    first, prefilled = pair.run(prefill.do(an_attempt(prompt, 12, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=4)
 
-    decoding = work(prompt + token_bytes(first), 11, phase=Phase.DECODE, handoff=prefilled.handoff)
+    decoding = an_attempt(prompt + token_bytes(first), 11, phase=Phase.DECODE, handoff=prefilled.handoff)
     rest, end = pair.run(decode.do(decoding))
 
-    alone, _ = pair.run(decode.do(work(prompt, 12, salt=b"c" * 32)))
+    alone, _ = pair.run(decode.do(an_attempt(prompt, 12, salt=b"c" * 32)))
     assert first + rest == alone
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     assert end.kv.cached_tokens == 4 * BLOCK_TOKENS
@@ -317,13 +319,13 @@ def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node)
 def test_a_prompt_whose_first_block_is_corrupt_is_computed(pair, client, node):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=0)
 
-    tokens, end = pair.run(decode.do(work(prompt, 12)))
+    tokens, end = pair.run(decode.do(an_attempt(prompt, 12)))
 
     assert blocks_from(end.kv, Source.COMPUTED) == 4
-    assert tokens == pair.run(decode.do(work(prompt, 12, salt=b"d" * 32)))[0]
+    assert tokens == pair.run(decode.do(an_attempt(prompt, 12, salt=b"d" * 32)))[0]
 
 
 def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int, at: int = 1000) -> None:
@@ -335,10 +337,10 @@ def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, i
 def test_handoff_of_another_layout_is_rejected_before_transfer(pair, client):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    _, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     before = client.stats()
     handoff = msgspec.structs.replace(prefilled.handoff, fingerprint="0" * 32)
-    start = work(prompt, phase=Phase.DECODE, handoff=handoff)
+    start = an_attempt(prompt, phase=Phase.DECODE, handoff=handoff)
 
     async def run():
         decode.submit(start)
@@ -352,7 +354,7 @@ def test_handoff_of_another_layout_is_rejected_before_transfer(pair, client):
 
 
 def test_sampling_that_vllm_refuses_is_rejected(pair):
-    start = work(fresh_prompt(10), sampling=greedy(4, top_p=7.0))
+    start = an_attempt(fresh_prompt(10), sampling=greedy(4, top_p=7.0))
 
     async def run():
         pair.engines[0].submit(start)
@@ -367,7 +369,7 @@ def test_sampling_that_vllm_refuses_is_rejected(pair):
 
 def test_cancelled_request_stops_within_a_step(pair):
     engine = pair.engines[0]
-    cancelled, other = work(fresh_prompt(50), 2000), work(fresh_prompt(50), 300)
+    cancelled, other = an_attempt(fresh_prompt(50), 2000), an_attempt(fresh_prompt(50), 300)
 
     async def run():
         engine.submit(cancelled, other)
@@ -388,7 +390,7 @@ def test_cancelled_request_stops_within_a_step(pair):
 
 def test_engine_computes_without_its_store_and_rejoins_it(pair, node, client):
     prefill, decode = pair.engines
-    long = work(fresh_prompt(500), 300)
+    long = an_attempt(fresh_prompt(500), 300)
 
     async def lose_the_node():
         prefill.submit(long)
@@ -398,15 +400,15 @@ def test_engine_computes_without_its_store_and_rejoins_it(pair, node, client):
 
     assert pair.run(lose_the_node()).finish is Finish.LENGTH
     prompt = fresh_prompt(200)
-    tokens, _, decoded = pair.run(split(prefill, decode, prompt, 20, KvPath.STORE))
-    assert tokens == pair.run(prefill.do(work(prompt, 20, salt=b"n" * 32)))[0]
+    tokens, _, decoded = pair.run(run_disaggregated(prefill, decode, prompt, 20, KvPath.STORE))
+    assert tokens == pair.run(prefill.do(an_attempt(prompt, 20, salt=b"n" * 32)))[0]
     assert blocks_from(decoded.kv, Source.COMPUTED) == 7
 
     node.start()
 
     deadline = time.monotonic() + 60
     while True:  # the clients' breakers notice within seconds
-        _, _, decoded = pair.run(split(prefill, decode, fresh_prompt(200), 4, KvPath.STORE))
+        _, _, decoded = pair.run(run_disaggregated(prefill, decode, fresh_prompt(200), 4, KvPath.STORE))
         if blocks_from(decoded.kv, Source.STORE) == 6:
             break
         assert time.monotonic() < deadline, decoded.kv
@@ -459,7 +461,7 @@ def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeyp
             for driver in late.engines:
                 assert (driver.engine.facts.store_id, driver.engine.facts.kv_paths) == (None, ())
             prompt = fresh_prompt(300)
-            alone, _ = late.run(decode.do(work(prompt, 20, salt=b"x" * 32)))
+            alone, _ = late.run(decode.do(an_attempt(prompt, 20, salt=b"x" * 32)))
             assert len(alone) == 20
 
             node.thaw()
@@ -469,9 +471,9 @@ def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeyp
 
             async def handed_over():
                 fresh = fresh_prompt(300)
-                _, _, decoded = await split(prefill, decode, fresh, 20, KvPath.STORE)
+                _, _, decoded = await run_disaggregated(prefill, decode, fresh, 20, KvPath.STORE)
                 return blocks_from(decoded.kv, Source.STORE)
 
             eventually(lambda: late.run(handed_over()) == 300 // BLOCK_TOKENS)
-            tokens, _, _ = late.run(split(prefill, decode, prompt, 20, KvPath.STORE))
+            tokens, _, _ = late.run(run_disaggregated(prefill, decode, prompt, 20, KvPath.STORE))
             assert tokens == alone

@@ -16,7 +16,7 @@ from kvstore.messages import Stats
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.servers.processes import a_redis_server
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, fresh_prompt, work
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, blocks_from, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.settings import VllmSettings
 
@@ -44,12 +44,12 @@ class TieredEngines(NamedTuple):
     def ask(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], int]:
         """The answer's tokens, and how many blocks of the prompt came from the store."""
         driver: EngineDriver = self.hosted.engines[engine]
-        tokens, end = self.hosted.run(driver.do(work(prompt, 8)))
+        tokens, end = self.hosted.run(driver.do(an_attempt(prompt, 8)))
         return tokens, blocks_from(end.kv, Source.STORE)
 
     def ask_by_tier(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], dict[str, int]]:
         """The same, by the tier of the node that had them."""
-        tokens, end = self.hosted.run(self.hosted.engines[engine].do(work(prompt, 8)))
+        tokens, end = self.hosted.run(self.hosted.engines[engine].do(an_attempt(prompt, 8)))
         return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
 
     def push_out(self, engine: int) -> None:
@@ -149,8 +149,8 @@ def test_blocks_are_promoted_from_redis_during_queueing(cluster):
         tokens, _ = cluster.ask(0, prompt)
         cluster.until_kept(0, 1, before)
         hits = cluster.stats(1).tiers[0].hits
-        running = [work(fresh_prompt(40), 3000) for _ in range(MAX_RUNNING)]  # for as long as it takes
-        queued = work(prompt, 8)
+        running = [an_attempt(fresh_prompt(40), 3000) for _ in range(MAX_RUNNING)]  # for as long as it takes
+        queued = an_attempt(prompt, 8)
 
         def ended() -> bool:
             return any(start.request_id in engine.ends for start in running)

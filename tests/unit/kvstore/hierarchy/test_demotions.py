@@ -6,7 +6,7 @@ from kvstore.hierarchy.demotions import MAX_DEMOTIONS
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, kinds
+from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, movement_kinds
 
 
 def test_a_pool_that_is_given_up_goes_down_whatever_the_rule_says_and_watchers_hear_of_it():
@@ -49,7 +49,7 @@ def test_written_blocks_go_down_to_every_tier_once():
     below.hold(a_chain(3))
     below.perform_all()
     assert below.held == [set(a_chain(3))] * 2
-    assert kinds(below) == [("Demote", 0), ("Demote", 1)]
+    assert movement_kinds(below) == [("Demote", 0), ("Demote", 1)]
 
 
 def test_blocks_go_down_with_the_checksums_that_they_were_published_with():
@@ -133,12 +133,12 @@ def test_a_tier_that_has_kept_nothing_when_the_time_is_over_has_failed():
     keep = below.waiting.popleft()
     below.tick(31)
     below.hierarchy.kept(keep.demotion_id, [False] * 2, below.now)
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.hold(a_chain(2, "b"))
 
     assert below.hierarchy.counters(0).failures == 1
-    assert kinds(below) == before
+    assert movement_kinds(below) == before
 
 
 def test_blocks_that_wait_for_a_fenced_tier_go_down_when_it_is_well():

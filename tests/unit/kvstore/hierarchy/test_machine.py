@@ -9,7 +9,7 @@ from kvstore.clock import Nanos
 from kvstore.hierarchy.transfers import TierTransfer
 from kvstore.messages import BlockKey
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain
-from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, kinds
+from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, movement_kinds
 
 
 def test_how_long_a_block_takes_from_below_is_that_of_the_first_healthy_tier_known_to_have_it():
@@ -81,11 +81,11 @@ def test_that_a_disk_finds_a_block_in_memory_does_not_say_that_it_can_be_read():
     below.tick(1)
     below.prefetch(a_chain(2, "b"))
     below.perform()
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.prefetch(a_chain(2, "c"))
 
-    assert kinds(below) == before, "one attempt at a time"
+    assert movement_kinds(below) == before, "one attempt at a time"
 
 
 def test_a_disk_that_cannot_be_written_can_still_be_read():

@@ -8,7 +8,7 @@ from kvstore.hierarchy.promotions import FETCH_AT_LEAST
 from kvstore.hierarchy.transfers import Fetch
 from kvstore.messages import BlockOutcome, FetchResult
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.support.kvstore.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, kinds
+from tests.support.kvstore.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, movement_kinds
 
 
 def test_wanted_blocks_come_up_and_are_readable():
@@ -162,12 +162,12 @@ def test_a_tier_that_comes_with_nothing_when_the_time_is_over_has_failed():
     below.held[0].clear()
     below.tick(5)
     below.perform()
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.prefetch(a_chain(2, "b"))
 
     assert below.hierarchy.counters(0).failures == 1
-    assert kinds(below) == before
+    assert movement_kinds(below) == before
 
 
 def test_a_late_fetch_keeps_its_places_until_its_thread_is_back():

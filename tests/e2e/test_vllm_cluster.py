@@ -1,4 +1,4 @@
-"""`fleet up` with real vLLM engines on the CPU."""
+"""Test of `fleet up` with real vLLM engines on the CPU."""
 
 import json
 import os
@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
 ]
 
-READY_SECONDS = 300  # 25 to 60 on two cores that do nothing else
-PROMPT = list(range(100, 700))  # 18 full blocks and a bit
+READY_SECONDS = 300  # 25 to 60 on two idle cores
+PROMPT = list(range(100, 700))  # 18 full blocks and a part
 ASK = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
 
 

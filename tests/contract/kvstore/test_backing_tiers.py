@@ -1,4 +1,4 @@
-"""What every backing tier promises."""
+"""Contract tests of all backing tiers."""
 
 import mmap
 import threading
@@ -33,7 +33,7 @@ def tier(case):
 
 
 class Reversed:
-    """A codec whose output differs from its input, and that notices garbage."""
+    """Codec whose output differs from its input and that detects garbage."""
 
     def __init__(self, codec_id: int = 9):
         self.codec_id = codec_id
@@ -96,7 +96,7 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
 @pytest.mark.parametrize("shift", [0, 1, 512])
 def test_blocks_of_any_length_and_alignment_round_trip(tier, length, shift):
     keys = keys_of(3)
-    pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # begins on a page, as a node's does
+    pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # page-aligned like a node's pool
     places = [pool[shift + i * 10 * PAGE_BYTES :][:length] for i in range(3)]
     for seed, place in enumerate(places):
         place[:] = a_block(seed, length)

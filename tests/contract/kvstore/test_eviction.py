@@ -1,4 +1,4 @@
-"""What every eviction policy promises to the machine, whichever order it prefers."""
+"""Contract tests of all eviction policies, whichever order they prefer."""
 
 import pytest
 from hypothesis import given

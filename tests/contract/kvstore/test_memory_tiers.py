@@ -1,4 +1,4 @@
-"""What every pool promises; see `kvstore.ports.MemoryTier`."""
+"""Contract tests of all pools; see `kvstore.ports.MemoryTier`."""
 
 import os
 
@@ -75,7 +75,7 @@ def test_a_former_generation_is_neither_read_nor_written(tier):
 
     assert not tier.write(former, a_block(1))
     assert not tier.read(former, np.zeros(BLOCK_BYTES, np.uint8))
-    tier.discard(former)  # late, and without effect
+    tier.discard(former)  # late and without effect
     into = np.zeros(BLOCK_BYTES, np.uint8)
     assert tier.read(present, into)
     assert np.array_equal(into, a_block(2))

@@ -1,4 +1,4 @@
-"""What every way between a client's buffers and a node's slots promises."""
+"""Contract tests of all transports between a client's buffers and a node's slots."""
 
 import asyncio
 import importlib.util
@@ -48,7 +48,7 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 
 class Loop:
-    """An event loop with a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -56,7 +56,7 @@ class Loop:
         self.thread.start()
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function or coroutine function there."""
+        """Run a function or coroutine function on the loop."""
 
         async def run() -> Any:
             result = act(*args)
@@ -71,7 +71,7 @@ class Loop:
 
 
 class NixlPool:
-    """A pool with an agent, for one test after the other: both ends of NIXL take seconds to start on a busy machine."""
+    """A pool with an agent, shared by the tests because both ends of NIXL start slowly on a busy machine."""
 
     def __init__(self):
         self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
@@ -94,7 +94,7 @@ class NixlPool:
 
 
 class Node:
-    """The node's end. Everything that touches the machine runs on the thread of its event loop."""
+    """The node's end; only the thread of its event loop touches the machine."""
 
     def __init__(self, kind: str, folder, nixl: Callable[[], NixlPool]):
         self.kind = kind
@@ -120,7 +120,7 @@ class Node:
             self.address = await self.plane.listen("127.0.0.1", 0)
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function or coroutine function on the node's thread, and what the tier has to do after it."""
+        """Run a function or coroutine function on the node's thread, and then what the tier still has to do."""
 
         async def run() -> Any:
             result = act(*args)
@@ -146,7 +146,7 @@ class Node:
                 return NixlTransport(offer, BLOCK_BYTES, CLOCK, deadline_in(30), lambda _: self.offer(digest))
 
     def offer(self, digest: bytes) -> NixlOffer:
-        """As the handshake of the control plane gives it."""
+        """Return the offer of the control plane's handshake."""
         self.store.machine.namespace(digest)
         offer = self.nixl.node.offer
         if offer is None:
@@ -165,7 +165,7 @@ class Node:
         self.tier.mapping.bytes[slot.offset + 1234] ^= 0x10
 
     def cut(self) -> None:
-        """As if the node had died."""
+        """Cut the transport as if the node had died."""
         if self.kind == "shared memory":
             self.do(self._end_handout)
         if self.kind == "tcp":
@@ -335,7 +335,7 @@ def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
 
 def test_no_bytes_move_after_the_deadline(node, transport):
     if node.kind == "in process":
-        return  # there is nothing that could be waited for
+        return  # this transport has nothing to wait for
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
     assert transport.get(slots, empty_buffers(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
@@ -362,7 +362,7 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
 
 def test_threads_do_not_get_each_others_blocks(node, transport):
     if node.kind == "in process":
-        return  # not for several threads, and says so
+        return  # this transport refuses several threads
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
 
@@ -380,7 +380,7 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
 
 def test_two_clients_do_not_disturb_each_other(node, transport):
     if node.kind == "in process":
-        return  # is the only one, and says so
+        return  # this transport refuses a second client
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
     other = node.open()
@@ -402,9 +402,9 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
 
 
 def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
-    """Slots are given to others as fast as they can be, while they are read."""
+    """Give slots to other blocks as fast as possible while they are read."""
     if node.kind == "in process":
-        return  # nothing can change under a reader
+        return  # nothing can change during a read
     over = threading.Event()
     names = itertools.count()
 
@@ -424,7 +424,7 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
         churning = threads.submit(churn)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (counts[BlockOutcome.MOVED] < 20 or counts[BlockOutcome.GONE] < 20):
-            for age in (1, BLOCKS // 4):  # young ones are there mostly, the oldest are about to go
+            for age in (1, BLOCKS // 4):  # young blocks are mostly present, and the oldest are about to be evicted
                 if len(published) < age:
                     continue
                 slots, blocks = published[-age]
@@ -441,7 +441,7 @@ def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
 
 def test_a_closed_transport_only_misses(node, transport):
     if node.kind in ("in process", "shared memory"):
-        return  # hold on to what they have mapped
+        return  # these transports keep their mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 

@@ -1,5 +1,7 @@
-"""What routers and workers may rely on of a directory of workers, whatever it is kept in. `a_world` is a fixture of the module
-that has these tests run."""
+"""Contract suite of worker directories: what routers and workers rely on, whatever stores the records.
+
+The importing module provides the fixture `a_world`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,16 +26,16 @@ ADDRESS, ELSEWHERE = "10.0.0.1:50060", "10.0.0.2:50060"
 
 
 class DirectorySetup(Protocol):
-    """A directory that can be cut off."""
+    """A directory from which clients can be cut off."""
 
     lease: Nanos
 
     def open(self) -> AbstractAsyncContextManager[OpenDirectory]:
-        """As another process would, by a way that is never cut."""
+        """Open the directory over a path that is never cut."""
         ...
 
     def open_far(self) -> AbstractAsyncContextManager[OpenDirectory]:
-        """By a way that `cut` cuts."""
+        """Open the directory over the path that `cut` cuts."""
         ...
 
     async def cut(self) -> None: ...
@@ -41,21 +43,23 @@ class DirectorySetup(Protocol):
     async def mend(self) -> None: ...
 
     async def lose(self, worker_id: WorkerId) -> None:
-        """The record is gone, and nobody withdrew it."""
+        """Remove the record without a deregistration."""
         ...
 
     async def half_a_lease(self, *clocks: ManualClock) -> None:
-        """Passes, for the directory itself and by these clocks."""
+        """Let half a lease pass, for the directory and for these clocks."""
         ...
 
     async def shows(self, addresses: set[str]) -> None:
-        """Returns when all who learn of workers otherwise than by reading the directory, as clients of a Service do, see these and no others.
-        Where nobody does: at once."""
+        """Wait until clients that learn of workers elsewhere, such as from a Service, see exactly these addresses.
+
+        Return at once where there are no such clients.
+        """
         ...
 
 
 class DirectoryReader:
-    """What one router makes of a directory. Its clock stands still until it is moved."""
+    """One router's view of a directory. Its clock stands still until it is moved."""
 
     def __init__(self, world: DirectorySetup) -> None:
         self.world = world
@@ -79,9 +83,11 @@ class DirectoryReader:
 
 @asynccontextmanager
 async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator[DirectoryReader]:
-    """Args:
-    world: That it looks at.
-    far: By the way that can be cut.
+    """Open a router's view of the directory.
+
+    Args:
+        world: The directory.
+        far: Read over the path that can be cut.
     """
     router = DirectoryReader(world)
     async with world.open_far() if far else world.open() as opened, asyncio.TaskGroup() as tasks:
@@ -91,7 +97,7 @@ async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator
 
 
 async def registered(worker: OpenDirectory) -> None:
-    """By a way that was just mended."""
+    """Register over a path that was just mended."""
     async with asyncio.timeout(SECONDS):
         while True:
             try:
@@ -214,7 +220,7 @@ async def test_cut_off_router_keeps_workers_until_leases_end(a_world):
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         await a_world.cut()
-        await worker.register(WORKER, OLD, ADDRESS)  # which the router cannot see
+        await worker.register(WORKER, OLD, ADDRESS)  # the router cannot see this
         await router.until(lambda _: router.registry.directory_reachable is False)
 
         router.clock.move(a_world.lease - 1)

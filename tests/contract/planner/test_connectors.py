@@ -1,5 +1,4 @@
-"""Connectors to an orchestrator that is none of ours, by a folder and by a real etcd, and to the processes of `fleet up`. Kubernetes' is in
-tests/kube."""
+"""Contract tests of connectors: a folder, a real etcd, and the processes of `fleet up`. The Kubernetes connector is in tests/kube."""
 
 import asyncio
 import contextlib
@@ -47,7 +46,7 @@ simulated = {{speedup = 0.1, eos_probability = 0.0}}
 
 
 class VirtualConnectorSetup:
-    """An orchestrator beside a folder."""
+    """An orchestrator that shares a folder with the connector."""
 
     def __init__(self, folder: Path) -> None:
         self.target = FolderTarget(folder=str(folder))
@@ -86,7 +85,7 @@ class VirtualConnectorSetup:
 
 
 class EtcdConnectorSetup(VirtualConnectorSetup):
-    """An orchestrator beside a real etcd."""
+    """An orchestrator that shares a real etcd with the connector."""
 
     def __init__(self, server: EtcdServer, client, silent: int) -> None:
         self.target = EtcdTarget(endpoints=(server.address,))
@@ -106,7 +105,7 @@ class EtcdConnectorSetup(VirtualConnectorSetup):
 
 
 class LocalConnectorSetup(VirtualConnectorSetup):
-    """A `fleet up`, as its user sees it."""
+    """A `fleet up` and its command line."""
 
     def __init__(self, endpoints) -> None:
         self.endpoints = endpoints
@@ -115,7 +114,7 @@ class LocalConnectorSetup(VirtualConnectorSetup):
         self.asking = contextlib.AsyncExitStack()
 
     async def occupy(self) -> None:
-        """A long answer on each decode worker."""
+        """Give each decode worker a long answer."""
         client = await self.asking.enter_async_context(AsyncClient(self.endpoints["grpc"]))
         asked = {"max_tokens": 3000, "ignore_eos": True, "timeout_seconds": SECONDS}
         self.streams = [
@@ -126,13 +125,13 @@ class LocalConnectorSetup(VirtualConnectorSetup):
         assert await self.booked() == {"prefill-0": 0, "decode-0": 1, "decode-1": 1}
 
     async def booked(self) -> dict[str, int]:
-        """Requests, by worker."""
+        """Return the number of reserved requests by worker."""
         async with AsyncClient(self.endpoints["grpc"]) as client:
             status = await client.status()
         return {worker.worker_id: worker.booked_requests for pool in status.pools for worker in pool.workers}
 
     async def finish(self) -> None:
-        """Who was told to go still answers, a second later."""
+        """Check that a draining worker still answers a second later."""
         for stream in self.streams:
             for _ in range(50):
                 await anext(aiter(stream))
@@ -287,7 +286,7 @@ async def test_plan_is_not_settled_by_state_from_before_it(tmp_path):
         pool = {"asked": asked, "ready": 1, "draining": draining}
         (tmp_path / "report.json").write_text(json.dumps({"revision": revision, "pools": {"decode": pool}}))
 
-    report(revision=7, asked=3, draining=0)  # two begin
+    report(revision=7, asked=3, draining=0)  # two replicas start
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         await planner.apply(a_plan("less", decode=1), await planner.observe())
         early = (await planner.observe()).pool(DECODE)

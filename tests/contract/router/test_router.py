@@ -1,4 +1,4 @@
-"""What fronts may rely on when they submit to a router: the same for the real server and for the fake in tests."""
+"""Contract tests of the router's server, for the real one and the fake one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ ANSWER = (5, 6, 7)
 SAMPLING = Sampling(max_tokens=3, temperature=0.0)
 
 Cancellations = Callable[[], Awaitable[int]]
-"""How many requests were cancelled at the engine so far."""
+"""Number of requests cancelled at the engine so far."""
 
 Opens = Callable[[], AbstractAsyncContextManager[tuple[RouterApi, Cancellations]]]
 

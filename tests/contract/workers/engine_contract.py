@@ -1,8 +1,8 @@
-"""What every engine promises (`workers.ports.Engine`), as functions that any engine can be put to.
+"""Contract suite of the engine port (`workers.ports.Engine`), as functions that take any engine.
 
-`ALONE` take one engine. `PAIRED` take a prefill engine, a decode engine that is configured alike, and the way that
-blocks take between them. Engines may be shared and warm: prompts are fresh. The vocabulary has at least 4000 tokens,
-the model at least 1024 positions, the batch at least 4 places.
+Functions in `ALONE` take one engine. Functions in `PAIRED` take a prefill engine, an equally configured decode engine, and their
+KV path. Engines may be shared and warm, so prompts are fresh. The vocabulary has at least 4000 tokens, the model at least 1024
+positions, and the batch at least 4 places.
 """
 
 import msgspec
@@ -147,7 +147,7 @@ async def cache_events_name_the_blocks_of_the_chain(one: EngineDriver) -> None:
 
     names = chain(prompt, block_tokens, salt=salt)
 
-    await one.until(lambda: one.cached.issuperset(names[:3]))  # the last one is not needed to be reusable
+    await one.until(lambda: one.cached.issuperset(names[:3]))  # the last block need not become reusable
 
 
 async def a_stop_token_ends_the_answer(one: EngineDriver) -> None:
@@ -198,7 +198,7 @@ async def what_the_engine_cannot_do_is_rejected_by_field(one: EngineDriver) -> N
 async def a_split_request_gives_the_tokens_of_an_aggregated_one(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
-    """And its blocks really move: equal tokens alone would not prove it."""
+    """Check that the blocks really move; equal tokens alone would not prove it."""
     block_tokens = decode.engine.facts.block_tokens
     for length in (1, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 300):
         prompt = fresh_prompt(length)
@@ -314,7 +314,7 @@ async def split_requests_side_by_side_keep_apart(prefill: EngineDriver, decode: 
 
 
 async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
-    """Kept to or refused by name, in every phase of work."""
+    """Obey structured output or reject it by name, in every phase."""
     start = an_attempt(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
 
@@ -329,7 +329,7 @@ async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
 
 
 async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
-    """The decode side samples every token, since it knows the form from the start only."""
+    """Let the decode side sample every token, since structured output needs the answer from its start."""
     if not decode.engine.facts.keeps_forms:
         return
     sampling = greedy(8, ignore_eos=False, form=Choice(("no", "yes")))
@@ -343,7 +343,7 @@ async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: Engi
 
 
 async def steps_are_shown_while_it_works_and_end_with_the_work(one: EngineDriver) -> None:
-    """What a watchdog goes by: an engine that works steps, and one that does not step has no work."""
+    """Check what the watchdog relies on: a working engine steps, and an engine that does not step has no work."""
     await until(lambda: not working(one))
     before = steps_of(one)
     start = an_attempt(fresh_prompt(70), 40)

@@ -1,4 +1,4 @@
-"""The promises of the engine port, kept by the simulated engine."""
+"""Contract tests of the simulated engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

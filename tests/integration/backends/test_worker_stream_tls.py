@@ -1,4 +1,4 @@
-"""Streams between hosts: both ends show certificates, prove a secret, or both, and both say why a stream does not come about."""
+"""Tests of streams between hosts: both ends use certificates, a secret or both, and both report why a stream failed."""
 
 import asyncio
 import socket
@@ -91,7 +91,7 @@ async def test_both_ends_know_each_other_by_a_secret(ours, secret, over_tls):
         assert isinstance(await heard.take(), WorkerJoined)
 
 
-# What the router has and what the worker has, and what each of them says of it.
+# Credentials of the router and of the worker, and the message of each.
 REFUSALS = {
     "router without a certificate": (
         {"authority": "ours"},
@@ -186,7 +186,7 @@ def said(caplog, message):
 
 
 async def test_silent_connections_give_way_to_the_router(secret, caplog):
-    """More than may be unproven at a time, for as long as it lasts."""
+    """Open more silent connections than may be unproven at a time, again and again."""
     worker, router = Credentials(secret_file=secret), Credentials(secret_file=secret)
     async with a_worker(worker) as address:
         host, port = address.rsplit(":", 1)
@@ -215,14 +215,14 @@ class Echo:
 
 @asynccontextmanager
 async def a_door(secret):
-    """A listener that lets in who proves the secret, and then says what it is told."""
+    """Run a listener that accepts peers with the secret and then records their messages."""
     door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
     async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
         yield address
 
 
 async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
-    """The proof and the newcomer are both there when the event loop looks at its sockets."""
+    """Let the proof and the newcomer arrive in the same turn of the event loop."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
     async with a_door(secret) as address:
@@ -231,7 +231,7 @@ async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
         peer.say(prover.opening)
         proof = prover.received(await peer.hear())
         silent = [await a_peer(address) for _ in range(MAX_UNPROVEN - 1)]
-        for each in silent:  # until the door has taken it
+        for each in silent:  # until the listener has accepted it
             each.say(other.opening)
             await each.hear()
 
@@ -265,7 +265,7 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
 
 
 async def test_proof_of_one_connection_opens_no_other(secret):
-    """A stranger who passes the worker's challenge on to nobody can only repeat what was said before."""
+    """Replay a proof: a peer without the secret can only repeat what it has recorded."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     heard_before = Prover(identity, TO_WORKERS)
     async with a_worker(Credentials(secret_file=secret)) as address:
@@ -284,7 +284,7 @@ async def test_proof_of_one_connection_opens_no_other(secret):
 
 
 async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
-    """It has heard a proof before, and sends back what it got."""
+    """Let a listener that has recorded a proof send it back."""
     said_there: list[bytes] = []
 
     class Mirror:
@@ -336,7 +336,7 @@ def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
 
 
 class a_peer:  # noqa: N801 - awaited like a function
-    """A connection by hand."""
+    """A connection driven by hand."""
 
     def __init__(self, address):
         self._address = address
@@ -356,7 +356,7 @@ class a_peer:  # noqa: N801 - awaited like a function
         self._connection.flush()
 
     async def hear(self):
-        """Return the next payload; empty: it is over."""
+        """Return the next payload, or empty bytes at the end."""
         async with asyncio.timeout(60):
             return await self._heard.get()
 

@@ -1,4 +1,4 @@
-"""The gRPC front as the generated stubs see it."""
+"""Tests of the gRPC frontend with the generated stubs."""
 
 from collections.abc import AsyncIterator
 
@@ -224,7 +224,7 @@ async def test_a_message_that_is_too_large_is_told_so(frontends, channel):
 
 
 def junk(size: int) -> bytes:
-    """A field that nobody knows, which messages keep."""
+    """Return an unknown field, which messages keep."""
     content = pb.GenerateRequest(text="y" * size).SerializeToString()
     assert content[0] >> 3 < 16
     return b"\xfa\x7f" + content[1:]  # number 2047
@@ -281,7 +281,7 @@ async def test_the_deadline_of_a_call_reaches_the_router_and_ends_it(frontends, 
     frontends.will_answer(TEXT)
     frontends.router.hold_after = 1
 
-    while not frontends.router.submitted:  # on a busy machine, the time may pass before it is sent
+    while not frontends.router.submitted:  # a busy machine may reach the timeout before it sends the request
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(stub.Generate(pb.GenerateRequest(text="x", timeout_ms=60_000), timeout=0.3))
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -302,7 +302,7 @@ async def test_cancelling_a_call_cancels_the_request(frontends, stub):
 
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Of a client that takes little before it reads."""
+"""Channel options of a client that takes little before it reads."""
 
 
 @pytest.mark.parametrize("frontends", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)

@@ -1,4 +1,4 @@
-"""The port of the Open Inference Protocol, as Triton's own client sees it, and as one sees it that keeps to no rules."""
+"""Tests of the KServe frontend (Open Inference Protocol), with Triton's own client and with a misbehaving one."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ def triton(process, kserve):
 
 
 def a_message(text="once", *, outputs=(), parameters=None, **fields) -> pb.ModelInferRequest:
-    """With its contents in the tensors, as clients of KServe write them."""
+    """Build a request with its contents in the tensors, as KServe clients write them."""
     tensor = pb.ModelInferRequest.InferInputTensor
     message = pb.ModelInferRequest(model_name="tiny", **fields)
     if text is not None:
@@ -110,7 +110,7 @@ def outputs_of(response: pb.ModelInferResponse) -> dict[str, list]:
 
 
 async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, list[pb.ModelStreamInferResponse]]:
-    """Responses by the id of their request."""
+    """Return the responses by request id."""
     responses: dict[str, list[pb.ModelStreamInferResponse]] = {}
     async for response in call:
         responses.setdefault(response.infer_response.id, []).append(response)
@@ -408,7 +408,7 @@ async def test_concurrent_requests_of_a_stream_are_bounded(frontends, stub, monk
     call = stub.ModelStreamInfer([streaming(a_message(id=str(number))) for number in range(10)])
     await frontends.router.until(frontends.router.submitted, 3)
     for _ in range(3):
-        await call.read()  # the first steps are out, and nothing more was taken meanwhile
+        await call.read()  # the first steps arrived, and nothing was added meanwhile
     assert len(frontends.router.submitted) == 3
 
     frontends.router.release.set()
@@ -438,7 +438,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub
     frontends.router.hold_after = 1
     long = streaming(a_message(parameters={}, id="long"))
     long.inputs[0].contents.bytes_contents[0] = b"x"
-    long.MergeFromString(b"\xfa\x7f\xe0\xa7\x12" + b"y" * 300_000)  # a field that nobody knows
+    long.MergeFromString(b"\xfa\x7f\xe0\xa7\x12" + b"y" * 300_000)  # an unknown field
     assert long.ByteSize() > 300_000
     call = stub.ModelStreamInfer()
     await call.write(long)
@@ -446,7 +446,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub
     await call.write(long)
     assert "too many long requests" in (await call.read()).error_message
     whole = pb.ModelInferRequest.FromString(long.SerializeToString())
-    del whole.inputs[1:]  # which says that it streams
+    del whole.inputs[1:]  # the input that asks for streaming
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ModelInfer(whole)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -470,7 +470,7 @@ async def test_client_that_leaves_during_a_write_is_no_failure(frontends, stub, 
 
 
 class GoneCaller:
-    """A call whose other side has closed, before the library knows it."""
+    """A call whose other side has closed before the library notices."""
 
     def time_remaining(self):
         return None
@@ -484,7 +484,7 @@ class GoneCaller:
 
 async def test_write_to_a_gone_client_ends_its_requests_silently(frontends, kserve, caplog):
     frontends.will_answer(TEXT)
-    frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first one
+    frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first request
 
     async def messages() -> AsyncIterator[bytes]:
         yield a_message().SerializeToString()
@@ -515,7 +515,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_else(frontends, kserv
     await frontends.router.until(frontends.router.cancelled)
 
 
-# For each in turn that would be longer than `until` waits.
+# Waiting for each in turn would take longer than `until` allows.
 @pytest.mark.parametrize("kserve", [{"write_timeout_seconds": 0.5}], indirect=True)
 async def test_client_that_reads_nothing_loses_all_its_requests(frontends, kserve, caplog):
     frontends.router.answer = [300] * 4000

@@ -1,4 +1,4 @@
-"""The HTTP front as OpenAI's own client sees it."""
+"""Tests of the HTTP frontend with OpenAI's own client."""
 
 import asyncio
 

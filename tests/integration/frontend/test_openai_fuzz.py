@@ -1,4 +1,4 @@
-"""Whatever a client sends to the HTTP port, it gets an answer of the documented kind or a closed connection."""
+"""Fuzz tests of the HTTP port: every input gets a documented answer or a closed connection."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @contextmanager
 def serving(model_dir):
-    """Fronts on a loop in a thread of their own; yields the HTTP addresses, of one with models and of one before a foreign server."""
+    """Run frontends on an event loop in a thread; yield the HTTP addresses, one with models and one in front of an external backend."""
     started: list[str] = []
     foreign = OpenAiServer()
     ready, stop = threading.Event(), asyncio.Event()
@@ -74,7 +74,7 @@ KINDS = [
     (name, mode)
     for name, operation in OPERATIONS.items()
     for mode in GenerationMode
-    if operation.body or mode is GenerationMode.POSITIVE  # else nothing can be wrong
+    if operation.body or mode is GenerationMode.POSITIVE  # otherwise nothing can be wrong
 ]
 
 
@@ -84,9 +84,7 @@ KINDS = [
 def test_documented_and_invalid_requests_get_documented_answers(addresses, name, mode, data):
     case = data.draw(OPERATIONS[name].as_strategy(generation_mode=mode))
     answer = case.call(base_url=f"http://{addresses[name == EMBEDDINGS]}", timeout=60)
-    unmet = (
-        answer.status_code == 503 and answer.json()["error"].get("cause") == "no_label"
-    )  # as the document allows to ask for
+    unmet = answer.status_code == 503 and answer.json()["error"].get("cause") == "no_label"  # as the document allows
     case.validate_response(answer, checks=[each for each in CHECKS if not (unmet and each is not_a_server_error)])
 
 
@@ -98,7 +96,7 @@ def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
 
 
 def answered(address: str, sent: bytes) -> bytes:
-    """All that comes back until the server closes, or has nothing more to say."""
+    """Return everything until the server closes or is done."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)

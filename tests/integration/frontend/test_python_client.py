@@ -1,4 +1,4 @@
-"""Our own client, against a front."""
+"""Tests of our Python client against a frontend."""
 
 import asyncio
 import socket
@@ -91,7 +91,7 @@ async def test_tools_and_their_calls_arrive_or_are_refused_by_name(frontends, cl
 
     with pytest.raises(InvalidRequest) as raised:
         await client.complete(conversation)
-    assert raised.value.field == "chat.messages[1].tool_calls"  # the template of this model knows none
+    assert raised.value.field == "chat.messages[1].tool_calls"  # this model's template supports no tool calls
     for prompt, field in ((conversation[:1], "chat.tools"), ("x", "chat.tools")):
         with pytest.raises(InvalidRequest) as raised:
             await client.complete(prompt, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -166,7 +166,7 @@ async def test_a_timeout_is_a_deadline_exceeded(frontends, client):
     frontends.will_answer(TEXT)
     frontends.router.hold_after = 1
 
-    while not frontends.router.submitted:  # on a busy machine, the time may pass before it is sent
+    while not frontends.router.submitted:  # a busy machine may reach the timeout before it sends the request
         with pytest.raises(DeadlineExceeded):
             await client.complete("once", timeout_seconds=0.2)
 
@@ -235,7 +235,7 @@ async def test_a_stream_that_breaks_raises_after_its_deltas(frontends, client):
 
 async def test_a_server_that_is_not_there_is_unavailable():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with AsyncClient(address) as client:
             with pytest.raises(Unavailable) as raised:

@@ -1,4 +1,4 @@
-"""Limits that routers share in a real Redis."""
+"""Tests of tenant limits that routers share in a real Redis."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LIMITS = {name: TenantSettings(requests_per_minute=10, tokens_per_minute=1000) f
 
 
 class StoppedClock:
-    """A clock that stands still until it is told, so that buckets fill in Redis only."""
+    """A stopped clock, so that buckets fill only in Redis."""
 
     def __init__(self):
         self.seconds = 0
@@ -57,7 +57,7 @@ async def test_two_routers_together_let_in_what_one_would(redis):
             admitted += (one, other)[number % 2].admits()
             await one.shared.exchange()
             await other.shared.exchange()
-        assert 10 <= admitted <= 11  # Redis's own clock goes on meanwhile
+        assert 10 <= admitted <= 11  # Redis's own clock goes on
 
 
 async def test_usage_while_redis_was_away_is_reported_later(tmp_path, redis):
@@ -65,7 +65,7 @@ async def test_usage_while_redis_was_away_is_reported_later(tmp_path, redis):
         assert all(one.admits(tokens=100) for _ in range(4))
         await one.shared.exchange()
         with redis.client() as client:
-            client.config_set("maxmemory", "1")  # it refuses to write from now on
+            client.config_set("maxmemory", "1")  # Redis rejects writes from now on
             client.config_set("maxmemory-policy", "noeviction")
             assert all(one.admits(tokens=100) for _ in range(4))
             await one.shared.exchange()
@@ -76,7 +76,7 @@ async def test_usage_while_redis_was_away_is_reported_later(tmp_path, redis):
         await other.shared.exchange()
         left = other.tenants.admit("acme", 1, START)
 
-    assert left.requests.remaining == 0  # eight, and its own two
+    assert left.requests.remaining == 0  # eight, and two of its own
     assert 195 <= left.tokens.remaining <= 210
 
 
@@ -103,7 +103,7 @@ async def test_restarted_redis_learns_the_balances_from_routers(redis):
         redis.kill()
         redis.start()
         for router in (ignorant, one, other):
-            await router.shared.exchange()  # finds its connection broken, or has nothing to say
+            await router.shared.exchange()  # it finds its connection broken, or has nothing to send
 
         ignorant.admits()
         for router in (ignorant, one, other) * 3:

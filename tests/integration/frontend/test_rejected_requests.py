@@ -1,4 +1,4 @@
-"""What is refused or left leaves nothing in memory: cycles of objects would, until the collector comes, and a body can have 8 MiB."""
+"""Tests that rejected and abandoned requests leave no reference cycles, which would keep bodies of up to 8 MiB in memory."""
 
 import gc
 from contextlib import asynccontextmanager
@@ -23,13 +23,13 @@ KEPT = (RequestRejected, GenerateRequest, RelayedRequest)
 
 
 def kept():
-    """Made since the collector was stopped."""
+    """Return the objects made since the collector was stopped."""
     return [each for each in gc.get_objects(generation=0) if isinstance(each, KEPT)]
 
 
 @asynccontextmanager
 async def without_collector():
-    """All that is refused within goes by itself."""
+    """Check that everything rejected inside is freed without the collector."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What clients may say about a request reaches the router, over both protocols."""
+"""Tests of request hints over both protocols."""
 
 import openai
 import pytest

@@ -1,4 +1,4 @@
-"""Tenants at both front doors: keys, limits, and what clients are told about them."""
+"""Tests of tenants at both frontends: keys, limits, and the messages about them."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ async def test_over_http_a_known_key_is_needed(frontends):
 
 
 async def test_http_status_needs_a_key_and_probes_need_none(frontends):
-    """As OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
+    """Answer 401 without a key, like OpenAI's API. Metrics and probes stay open and name no model."""
     async with openai_client(frontends, "sk-wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()

@@ -1,4 +1,4 @@
-"""What an endpoint picker does for a gateway that keeps to the protocol: each rule of it, over a real port."""
+"""Tests of the endpoint picker's protocol with a well-behaved gateway, rule by rule, over a real port."""
 
 import asyncio
 import hashlib
@@ -32,13 +32,13 @@ from tests.support.gateway.envoy import CHAT, a_completion, a_gateway, a_header_
 pytestmark = pytest.mark.integration
 
 
-# What the protocol asks for
+# Protocol
 
 
 async def test_endpoint_is_in_header_and_metadata_and_body_unchanged(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"fallbacks": 0}) as world:
         request = world.request()
-        picked = await request.ask(a_completion())  # which compares the two
+        picked = await request.ask(a_completion())  # this helper compares header and metadata
 
         assert picked.endpoints == ["10.0.0.1:8000"]
         assert (picked.body, picked.headers["content-length"]) == (a_completion(), f"{len(a_completion())}")
@@ -303,7 +303,7 @@ async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
 
 
 class RecordingLeadership:
-    """What the test says of the picker among others."""
+    """Leadership that the test sets."""
 
     def __init__(self) -> None:
         self.leading, self.following, self.resigned = True, False, False
@@ -410,7 +410,7 @@ async def test_keys_of_tenants_are_asked_for_and_their_answers_charged(model_dir
 
 
 async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
-    """`fleet serve router` with `endpoint_picker`, and nothing else between a gateway and two servers."""
+    """Run `fleet serve router` with `endpoint_picker` between a gateway and two servers."""
     servers = [OpenAiServer(), OpenAiServer()]
     for server in servers:
         await server.start()
@@ -431,7 +431,7 @@ async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
 
             async def ask(prompt):
                 request = gateway.request()
-                # `n` is nothing that our own workers can do: what a server makes of the rest of a body is its own business.
+                # Our own workers do not support `n`; for external backends the rest of a body is their own business.
                 return request, (await request.ask(a_completion(prompt, model="mock", n=2))).endpoints
 
             async with asyncio.timeout(60):
@@ -441,7 +441,7 @@ async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
                     joined = len(endpoints)
                     await request.over()
             went = []
-            for together in (True, False):  # at first, so that load spreads them
+            for together in (True, False):  # together first, so that load spreads them
                 open_requests = []
                 for prompt in prompts:
                     request, endpoints = await ask(prompt)
@@ -452,7 +452,7 @@ async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
                             await each.answer_begins()
                             await each.answer_goes_on(EVENT, ends=True)
                         open_requests.clear()
-            async with asyncio.timeout(60):  # another is to be made in time
+            async with asyncio.timeout(60):  # a new connection has to be made in time
                 await gateway.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert set(went) == {server.url.removeprefix("http://") for server in servers}
         assert went[:6] == went[6:]

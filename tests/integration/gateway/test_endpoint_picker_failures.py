@@ -1,4 +1,4 @@
-"""How calls of an endpoint picker end, and what is booked then: gateways that break off, that are wrong, and that do anything."""
+"""Tests of the ends of endpoint picker calls and of their reservations, with gateways that break off or misbehave."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.integration
 
 
-# Whose bookings end when
+# Reservations and their ends
 
 
 async def test_lost_worker_ends_the_reservation_not_the_answer(model_dir):
@@ -97,7 +97,7 @@ async def test_cancelled_call_leaves_the_queue(model_dir):
         await world.idle()
 
 
-# What is wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ async def test_watching_call_gets_nothing_and_reserves_nothing(model_dir):
 
 
 async def test_random_gateway_messages_leave_no_reservation(model_dir):
-    """Sixty calls side by side, each with a random course and end, while workers come and go."""
+    """Run sixty calls side by side with random courses and ends, while workers come and go."""
     chance = random.Random(7)
     bodies = [a_completion([number] * 40) for number in range(5)] + [a_completion(LONG), b"{", b""]
     served = ["", "", "10.0.0.1:8000", "10.0.0.2:8000", "10.9.9.9:1"]

@@ -1,4 +1,4 @@
-"""The select-and-book service over a real port: what it books, and when bookings end."""
+"""Tests of the selection service over a real port: its reservations and their ends."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ class SelectionSetup:
         await self._stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=60)
 
     def booked(self):
-        """Requests and prefill tokens by worker."""
+        """Return requests and prefill tokens by worker."""
         return {
             worker.worker_id: (worker.booked_requests, worker.booked_prefill_tokens)
             for pool in self.server.status().pools
@@ -105,7 +105,7 @@ async def test_callers_that_ask_at_once_see_each_others_bookings():
             for number, prompt in enumerate(prompts):
                 callers.create_task((brain, other)[number % 2].select(tokens=prompt))
 
-        # Each was placed with all before it in the books: who had decided on the same view would have gone to the same worker.
+        # Each placement saw all earlier reservations; equal views would have chosen the same worker.
         assert brain.booked() == {worker_id: (10, 1000) for worker_id, *_ in workers}
 
 
@@ -273,4 +273,6 @@ async def test_more_tokens_than_were_asked_for_count_for_no_more():
         selected = await brain.select(max_tokens=64)
         for _ in range(5):
             await brain.report(selected.lease_id, answer_tokens=60)
-        assert brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2  # the prompt's, and two of the answer
+        assert (
+            brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2
+        )  # blocks of the prompt, and two of the answer

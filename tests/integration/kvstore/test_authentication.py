@@ -1,4 +1,4 @@
-"""Who gets into a node over a network, and who does not."""
+"""Tests of access to a node over a network: which clients and nodes accept each other."""
 
 import asyncio
 import socket
@@ -42,12 +42,12 @@ def key(secret: bytes) -> AuthenticationKey | None:
     return AuthenticationKey(secret, Purpose.DATA) if secret else None
 
 
-# The data plane
+# Data plane
 
 
 @asynccontextmanager
 async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
-    """The plane, its address, a namespace and the slot of a block."""
+    """Yield the data plane, its address, a namespace, and the slot of a block."""
     store = MachineDriver()
     tier = PrivateMemoryTier(8 * BLOCK_BYTES)
     reservation = store.reserve(a_chain(1))
@@ -140,7 +140,7 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
             connection.recv(OPENING.size, socket.MSG_WAITALL)
             connection.sendall(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, bytes(NONCE_BYTES)))
             proof = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
-            connection.sendall(VERDICT.pack(MAGIC, DataPlaneStatus.DONE, proof))  # the client's own, handed back
+            connection.sendall(VERDICT.pack(MAGIC, DataPlaneStatus.DONE, proof))  # the client's own proof, handed back
             after.append(connection.recv(1))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -152,11 +152,11 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
     assert after == [b""]
 
 
-# The control plane
+# Control plane
 
 
 class EchoStore(pb_grpc.BlockStoreServicer):
-    """Says that it was asked."""
+    """Store that answers every call."""
 
     async def Stats(self, request, context):  # noqa: N802 - named by the protocol
         return pb.StatsResponse(store_id="asked")
@@ -294,7 +294,7 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-# What a node starts with
+# Settings of a node
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def overhear(address: str, digest: bytes, slot: Slot) -> bytes:
-    """What a client with the secret sends to read a block."""
+    """Return the bytes that a client with the secret sends to read a block."""
     heard = bytearray()
     host, _, port = address.rpartition(":")
 

@@ -1,4 +1,4 @@
-"""Clients against a real node process: what they get when all is well, and what when it is not."""
+"""Tests of store clients against a real node process, with and without failures."""
 
 import gc
 import multiprocessing
@@ -52,7 +52,7 @@ def node():
 
 @pytest.fixture(scope="module")
 def shared_node():
-    """For tests that change nothing in it."""
+    """Share one node between tests that do not change it."""
     with a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES) as node:
         yield node
 
@@ -68,7 +68,7 @@ def another(client: StoreClient, node) -> StoreClient:
 
 
 def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:
-    """The blocks of the longest prefix; None for those that could not be read."""
+    """Return the blocks of the longest prefix, with None for each block that could not be read."""
     match = client.match(chain, lease_seconds=LEASE_SECONDS)
     into = empty_buffers(len(match))
     good = client.read(match, range(len(match)), into)
@@ -227,7 +227,7 @@ def test_expired_lease_of_a_reused_slot_is_a_miss(client):
     old = a_chain(CAPACITY_BLOCKS, "old")
     client.write(old, [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
     match = client.match(old, lease_seconds=0.05)
-    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # the lease has to end by itself
     new = [a_block(100 + seed) for seed in range(CAPACITY_BLOCKS)]
     assert client.write(a_chain(CAPACITY_BLOCKS, "new"), new) == CAPACITY_BLOCKS
 
@@ -242,7 +242,7 @@ def test_expired_lease_of_a_reused_slot_is_a_miss(client):
 def test_expired_lease_is_a_miss_after_block_size_changed(client, node):
     client.write(a_chain(CAPACITY_BLOCKS), a_block)
     match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
-    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # the lease has to end by itself
     whole = a_namespace(model="big", block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES)
     with a_store_client(node.address, whole) as big:
         assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
@@ -254,7 +254,7 @@ def test_expired_lease_is_a_miss_after_block_size_changed(client, node):
 
 
 def test_releases_beyond_the_request_limit_are_split(client, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_LEASES", 2)  # here, and not in the node
+    monkeypatch.setattr(wire, "MAX_LEASES", 2)  # in this process, not in the node
     client.write(a_chain(1), [a_block(1)])
     matches = [client.match(a_chain(1), lease_seconds=LEASE_SECONDS) for _ in range(5)]
     assert client.stats().leases == 5
@@ -450,7 +450,7 @@ def test_client_that_missed_a_restart_spares_the_old_pool(client, node):
     client.write(a_chain(1, "before"), [a_block(1)])
     node.kill()
     node.start()
-    with another(client, node) as quicker:  # the namespace is open there again before our client calls
+    with another(client, node) as quicker:  # another client opens the namespace there before ours calls
         eventually(lambda: client.write(a_chain(3), a_block) == 3)
 
         assert equal(fetch(quicker, a_chain(3)), [a_block(seed) for seed in range(3)])
@@ -641,7 +641,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
     assert client.stats().held_bytes == 3 * BLOCK_BYTES
 
     client.release_hold("session")
-    client.release_hold("session")  # again does nothing
+    client.release_hold("session")  # a second call does nothing
     client.write(a_chain(CAPACITY_BLOCKS, "another"), a_block)
     assert len(client.match(chain, lease_seconds=0)) == 0
     assert client.hold("session", [], seconds=1) == SessionPinResult(blocks=0)

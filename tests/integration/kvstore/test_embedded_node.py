@@ -1,4 +1,4 @@
-"""A node on a thread of another process: what it leaves to its host, and what it takes from it."""
+"""Tests of a node on a thread of another process: what it shares with its host and what it leaves alone."""
 
 import asyncio
 import logging
@@ -94,7 +94,7 @@ async def test_reopened_node_reuses_its_sockets_and_frees_memory():
 
 
 def pools() -> list[str]:
-    """Mappings of a pool in this process."""
+    """Return the mappings of a pool in this process."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore-pool" in line]
 
 
@@ -114,14 +114,14 @@ async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
                 looking = asyncio.get_running_loop().run_in_executor(None, look_up)
                 await asyncio.sleep(0.05)
                 before = looks
-                # As an engine's step does that lets the interpreter go, but not the loop.
+                # Run like a step of an engine that releases the interpreter but blocks the event loop.
                 eventually(lambda: looks > before + 20)
                 stop.set()
                 await looking
 
 
 async def test_grpc_on_both_loops_says_nothing_in_the_log(caplog):
-    """It has one queue for all event loops of a process, and some versions complain where there are two."""
+    """Check gRPC's only queue for all event loops of a process; some versions complain about two loops."""
     with a_short_folder() as folder:
         async with node(folder) as endpoints, grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
             stub, health = pb_grpc.BlockStoreStub(channel), health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,4 @@
-"""Calls of clients on the node's own host: framed, over the socket that hands out the memory."""
+"""Tests of calls by clients on the node's own host: frames over the socket that also hands out the memory."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ FRAME = struct.Struct("<IB")
 
 
 class NoGrpc:
-    """A stub that nobody may use."""
+    """Stub that must not be used."""
 
     def __getattr__(self, name: str) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -94,7 +94,7 @@ def framed(method: int, message: bytes) -> bytes:
 
 
 def is_over(line: socket.socket) -> bool:
-    """Whether the node has ended it, in whatever way."""
+    """Return whether the node has ended the connection."""
     try:
         return line.recv(1) == b""
     except ConnectionResetError:
@@ -303,7 +303,7 @@ def an_echo(message: bytes) -> pb.MatchResponse:
 
 @contextlib.asynccontextmanager
 async def a_server() -> AsyncIterator[tuple[FramedCallServer, socket.socket]]:
-    """One that answers with what it was asked, and a connection to it."""
+    """Yield a server that echoes requests, and a connection to it."""
     server = FramedCallServer({Method.MATCH: an_echo})
     ours, theirs = socket.socketpair()
     with ours:
@@ -483,7 +483,7 @@ def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):
         listener.bind(path)
         listener.listen(0)
         waiting = crowd.enter_context(socket.socket(socket.AF_UNIX))
-        waiting.connect(path)  # and fills it
+        waiting.connect(path)  # and fills the queue
         with pytest.raises(BlockingIOError):
             sockets.connect(path, 0.05)
         accept = threading.Timer(0.1, lambda: crowd.push(listener.accept()[0]))
@@ -500,7 +500,7 @@ def test_a_node_that_runs_out_of_descriptors_lives_on():
         _, most = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
         limit = len(list(descriptors.iterdir())) + 2
         resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, most))
-        for _ in range(32):  # more than it can take, also when it has just closed what it needed for its start
+        for _ in range(32):  # more than the node can take, even after it freed the descriptors of its start
             line = crowd.enter_context(socket.socket(socket.AF_UNIX))
             line.connect(node.endpoints.shm_socket)
         eventually(lambda: len(list(descriptors.iterdir())) >= limit - 1)

@@ -1,4 +1,4 @@
-"""Requests that are no messages, on a node's control plane."""
+"""Tests of malformed requests on a node's control plane."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ NOT_UTF8 = b"\x22\x02\xff\xfe"  # field 4 of a MatchRequest, a string
 
 @asynccontextmanager
 async def a_channel(**fields: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """To a node on this event loop."""
+    """Open a channel to a node on this event loop."""
     with a_short_folder() as folder:
         settings = StoreSettings(
             **{"store_id": "s", "listen": (f"unix:{folder}/c",), "capacity_bytes": 1 << 20, **fields}
@@ -45,7 +45,7 @@ async def a_channel(**fields: Any) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def ask(channel: grpc.aio.Channel, method: str, content: bytes) -> None:
-    """One request of these bytes."""
+    """Send one request of these bytes."""
     if method.endswith("/ServerReflectionInfo"):
         async for _ in channel.stream_stream(method)(iter([content]), timeout=60):
             pass
@@ -118,7 +118,7 @@ async def test_malformed_messages_are_counted_on_every_path():
 
 
 async def bring(path: Path, call: bytes) -> None:
-    """Send that after the opening of a connection for calls; returns when the node has ended it."""
+    """Send bytes after the opening of a call connection, and wait until the node has ended it."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(OPENING + call)
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The node process itself: how it starts, tells, and goes."""
+"""Tests of the node process: its start, its watchers and its end."""
 
 import asyncio
 import os
@@ -176,7 +176,7 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
             watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
             async with asyncio.timeout(30):
                 await watch.read()  # the empty dump
-                for number in range(40):  # 64 KiB of names each: more than the connection takes before the queue fills
+                for number in range(40):  # 64 KiB of names each, more than the connection takes before the queue fills
                     written = await asyncio.to_thread(client.write, a_chain(2048, f"n{number}"), blocks)
                     assert written == 2048
                 last = set(a_chain(2048, "n39"))
@@ -192,8 +192,8 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
 
 
 async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatch):
-    monkeypatch.setattr(server, "MIN_PING_MS", 800)  # in proportion: routers would need a quarter of a minute
-    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC pings no more often than that
+    monkeypatch.setattr(server, "MIN_PING_MS", 800)  # scaled down from a quarter of a minute
+    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC sends pings no more often
     with a_short_folder() as folder:
         async with (
             open_node(node_settings(folder), MonotonicClock()) as endpoints,
@@ -205,7 +205,7 @@ async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatc
                 while await watch.read() is not grpc.aio.EOF:
                     pass
 
-            with pytest.raises(TimeoutError):  # it is quiet, and stays
+            with pytest.raises(TimeoutError):  # the connection is idle and stays
                 await asyncio.wait_for(cut(), 4.5)  # the fourth ping in a row is one too many
 
 
@@ -264,7 +264,7 @@ def test_leases_end_even_when_nobody_calls():
 
 
 def test_a_match_and_a_read_are_mostly_copying():
-    """94 blocks of 128 KiB, a prompt of 3,000 tokens; loose enough for a machine that is busy with other things."""
+    """Match and read 94 blocks of 128 KiB, a prompt of 3,000 tokens; the limit suits a busy machine."""
     block_bytes = 128 << 10
     with (
         a_node(capacity_bytes=100 * block_bytes) as node,

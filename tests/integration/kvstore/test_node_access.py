@@ -1,4 +1,4 @@
-"""Nodes that are reached from elsewhere: what they ask for, and by which way the bytes come."""
+"""Tests of nodes that are reached from other hosts: their credentials and their data paths."""
 
 import importlib.util
 import subprocess
@@ -91,7 +91,7 @@ def tls_nodes(tmp_path_factory) -> "Iterator[TlsNodes]":
 
 
 class TlsNodes:
-    """Node processes with certificates of one authority, as the command starts them, and their logs."""
+    """Node processes with certificates of one authority, and their logs."""
 
     def __init__(self, folder: Path):
         self.authority, self.stranger = Authority(folder, "authority"), Authority(folder, "stranger")
@@ -117,7 +117,7 @@ class TlsNodes:
         return (self.folder / f"{name}.log").read_text()
 
     def refusal(self, address: str, credentials: Credentials) -> str:
-        """What a client of the node is told."""
+        """Return the error of a client of the node."""
         with pytest.raises(StoreUnreachable) as refused:
             a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=1)
         return str(refused.value)

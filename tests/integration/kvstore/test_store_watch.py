@@ -1,4 +1,4 @@
-"""The router's view of a store node: a real one, killed and started again, and one that misbehaves."""
+"""Tests of the router's watch on a store node: a real one that is killed and restarted, and a misbehaving one."""
 
 import asyncio
 import shutil
@@ -37,7 +37,7 @@ class WatchedStore:
             return await self._heard.get()
 
     async def blocks(self, wanted: int) -> set[bytes]:
-        """What is held, once so many blocks are."""
+        """Return the held blocks once there are that many."""
         held: set[bytes] = set()
         while True:
             change = await self.next()

@@ -1,4 +1,4 @@
-"""The router benchmark's workers, floor and command."""
+"""Tests of the router benchmark: its workers, its baseline relay and its command."""
 
 import http.client
 import json
@@ -28,7 +28,7 @@ BODY = json.dumps({"model": MODEL, "stream": True, "max_tokens": 1, "prompt": "w
 
 @pytest.fixture
 def serve(tmp_path):
-    """Starts workers and gives their ports."""
+    """Start workers and yield their ports."""
     left = []
 
     def start(**settings):
@@ -117,7 +117,7 @@ def test_prefill_makes_requests_of_a_worker_wait_for_each_other(serve):
     window = round_of([port], [one(request(f"{number}" * 300, 1)) for number in range(4)], 10, NoMeter())
 
     assert window.requests == 4
-    assert window.seconds > 3 * 0.02  # timers may fire early by a clock tick; side by side they would take 0.02
+    assert window.seconds > 3 * 0.02  # timers may fire a clock tick early; concurrent requests would take 0.02
 
 
 def one(*requests):
@@ -150,7 +150,7 @@ def test_benchmark_client_gives_up_on_a_rejecting_router(serve):
 
 def test_a_router_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.2)
-    large = request("word " * 2_000_000, 1)  # more than goes out while nobody reads
+    large = request("word " * 2_000_000, 1)  # more than can be sent while nobody reads
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(SystemUnavailable, match="does not answer within"),
@@ -225,7 +225,7 @@ def test_the_command_names_the_scenario_that_there_is_not(tmp_path):
 
 
 class Sink:
-    """Takes what a connection sends."""
+    """Records the bytes that a connection sends."""
 
     def __init__(self):
         self.sent = []
@@ -239,7 +239,7 @@ class Sink:
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])
 async def test_an_answer_ends_with_its_last_chunk_however_it_is_cut(piece):
-    misleading = b"10\r\n\r\ndata: {12345678\r\n"  # sixteen bytes of which the first look like an end
+    misleading = b"10\r\n\r\ndata: {12345678\r\n"  # sixteen bytes that begin like an end
     answer = b"HTTP/1.1 200 OK\r\n\r\n" + misleading + b"0\r\n\r\n"
     sink, until = Sink(), client.Until()
     until.at = time.perf_counter() + 60

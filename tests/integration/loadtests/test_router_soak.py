@@ -1,4 +1,4 @@
-"""A short run of what is otherwise run for half an hour: a real router, whose workers join, leave, hang and die."""
+"""Short run of the soak test, which otherwise takes half an hour: a real router whose workers join, leave, hang and die."""
 
 import json
 import subprocess

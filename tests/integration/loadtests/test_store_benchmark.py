@@ -1,4 +1,4 @@
-"""The benchmark's machinery: peers in processes of their own, and the command."""
+"""Tests of the KV store benchmark: compared systems in their own processes, and the command."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What pools of a local cluster make of plans, as files say them; the processes are only noted."""
+"""Tests of the pools of a local cluster under plans in files; processes are only recorded."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 class Processes:
-    """Whose children are ready at once."""
+    """Processes whose children are ready at once."""
 
     def __init__(self, *names):
         self.names = frozenset(names)

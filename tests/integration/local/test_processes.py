@@ -1,4 +1,4 @@
-"""Promises of the supervisor, with children that misbehave on request."""
+"""Tests of the supervisor, with children that misbehave on request."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def a_process(name: str, *how: str) -> LocalProcess:
 def a_beating_process(
     name: str, *, silent: float = 3600, stopped: float = 3600, how: Sequence[str] = ("beat",)
 ) -> LocalProcess:
-    """A child that sends beats; limits in seconds."""
+    """Return a child that sends heartbeats; limits are in seconds."""
     return structs.replace(a_process(name, *how), limits=LivenessLimits(stopped=nanos(stopped), silent=nanos(silent)))
 
 
@@ -168,7 +168,7 @@ async def test_child_that_ignores_sigterm_is_killed_by_a_second_one(folder):
         await asyncio.Event().wait()
 
     pids = {}
-    with at_most(4):  # and not the five seconds of grace
+    with at_most(4):  # instead of the five seconds of grace
         await processes.hold(body)
 
     assert alive(pids.values()) == []
@@ -279,7 +279,7 @@ async def test_removed_child_drains_and_is_killed_if_it_ignores_it(folder, told)
     async def drain(endpoints, within):
         asked.append((endpoints, within))
         if told:
-            os.kill(processes.pids["b"], signal.SIGKILL)  # its own end
+            os.kill(processes.pids["b"], signal.SIGKILL)  # it ends by itself
         return told
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
@@ -306,7 +306,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder):
     def remove_when_it_ends(change, group):
         tell(change, group)
         if change == "-" and "b" in processes.names:
-            processes.remove("b", Nanos(300 * SECOND))  # before it is known that it has ended
+            processes.remove("b", Nanos(300 * SECOND))  # before its end is noticed
 
     async def body():
         processes._tell_guardian = remove_when_it_ends
@@ -399,7 +399,7 @@ async def test_child_that_loads_longer_than_all_limits_is_kept(folder):
 
 
 async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
-    """Supervisor, child and loops share one core."""
+    """Run supervisor, child and loops on one core."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
     before = os.sched_getaffinity(0)
@@ -422,7 +422,7 @@ async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
 
 
 async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
-    """The debugger is a process that attaches to the child (ptrace), which stops it."""
+    """Attach a process with ptrace, which stops the child."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
 
@@ -443,7 +443,7 @@ async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
 
 
 def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
-    """Supervisor and child are stopped together for several limits, as if the machine had been suspended."""
+    """Stop supervisor and child together for several limits, like a suspended machine."""
     supervisor = tmp_path / "supervisor.py"
     supervisor.write_text(
         textwrap.dedent(
@@ -473,11 +473,11 @@ def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
         assert process.stdin is not None
         child = int(process.stdout.readline())
         for _ in range(2):
-            time.sleep(1)  # awake: it would be found to hang by now, if it did
+            time.sleep(1)  # awake: a hang would be noticed by now
             for pid in (process.pid, child):
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(3)  # asleep
-            for pid in (process.pid, child):  # the supervisor first: to it the child seems to hang
+            for pid in (process.pid, child):  # continue the supervisor first, to which the child then seems to hang
                 os.kill(pid, signal.SIGCONT)
         time.sleep(2)
         process.stdin.write("\n")

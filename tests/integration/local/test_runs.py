@@ -1,4 +1,4 @@
-"""Clusters of `fleet up` that were killed together with their guardian: what is said of them, and what the next one clears away."""
+"""Tests of clusters of `fleet up` that were killed together with their orphan reaper: what is reported, and what the next cluster removes."""
 
 import errno
 import multiprocessing
@@ -37,7 +37,7 @@ with runtime_folder() as folder:
 
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
-    """Where runtime folders are made, and nobody else's are."""
+    """Use a separate parent for runtime folders."""
     monkeypatch.setattr(local_runs, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
@@ -55,7 +55,7 @@ def a_killed_run(parent):
 
 
 def a_process(log=None, **environment):
-    """That leads a group of its own."""
+    """Start a process that leads its own group."""
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
     with Path(log or os.devnull).open("ab") as errors:
         started = subprocess.Popen(
@@ -95,7 +95,7 @@ def test_killed_run_is_cleared_without_touching_others(parent):
     its = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     renamed, elsewhere = a_process(folder / "decode-0.log"), a_process(parent / "kept" / "decode-0.log")
     others = a_process(TMPDIR="/tmp", PATH="/bin")
-    renamed_too = a_process()  # somebody's whose group has the number that one of the run had
+    renamed_too = a_process()  # a foreign process whose group reuses a number of the run
     ended = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     started = [its, renamed, elsewhere, others, renamed_too, ended]
     try:
@@ -130,7 +130,7 @@ def test_truncated_group_number_matches_no_group(parent):
 
 
 def ends_killed(left):
-    """A run that is killed when it has removed so many of its files and folders."""
+    """Kill a run after it has removed a given number of files and folders."""
 
     def count(event, _):
         nonlocal left
@@ -180,7 +180,7 @@ def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", parent)
         folder = Path(parent) / "fleet-shut"
         folder.mkdir(0)
-        is_root = os.geteuid() == 0  # whom no mode keeps out
+        is_root = os.geteuid() == 0  # root may read every folder
         Path(parent).chmod(0o755)
         if is_root:
             os.seteuid(NOBODY)
@@ -209,7 +209,7 @@ def test_folder_of_unknown_state_is_left_alone(parent):
 
 
 def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys, monkeypatch):
-    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
+    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # a short path, without clusters of other tests
     monkeypatch.setenv("TMPDIR", folder_of_runs)
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     with fleet_up(tmp_path) as up:
@@ -242,7 +242,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
     assert capsys.readouterr().err == (
         f"fleet: {plans}: whoever obeyed plans there was killed; start it again (fleet up)\n"
     )
-    with closing(socket()) as taken:  # so that the next one ends when it has cleared up
+    with closing(socket()) as taken:  # the next one ends after the cleanup
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])

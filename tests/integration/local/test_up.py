@@ -1,4 +1,4 @@
-"""`fleet up` as its users see it, with the engine that needs nothing installed."""
+"""Tests of `fleet up` as its users see it, with the simulated engine."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-PROMPT = list(range(100, 300))  # six full blocks and a bit
+PROMPT = list(range(100, 300))  # six full blocks and a part
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_grpc_prompt_moves_blocks_from_prefill_to_decode(cluster):
     ],
 )
 def test_stopped_answer_still_carries_its_kv_report(cluster, options, phases, moved):
-    """The counters add up to the prompt's blocks, though no engine finished."""
+    """Check that the counters add up to the prompt's blocks, although no engine finished."""
     with Client(cluster.grpc) as client:
         asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **options}
         whole = client.complete(PROMPT, **asked, tenant=f"all of {options}")
@@ -99,7 +99,7 @@ def test_stopped_answer_still_carries_its_kv_report(cluster, options, phases, mo
 
 
 def kv_counters(cluster):
-    """What the router has counted of KV, blocks and bytes, by phase and source."""
+    """Return the router's counters of KV blocks and bytes, by phase and source."""
     with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=60) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return Counter(
@@ -113,7 +113,7 @@ def kv_counters(cluster):
 
 
 def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
-    """Over both frontends, both ways and one worker, for new prompts and those that caches and store have."""
+    """Use both frontends, both KV paths and one worker, for new prompts and for cached and stored ones."""
     ways = [
         {"placement": "aggregated"},
         {"placement": "disaggregated", "kv_path": "store"},
@@ -247,7 +247,7 @@ def test_thresholds_can_be_shown_set_and_are_checked(cluster):
 
 
 def test_measured_prefill_break_even_is_reported(cluster):
-    """After so many hand-offs as are needed, the break-even of the worker that answers; in a table and as JSON."""
+    """Run the required number of handoffs; the break-even of the decode worker appears in a table and as JSON."""
     with Client(cluster.grpc) as client:
         for number in range(client.remote_prefill().handoffs_needed):
             prompt = [number + 3, *PROMPT[1:]]
@@ -323,7 +323,7 @@ def test_seeded_unary_answer_survives_a_killed_worker(tmp_path):
             return [(worker.worker_id, worker.kv_blocks_used) for worker in workers if worker.running]
 
         def begun() -> str:
-            """Who has computed tokens of the answer: their blocks come after those of the prompt."""
+            """Wait until the workers have computed tokens of the answer, whose blocks follow those of the prompt."""
             return next((worker for worker, blocks in running() if blocks > len(PROMPT) // 32 + 1), "")
 
         eventually(lambda: not running())
@@ -408,7 +408,7 @@ def test_a_running_answer_is_finished_before_a_stop(tmp_path):
 
 
 def refusals(said):
-    """Its lines, less those that say that it goes on: on a busy machine it takes its time."""
+    """Return the error lines, without the notices that a busy machine delays the start."""
     return [line for line in said.splitlines() if not line.startswith("fleet: loading ")]
 
 

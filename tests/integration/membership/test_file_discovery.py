@@ -1,4 +1,4 @@
-"""Real workers and a real router that find each other in a folder, without a registry."""
+"""Tests of real workers and a real router that find each other in a folder, without a registry."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Frames over real sockets."""
+"""Tests of frames over real sockets."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ TCP = "127.0.0.1:0"
 
 
 class FrameInbox:
-    """A receiver that writes down what happens."""
+    """Receiver that records its events."""
 
     def __init__(self, connection: FrameConnection):
         self.connection = connection
@@ -63,7 +63,7 @@ class FrameInbox:
 
 
 class AcceptedConnections:
-    """Keeps the receivers of a server's connections."""
+    """Collects the receivers of a server's connections."""
 
     def __init__(self) -> None:
         self.all: list[FrameInbox] = []
@@ -82,7 +82,7 @@ class AcceptedConnections:
 
 @asynccontextmanager
 async def a_pair(address: str = TCP, **settings: int) -> AsyncIterator[tuple[FrameInbox, FrameInbox]]:
-    """The client's and the server's end."""
+    """Yield the client's and the server's end."""
     accepted = AcceptedConnections()
     async with open_server("listen", address, accepted, limit=LIMIT, **settings) as listening:
         client = await connected(listening)
@@ -105,7 +105,7 @@ async def connected(address: str, **settings: object) -> FrameInbox:
 
 @asynccontextmanager
 async def a_raw_client() -> AsyncIterator[tuple[FrameInbox, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A server's end, and a peer that says what it likes."""
+    """Yield a server's end and a raw client connection."""
     accepted = AcceptedConnections()
     async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:
         reader, writer = await asyncio.open_connection(*listening.split(":"))

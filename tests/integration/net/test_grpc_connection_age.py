@@ -1,4 +1,4 @@
-"""How long connections of clients last: they are moved without a call noticing."""
+"""Tests of the age limit of client connections: clients move to another connection without losing a call."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A gRPC server on the event loop's own sockets, asked by the library's client and, below gRPC, by hostile ones."""
+"""Tests of the gRPC server on raw sockets, with the library's client and with hostile HTTP/2 clients."""
 
 import asyncio
 import base64
@@ -98,7 +98,7 @@ class GrpcServerSetup:
 
     @asynccontextmanager
     async def client(self, settings=None):
-        """A client that does what it is told, and nothing else."""
+        """HTTP/2 client that does only what the test says."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         client = Http2Client(reader, writer, settings)
         try:
@@ -107,7 +107,7 @@ class GrpcServerSetup:
             writer.close()
 
     async def say(self, *pieces):
-        """What the server answers until it closes the connection."""
+        """Return the server's bytes until it closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             for piece in pieces:
@@ -164,7 +164,7 @@ class Http2Client:
                 self.flush()
 
     async def end_of(self, stream):
-        """What the call's status is said with."""
+        """Return the headers that end the call."""
         await self.until(lambda: stream in self.closed)
         return self.tails.get(stream) or self.heads.get(stream)
 
@@ -181,7 +181,7 @@ async def world(monkeypatch):
 
 @pytest.fixture
 async def crowded_world(monkeypatch):
-    """It takes three connections."""
+    """Open a server that takes three connections."""
     async with a_world(monkeypatch, GrpcSettings(max_connections=3)) as world:
         yield world
 
@@ -249,7 +249,7 @@ async def test_unknown_method_is_unimplemented(world, path):
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_clients_may_compress(world, compression):
-    """Which is an option of theirs, for calls and for channels."""
+    """Use compression per call and per channel."""
     target, options = f"127.0.0.1:{world.port}", [("grpc.use_local_subchannel_pool", 1)]
     prose = " ".join(map(str, range(400_000))).encode()
     async with grpc.aio.insecure_channel(target, options=options, compression=compression) as channel:
@@ -342,7 +342,7 @@ async def test_a_deadline_ends_a_call_on_both_sides(world):
         async def asked():
             status = await status_of(channel.unary_stream("/x.Y/Wait")(b"", timeout=0.3))
             assert status is grpc.StatusCode.DEADLINE_EXCEEDED
-            return world.service.began  # a client that stood still for so long has not sent it
+            return world.service.began  # a client that stood still has not sent it yet
 
         await until_answered(asked)
         await until(lambda: world.service.cancelled == world.service.began)
@@ -393,7 +393,7 @@ async def test_paused_server_does_not_blame_its_clients(world):
         connection.look(asyncio.get_running_loop().time() + 1000)
 
         assert connection._asked_at is not None
-        await until(lambda: connection._asked_at is None)  # it has answered
+        await until(lambda: connection._asked_at is None)  # the client has answered
         world.service.go.set()
         assert [each async for each in call] == [b"a"]
 
@@ -415,7 +415,7 @@ async def test_paused_server_does_not_blame_its_clients(world):
     ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets", "calls that are reset"],
 )
 async def test_floods_and_invalid_http2_end_only_their_connection(world, flood, caplog, monkeypatch):
-    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # it is not for that
+    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # the silence limit is not under test
     async with world.channel() as channel:
         first = [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")]
         await world.say(flood)
@@ -609,7 +609,7 @@ async def test_client_that_reads_nothing_is_cut_and_holds_little(world):
 
 
 async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):
-    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    """Refill all buffers, those of the kernel included, whenever the client has read something."""
     world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
@@ -637,7 +637,7 @@ async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
 
         async def drip():
             while not world.service.cancelled:
-                with contextlib.suppress(ngh2.NGH2Error):  # the stream was reset just now
+                with contextlib.suppress(ngh2.NGH2Error):  # the stream was just reset
                     client.http.acknowledge_received_data(20, stream)
                 client.flush()
                 await asyncio.sleep(0.02)
@@ -761,7 +761,7 @@ async def test_a_name_is_all_its_addresses(monkeypatch):
     found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0)),  # none of this machine's
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0)),  # not an address of this machine
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     server = Http2Server()

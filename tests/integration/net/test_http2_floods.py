@@ -1,4 +1,4 @@
-"""What a client can do to the gRPC port below gRPC: streams that are opened and reset, as fast as it can."""
+"""Test of floods of the gRPC port below gRPC: streams are opened and reset as fast as possible."""
 
 import signal
 import socket
@@ -27,7 +27,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def call(path: bytes) -> bytes:
-    """The head of a call, in HPACK without compression."""
+    """Return the head of a call in HPACK without compression."""
     fields = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -41,7 +41,7 @@ def call(path: bytes) -> bytes:
 
 @pytest.fixture
 def router(tmp_path):
-    """A router in a process of its own; yields the process and its gRPC address."""
+    """Run a router in its own process; yield the process and its gRPC address."""
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
     process, endpoints = start_service("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
     try:

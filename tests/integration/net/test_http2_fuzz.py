@@ -1,4 +1,4 @@
-"""Whatever a client sends to a gRPC port, its connection ends and nobody else's: frames in any order, and bytes that are none."""
+"""Fuzz tests of the gRPC port: frames in any order and invalid bytes end at most their own connection."""
 
 import asyncio
 import gzip
@@ -33,7 +33,7 @@ async def repeat(content, context):
 
 @contextmanager
 def serving():
-    """A server on a loop in a thread of its own; yields it and its port."""
+    """Run a server on an event loop in its own thread; yield it and its port."""
     started, loops = [], []
     ready, stop = threading.Event(), asyncio.Event()
 
@@ -73,9 +73,9 @@ def message(content, compressed=0):
 
 @contextmanager
 def closing_side(connection):
-    """Then nothing more is sent, and the server's end is waited for."""
+    """Close the sending side and wait for the server's end."""
     yield
-    with suppress(OSError):  # it was cut off already
+    with suppress(OSError):  # it was already cut
         connection.shutdown(socket.SHUT_WR)
     while connection.recv(65536):
         pass
@@ -121,7 +121,7 @@ def test_random_frames_at_most_end_their_connection(served, caplog, opening, pie
             assert list(repeated(b"x", timeout=60)) == [b"x"] * 3, "and meanwhile its calls have begun"
 
     deadline = time.monotonic() + 60
-    while (server.calls, server.held_bytes) != (0, 0):  # it is told of the last end by another thread
+    while (server.calls, server.held_bytes) != (0, 0):  # another thread reports the last end
         assert time.monotonic() < deadline, (server.calls, server.held_bytes)
         time.sleep(0.001)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -1,4 +1,4 @@
-"""The HTTP front as clients see it that do not behave: raw sockets."""
+"""Tests of the HTTP frontend with misbehaving clients on raw sockets."""
 
 import asyncio
 import gc
@@ -151,7 +151,7 @@ async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, mo
         with suppress(ConnectionError):
             await peer.send(CHUNKED + b"\r\n" + begin)
             for _ in range(200):
-                await peer.send(more * 100)  # more than one read, since what comes with content is not counted
+                await peer.send(more * 100)  # more than one read, since bytes that come with content are not counted
         status, _, body = await peer.answer()
 
         assert status == 431
@@ -230,7 +230,7 @@ OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings:
 
 @pytest.mark.parametrize("whole", [True, False])
 async def test_upgrade_offer_is_served_with_http_1(frontends, whole):
-    """As Java's client does, and curl when it is told --http2."""
+    """Offer an upgrade like Java's client, and like curl with --http2."""
     frontends.will_answer("the fox")
     asked = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 20_000}, *OFFER)
     async with raw_http_client(frontends) as peer:
@@ -280,7 +280,7 @@ async def test_http_1_0_and_close_requests_close_the_connection(frontends, versi
 
 async def test_head_and_first_event_arrive_together(frontends):
     frontends.will_answer("the fox")
-    frontends.router.hold_after = 2  # tokens are single steps, so that something was sent before
+    frontends.router.hold_after = 2  # each token is a step, so that something was sent before
     async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
         async with asyncio.timeout(60):
@@ -347,7 +347,7 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
                 status, _, body = await peer.answer()
                 assert (status, error_of(body)["code"]) == (408, "request_timeout")
         async with raw_http_client(frontends) as peer:
-            assert await peer.rest() == b""  # idle: nothing to tell
+            assert await peer.rest() == b""  # an idle connection gets no answer
         async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             await peer.answer()
@@ -364,7 +364,7 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
     ids=["a head", "a body", "a body in chunks"],
 )
 async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
-    """As slow-loris does it, to hold connections for ever."""
+    """Drip bytes like slow-loris, which tries to hold connections for ever."""
     limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
     async with (
         open_frontends(model_dir, **limits) as frontends,
@@ -423,7 +423,7 @@ MUCH = {
 
 
 def will_answer_much(frontends: Frontends) -> int:
-    """More than the sockets' buffers hold: 10 MB; returns its steps."""
+    """Prepare an answer larger than the sockets' buffers (10 MB); return its number of steps."""
     answer = frontends.will_answer("the quick brown fox " * 990)
     frontends.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
     return len(answer)
@@ -480,7 +480,7 @@ async def test_client_that_drips_is_cut_off_as_well(model_dir):
 
 @asynccontextmanager
 async def with_small_buffers(frontends, size=64 << 10):
-    """A client whose system takes little before the client reads."""
+    """Connect a client whose kernel takes little before the client reads."""
     host, _, port = frontends.http.address.rpartition(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
@@ -494,7 +494,7 @@ async def with_small_buffers(frontends, size=64 << 10):
 
 
 async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
-    """In each period, that is, and not all of it in one."""
+    """Read enough in each period, but not everything in one."""
     async with open_frontends(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as frontends:
         will_answer_much(frontends)
         async with with_small_buffers(frontends) as peer:
@@ -512,7 +512,7 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
 
 
 async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
-    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    """Refill all buffers, those of the kernel included, whenever the client has read something."""
     async with open_frontends(model_dir, write_timeout_seconds=1.0) as frontends:
         will_answer_much(frontends)
         async with with_small_buffers(frontends, 4 << 10) as peer:
@@ -577,7 +577,7 @@ async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
             await peer.send(long[-1:])
             assert (await peer.answer())[0] == 200
         async with raw_http_client(frontends) as other:
-            for _ in range(4):  # the second one comes with a head that is known
+            for _ in range(4):  # the second request has a cached head
                 await other.send(long)
                 assert (await other.answer())[0] == 200
 
@@ -608,7 +608,7 @@ WAITING = {
     "idle": get("/nowhere"),
     "a body": post(COMPLETIONS, b"x" * 100)[:-50],
 }
-"""How a connection waits, in the order in which they give way."""
+"""Ways in which a connection waits, in the order in which they give way."""
 
 
 async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
@@ -644,7 +644,7 @@ async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatc
 async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
     async with open_frontends(model_dir, max_connections=20) as frontends, AsyncExitStack() as stack:
         table = frontends.http._table
-        for _ in range(18):  # as many as one address may have
+        for _ in range(18):  # as many as one address may open
             peer = await stack.enter_async_context(raw_http_client(frontends))
             await peer.send(get("/nowhere"))
             await peer.answer()
@@ -774,7 +774,7 @@ async def test_health_follows_the_workers(frontends):
 
 
 def through_health(frontends):
-    """A connection to the listener for health and metrics."""
+    """Connect to the listener for health and metrics."""
     return raw_http_client(SimpleNamespace(http=SimpleNamespace(address=frontends.http.health_address)))
 
 

@@ -1,4 +1,4 @@
-"""What reads clients' bytes meets what atheris thinks of, for some seconds; longer by hand (`tests.support.frontend.fuzz_parsers`)."""
+"""Run the parser fuzzer for some seconds; run it longer by hand (`tests.support.frontend.fuzz_parsers`)."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Probes of deployments: what counts as an answer, and what is told of everything else."""
+"""Tests of deployment probes: what counts as an answer, and how everything else is reported."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -33,7 +33,7 @@ def a_probe(worker="w1", *, pair=False, door="10.0.0.1"):
 
 
 def probes(url, keys=None, seconds=SECONDS, router=None):
-    """To whatever listens there: behind the Service, and at the address of the router's pod, if that is no other one."""
+    """Probe the listener through the Service, and at the router pod's address if it differs."""
 
     def service(namespace, name):
         assert (namespace, name) == ("ns", "dd-router")
@@ -48,7 +48,7 @@ def probes(url, keys=None, seconds=SECONDS, router=None):
 
 @asynccontextmanager
 async def exchange(content, status=200, heard=None):
-    """A server that says the same to everybody."""
+    """Run a server that gives everybody the same answer."""
 
     async def answer(request):
         if heard is not None:
@@ -225,7 +225,7 @@ def test_a_service_has_a_name_that_no_public_domain_has():
 
 
 async def test_full_router_rejects_a_probe_but_serves_another_tenant():
-    """By a router as it is: so a probe needs no priority."""
+    """Use a real router, which shows that a probe needs no priority."""
     go, server = asyncio.Event(), OpenAiServer()
 
     async def when_let(exchange: ServerExchange) -> None:

@@ -1,4 +1,4 @@
-"""What the operator is told by a router: which workers get requests, and how much their caches are worth."""
+"""Tests of a router's report to the operator: the serving workers and the worth of their caches."""
 
 import pytest
 from msgspec import structs

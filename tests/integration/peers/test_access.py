@@ -1,4 +1,4 @@
-"""Access to `replicas_listen`: real router processes, strangers, and what both ends say of a refusal."""
+"""Tests of access to `replicas_listen`: real router processes, unknown peers, and the logs of both ends."""
 
 import asyncio
 import re
@@ -37,7 +37,7 @@ FORGED = (
 
 
 class RouterWithState(RecordingRouter):
-    """With the few things that a router tells."""
+    """With the state that a router sends to its peers."""
 
     def registrations(self):
         return ()
@@ -59,7 +59,7 @@ class UnknownPeer:
 
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory, model_dir):
-    """Two routers with one secret, which tell each other over TCP: clients of both, their peer ports, and their logs."""
+    """Run two routers with one secret that are peers over TCP; yield clients of both, their peer ports and their logs."""
     folder = tmp_path_factory.mktemp("replicas")
     secret = folder / "secret"
     secret.write_text("a secret of this cluster alone")
@@ -160,7 +160,7 @@ async def a_router(number, listen, others, credentials):
             await running
 
 
-# What the listener has and what the caller has, and what each of them says.
+# Credentials of the listener and of the caller, and the message of each.
 REFUSALS = {
     "caller without the secret": (
         {"secret_file": "one"},

@@ -1,4 +1,4 @@
-"""What a router makes of what another one says, over real sockets: nonsense ends the connection and changes nothing."""
+"""Tests of messages of a peer router over real sockets: an invalid message ends the connection and changes nothing."""
 
 import asyncio
 from contextlib import suppress
@@ -22,7 +22,7 @@ HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
 
 
 class RecordingRouter:
-    """A router and its registry that note what they hear."""
+    """A router and its registry that record what they receive."""
 
     def __init__(self):
         self.on_change = None
@@ -46,7 +46,7 @@ class RecordingRouter:
 
 
 class SendingPeer:
-    """The other router's end of a connection."""
+    """A peer router's end of a connection."""
 
     def __init__(self):
         self.over = asyncio.Event()
@@ -62,12 +62,12 @@ class SendingPeer:
 
 
 def heard_of(tmp_path, *said, **fields):
-    """What one router hears of another that says so and waits until it is cut, or a moment."""
+    """Return what a router receives from a peer that sends these messages and waits for the end or a moment."""
     return heard(tmp_path, *said, **fields)[0]
 
 
 def heard(tmp_path, *said, **fields):
-    """The same, and the prompts that were told."""
+    """Return the same with the peer prompts."""
 
     async def play():
         router = RecordingRouter()
@@ -109,7 +109,7 @@ def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
 
 
 def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
-    """All clocks would be put forward to it, for ever."""
+    """Guard the clocks of all routers, which would be put forward for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
 
@@ -123,7 +123,7 @@ def test_invalid_prompt_keys_end_the_connection(tmp_path, keys):
 
 @pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
 def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
-    """And named by none: of an older version, or of a router whose names are its own, as they may be here."""
+    """Include prompts without any secret, from an older version or from a router whose block names are its own."""
     placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
     said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
 

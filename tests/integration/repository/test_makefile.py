@@ -1,4 +1,4 @@
-"""What `make` does before, and after, an install that finds no room. Python and `df` are stand-ins: nothing is installed."""
+"""Tests of what `make` does before and after an install that finds no room. Python and `df` are stand-ins; nothing is installed."""
 
 import os
 import shutil
@@ -53,7 +53,7 @@ def installs(project):
 
 def test_missing_room_is_reported_before_anything_starts(project):
     free(project, 1000)
-    needed = 1750 - 1  # what .venv takes is there already
+    needed = 1750 - 1  # the files of .venv are there already
     refused = make_install(project, "simulated")
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[0] == (
@@ -86,13 +86,13 @@ def test_room_is_checked_where_a_venv_link_points(project, tmp_path_factory):
 
     told = make_install(project, "simulated").stderr.splitlines()[0]
 
-    needed = 1750 - 1  # what is there is seen through the link
+    needed = 1750 - 1  # the files are seen through the link
     assert f"{needed} MB are needed in {elsewhere / 'venv'}, 100 MB are free" in told
 
 
 def test_unreadable_file_system_does_not_stop_make(project):
     free(project, 9000)
-    a_program(project / "stand-ins" / "du", "echo '1\t.venv'; exit 1")  # of a folder that may not be read
+    a_program(project / "stand-ins" / "du", "echo '1\t.venv'; exit 1")  # of an unreadable folder
     assert make_install(project, "simulated", temporary=f"{project}/removed").returncode == 0
 
 

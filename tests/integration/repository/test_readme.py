@@ -1,4 +1,4 @@
-"""The samples of the README run as they stand, against a cluster on free ports; those of other pages are what they are said to be."""
+"""Tests of the samples in the README, which run unchanged against a cluster on free ports, and of the samples on other pages."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Processes of a cluster that hang: routers behind one port, the store node, workers."""
+"""Tests of hung processes of a cluster: routers behind one port, the store node, workers."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.integration
 
 PROMPT = list(range(100, 300))
-SECONDS = 240  # for what takes some ten seconds on an idle machine
+SECONDS = 240  # some ten seconds on an idle machine
 
 
 def test_hung_router_restarts_and_every_connection_is_answered(tmp_path, model_dir):
@@ -113,21 +113,21 @@ def test_workers_replaced_beside_a_hung_store_join_it_later(tmp_path):
 
 
 def goes_through_the_store(client: Client, prompt: list[int]) -> bool:
-    """True if the blocks of a prompt that nobody has yet go from one worker to the other that way."""
+    """Return True if the blocks of a new prompt go through the store from one worker to the other."""
     try:
         asked = client.complete(prompt, max_tokens=4, ignore_eos=True, placement=Placement.DISAGGREGATED)
-    except FleetError:  # while no way leads from one worker to the other
+    except FleetError:  # while there is no path between the workers
         return False
     return any(origin.source is Source.STORE for phase in asked.kv for origin in phase.report.origins)
 
 
 def workers_of(client: Client) -> set[str]:
-    """Names of the workers that serve."""
+    """Return the names of the serving workers."""
     return {each.worker_id for pool in client.status().pools for each in pool.workers if each.state == "serving"}
 
 
 def health(address: str) -> int:
-    """The status, over a connection of its own; 0: nobody answers."""
+    """Return the health status on a new connection, or 0 without an answer."""
     try:
         with urllib.request.urlopen(f"http://{address}/health", timeout=60) as answer:
             return answer.status

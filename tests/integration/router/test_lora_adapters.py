@@ -1,7 +1,6 @@
-"""Adapters end to end: simulated engines in processes of their own, a router in front of them, OpenAI's client.
+"""Tests of LoRA adapters end to end: simulated engines in their own processes, a router, and OpenAI's client.
 
-The simulated engine's tokens depend on its adapter and on every byte of KV before them: blocks that two adapters shared would
-show in the answer.
+The simulated tokens depend on the adapter and on every byte of earlier KV, so blocks shared between adapters would change the answer.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ class LoraCluster(Struct):
     router: RouterServer
 
     async def ask(self, model: str, prompt: str = PROMPT, **fleet: object) -> tuple[str, int]:
-        """The answer's text, and prompt tokens that were cached."""
+        """Return the answer's text and the number of cached prompt tokens."""
         answer = await self.client.completions.create(
             model=model, prompt=prompt, max_tokens=12, temperature=0, extra_body={"ignore_eos": True, "fleet": fleet}
         )
@@ -54,12 +53,12 @@ class LoraCluster(Struct):
         return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
 
     def loaded(self) -> dict[str, set[str]]:
-        """Adapters by worker, as the router has heard."""
+        """Return the adapters of each worker as the router knows them."""
         workers = self.router._machine._roster
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
     async def home_of(self, adapter: str) -> str:
-        """The worker that has it; the first, if several have."""
+        """Return the first worker that has the adapter."""
         homes = await until(lambda: [worker for worker, held in self.loaded().items() if adapter in held])
         return homes[0]
 
@@ -132,13 +131,13 @@ async def test_adapters_are_models_and_go_where_they_are_loaded(model_dir):
         assert listed == {"tiny": None, "ada": "tiny", "bob": "tiny", "other": None}
         assert world.loaded() == {"w1": set(), "w2": set(), "x1": set()}
 
-        first, cached = await world.ask("ada")  # nobody has it: one of the two loads it
+        first, cached = await world.ask("ada")  # neither worker has it, so one of the two loads it
         assert cached == 0
         home = await world.home_of("ada")
         elsewhere = "w2" if home == "w1" else "w1"
         await world.until_loaded({home: {"ada"}, elsewhere: set(), "x1": set()})
 
-        other, cached = await world.ask("bob")  # the other one has a slot
+        other, cached = await world.ask("bob")  # the other worker has a free slot
         assert cached == 0
         await world.until_loaded({home: {"ada"}, elsewhere: {"bob"}, "x1": set()})
 

@@ -1,4 +1,4 @@
-"""How many files a router may have open: each stream takes two, and 1024, which systems begin with, are not many."""
+"""Tests of the limit on open files: each stream takes two, and the usual limit is 1024."""
 
 import http.client
 import resource

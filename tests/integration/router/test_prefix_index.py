@@ -1,4 +1,4 @@
-"""The index of a router against what its workers hold: a cold router, and a worker that dies."""
+"""Tests of a router's prefix index against what its workers hold: a cold router, and a worker that dies."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ from tests.support.workers.worker_processes import WorkerProcess, a_worker_proce
 
 pytestmark = pytest.mark.integration
 
-PATIENCE_SECONDS = 5.0  # the lease of a worker's stream: what says nothing for so long is lost
+PATIENCE_SECONDS = 5.0  # lease of a worker's stream; a worker that is silent for longer counts as lost
 IDS = ("w1", "w2", "w3")
 
 
@@ -53,7 +53,7 @@ class RunningRouter:
                     return
 
     def view(self) -> dict[str, set[int]]:
-        """Keys by worker."""
+        """Return the block keys by worker."""
         index = self.machine._roster.index
         return {
             each: set(index._held[engine_cache_holder(WorkerId(each))])
@@ -99,14 +99,14 @@ async def test_cold_router_learns_caches_and_forgets_dead_workers():
             await until(lambda: second.view() == first.view())  # all of it, not 99 %
 
             processes["w2"].kill()
-            with at_most(PATIENCE_SECONDS / 2):  # its connection says so, and not its silence
+            with at_most(PATIENCE_SECONDS / 2):  # the broken connection shows it, before the lease ends
                 await until(lambda: "w2" not in second.view())
                 await until(lambda: "w2" not in first.view())
             processes["w3"].freeze()
             try:
                 with at_most(2 * PATIENCE_SECONDS):
                     await until(lambda: "w3" not in second.view())
-                await second.ask(fresh_prompt(300))  # neither keeps it from serving
+                await second.ask(fresh_prompt(300))  # neither event stops it from serving
                 assert second.view().keys() == {"w1"}
                 assert first.machine._roster.index.blocks.keys() == {engine_cache_holder(WorkerId("w1"))}
             finally:

@@ -1,6 +1,6 @@
-"""The router's brain and its real links, with simulated engines in processes of their own.
+"""Tests of the router machine and its real worker streams, with simulated engines in their own processes.
 
-Every test of a way for blocks looks at the blocks and bytes that moved: equal tokens alone could be recomputed ones.
+Every test of a KV path checks the moved blocks and bytes, because equal tokens could be recomputed ones.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ LONG = 700
 
 
 class WorkerCluster:
-    """A router with workers as it sees them; requests get an id each."""
+    """A router with its workers; each request gets an id."""
 
     def __init__(self, addresses: list[str], store: str):
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
@@ -121,7 +121,7 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster
 
 
 def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
-    """Blocks and bytes by where they came from, in one phase."""
+    """Return blocks and bytes by source in one phase."""
     (found,) = [one for one in complete.kv if one.phase is phase]
     return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}
 
@@ -221,8 +221,8 @@ async def test_cancelling_frees_the_engine():
 
 
 async def test_cancelled_long_prefills_leave_no_backlog():
-    """The engine computes none of them any further, so that what follows is computed as on an idle worker."""
-    longest = 2000  # tokens: a step each, and ten of them are more than the worker gets ahead
+    """Check that the engine stops computing cancelled prompts, so that the next one finds an idle worker."""
+    longest = 2000  # tokens: one step each, and ten such prompts exceed what the worker computes ahead
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.3) as (cluster, _):
 
         def prefill(status: RouterSnapshot) -> WorkerSnapshot:
@@ -249,7 +249,7 @@ async def test_cancelled_long_prefills_leave_no_backlog():
 
 
 async def test_requests_are_aggregated_while_prefill_is_missing(tmp_path):
-    """Nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
+    """Restart only the prefill worker, as a new process."""
     async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, (prefill, _)):
         whys = []
         _, complete = await cluster.ask(fresh_prompt(LONG))

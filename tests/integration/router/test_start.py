@@ -1,4 +1,4 @@
-"""How a router's process starts: when it takes requests, and that it disturbs nobody before."""
+"""Tests of the start of a router process: when it serves, and that it disturbs no worker before."""
 
 import asyncio
 import json
@@ -31,14 +31,14 @@ async def test_router_waits_for_its_servers_before_it_serves(tmp_path, processes
 async def test_silent_server_delays_the_start_only_briefly(tmp_path):
     server, silent = OpenAiServer(), OpenAiServer()
     await server.start()
-    with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
+    with socket.create_server(("127.0.0.1", silent.port)):  # accepts connections without an answer
         patient = {"connect_timeout_seconds": 1000.0, "catch_up_seconds": 0.2}
         async with routers_in_front_of(tmp_path, [server, silent], 1, **patient) as address:
             await asyncio.to_thread(fetch, address, "GET", "/openapi.json")
 
 
 def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir):
-    """A worker takes a router of the same name for the first one that dials again, and ends what that one had sent."""
+    """Guard running requests: a worker takes a router of the same name for a redial, and ends the first one's requests."""
     directory = {"kind": "file", "folder": str(tmp_path / "workers")}
     (tmp_path / "workers").mkdir()
     worker = {

@@ -1,6 +1,6 @@
-"""A worker with a KV store node in its own process: real processes, real sockets, the engine that needs nothing installed.
+"""Tests of a worker with an embedded KV store node: real processes, real sockets and the simulated engine.
 
-Processes start slowly. What does not need one of its own is shown with node and engine in the test's.
+Processes start slowly, so tests that need none run node and engine in their own process.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> Wo
 
 
 def refusal(folder: Path, settings: WorkerSettings) -> str:
-    """What a worker's process says that does not start; one line."""
+    """Return the line that a worker prints when it cannot start."""
     path = folder / "refused.json"
     path.write_bytes(msgspec.json.encode(settings))
     command = [sys.executable, "-m", "fleet.cli.main", "serve", "worker", "--config", str(path)]
@@ -94,7 +94,7 @@ def a_prompt() -> bytes:
 
 
 async def until_held(address: str, prompt: bytes) -> None:
-    """The node has all full blocks of a prompt; asked as any other process of the host may ask."""
+    """Wait until the node has all full blocks of a prompt, asked like any process of the host."""
     client = await asyncio.to_thread(StoreClient.connect, address, namespace())
     with client:
         async with asyncio.timeout(60):
@@ -109,7 +109,7 @@ async def answered(worker: WorkerProcess, prompt: bytes, **fields):
 
 @asynccontextmanager
 async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
-    """A worker's engine, with the node that its settings ask for, in this process."""
+    """Run a worker's engine and embedded node in this process."""
     async with (
         open_embedded_store(settings, uvloop.new_event_loop) as furnished,
         open_engine(furnished.settings) as engine,
@@ -155,7 +155,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
         assert not any(child.is_running() for child in children)
         assert not {"kv", "pool", "worker"} & file_names_in(folder)
 
-        await worker.start()  # the engine's memory and the pool are gone: only the disk has the blocks
+        await worker.start()  # engine memory and pool are gone, so only the disk has the blocks
         tokens, end = await answered(worker, prompt)
         assert tokens == worker.tokens
         assert blocks_from(end.kv, Source.STORE) == BLOCKS

@@ -1,4 +1,4 @@
-"""Warm blocks of a worker that goes are where other workers read them: real nodes, Redis and processes."""
+"""Tests of evacuation: other workers can read the warm blocks of a leaving worker. Nodes, Redis and processes are real."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ def names_of(prompt: bytes) -> list:
 
 
 def redis_tier(server: RedisServer, prefix: str) -> dict:
-    """As most have it: what was seen only once is not written."""
+    """Return the usual settings, which do not store a block that was used only once."""
     return {"kind": "redis", "url": server.url, "key_prefix": prefix, "keep": "reused"}
 
 
@@ -84,7 +84,7 @@ def hexes(names) -> set[str]:
 
 
 async def tokens_and_tiers(node: NodeProcess, prompt: bytes):
-    """Of a new engine on that node: what it says, and which tiers of the node had how many blocks."""
+    """Run a new engine on that node; return its tokens and the blocks by tier."""
     async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
         tokens, end = await one.do(an_attempt(prompt, ANSWER))
     return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
@@ -108,7 +108,7 @@ async def an_evacuator(engine, address: str, *, leaving: bool = True, most_bytes
 
 @asynccontextmanager
 async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIterator[tuple]:
-    """An engine that has answered these, whose blocks are in the node, and who brings them away."""
+    """Yield an evacuator and an engine that has answered these prompts and whose blocks are in the node."""
     async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
         said = [(await one.do(an_attempt(prompt, ANSWER)))[0] for prompt in prompts]
         with a_client(node) as client:
@@ -124,7 +124,7 @@ async def evacuated(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = 
     return evacuator.brought
 
 
-# As it runs
+# Normal operation
 
 
 def a_worker(folder: Path, name: str, tier: dict, **fields):
@@ -146,7 +146,7 @@ def a_worker(folder: Path, name: str, tier: dict, **fields):
 
 
 async def test_worker_of_another_store_reads_evacuated_blocks(folder):
-    """And the answer that was under way is complete, and what it has left in the cache is there too."""
+    """Check also that the running answer completes and that its blocks are evacuated too."""
     server, prompt, cold = shared_redis(), a_prompt(), a_prompt()
     tier = redis_tier(server, "warm")
     slow = msgspec.structs.replace(simulated_worker().simulated, speedup=2)
@@ -180,7 +180,7 @@ async def test_worker_of_another_store_reads_evacuated_blocks(folder):
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
 
 
-# What goes, and where to
+# Choice of blocks and destinations
 
 
 async def test_most_valuable_missing_blocks_go_first_within_budget():
@@ -307,11 +307,11 @@ async def test_more_names_than_a_call_takes_are_refused_with_the_field():
     assert refused.value.details().startswith("hashes: more than 4096")
 
 
-# When it fails
+# Failures
 
 
 class RecordingStream:
-    """A router's end of a stream that keeps what it hears."""
+    """Router's end of a stream that records what it receives."""
 
     full = False
 
@@ -364,7 +364,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
 async def test_unreachable_server_ends_evacuation_after_some_tries(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
-    few_at_a_time = {"capacity_bytes": 64 << 10}  # so that some have not even been tried
+    few_at_a_time = {"capacity_bytes": 64 << 10}  # some blocks have not even been tried
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "away")], **few_at_a_time) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             server.kill()
@@ -403,7 +403,7 @@ async def test_blocks_go_to_the_next_tier_when_one_fails():
 
 
 async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch):
-    monkeypatch.setattr(breaker, "COST_FACTOR", 0)  # else the client leaves the node alone for four seconds
+    monkeypatch.setattr(breaker, "COST_FACTOR", 0)  # otherwise the client avoids the node for four seconds
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "slow")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
@@ -428,7 +428,7 @@ async def test_a_node_that_is_gone_ends_it_before_its_deadline(caplog):
     assert [record.message for record in caplog.records].count("warm blocks brought away") == 1
 
 
-# What the tier had, and has not any more
+# Blocks that a tier has lost
 
 
 async def test_only_blocks_that_redis_lost_are_written_again():
@@ -436,7 +436,7 @@ async def test_only_blocks_that_redis_lost_are_written_again():
     with a_node(tiers=[redis_tier(server, "lost")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             assert (await evacuated(evacuator, prompt)).moved == BLOCKS
-            with server.client() as client:  # as eviction, expiry and FLUSHALL do: nobody is told
+            with server.client() as client:  # without notice, like eviction, expiry and FLUSHALL
                 client.delete(
                     *[key for key in client.scan_iter("lost:*") if key.decode()[-32:] in hexes(names_of(prompt)[1::2])]
                 )

@@ -1,4 +1,4 @@
-"""Models that are named by a repository: the hub's official client against a hub on loopback."""
+"""Tests of models named by a repository: the official client of the hub against a hub on loopback."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ PARTS = {"model-00001-of-00002.safetensors": WEIGHTS, "model-00002-of-00002.safe
 
 @pytest.fixture
 def hub(model_dir, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests may have imported it otherwise
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests may have imported it with another value
     with a_hub() as hub:
         hub.repos[NAME] = HubRepository(model_dir, **PARTS)
         yield hub
@@ -58,7 +58,7 @@ def request_for(hub, tmp_path):
 
 
 def outcome(request):
-    """What the process that fetches would tell, without one."""
+    """Return the outcome that the download process would report, without a process."""
     try:
         return hub_download.fetch(request, lambda _: None)
     except Exception as error:  # noqa: BLE001 - as its process does
@@ -67,7 +67,7 @@ def outcome(request):
 
 @pytest.fixture
 def a_download():
-    """Starts processes that fetch; none outlives the test."""
+    """Start download processes, which the fixture ends."""
     started = []
 
     def start(request):
@@ -75,7 +75,7 @@ def a_download():
             [sys.executable, "-m", "fleet.app.hub_download"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "0"},  # which tests with vLLM set
+            env={**os.environ, "HF_HUB_OFFLINE": "0"},  # tests with vLLM set this variable
         )
         started.append(process)
         process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -96,7 +96,7 @@ def content_of(folder):
 
 @asynccontextmanager
 async def a_process(tmp_path, part, settings):
-    """`fleet serve`, and its endpoints as it announces them."""
+    """Run `fleet serve`; yield the process."""
     config = tmp_path / f"{part}.json"
     config.write_bytes(msgspec.json.encode(settings))
     with (tmp_path / f"{part}.log").open("wb") as log:
@@ -148,10 +148,10 @@ async def test_router_and_worker_serve_a_model_from_a_repository(hub, tmp_path, 
             answer = await ask(found["http"], {"model": "tiny", "prompt": "once upon a time", "max_tokens": 4})
 
     assert answer["usage"]["completion_tokens"] == 4
-    assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer, and not bytes
-    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has it as well
-    assert hub.sent("tokenizer.json") == 1  # both keep what one fetched
-    assert not any(hub.sent(name) for name in PARTS)  # neither runs the model
+    assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer is used, not bytes
+    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has the tokenizer too
+    assert hub.sent("tokenizer.json") == 1  # both processes share one download
+    assert not any(hub.sent(name) for name in PARTS)  # no process runs the model
     assert set(hub.authorised) == {f"Bearer {TOKEN}"}
     logs = (tmp_path / "router.log").read_text() + (tmp_path / "worker.log").read_text()
     assert "the model is there" in logs
@@ -159,7 +159,7 @@ async def test_router_and_worker_serve_a_model_from_a_repository(hub, tmp_path, 
 
 
 async def ask(address, body):
-    """A completion; the router may hear of its worker only in a moment."""
+    """Request a completion; retry until the router knows its worker."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: it\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -244,7 +244,7 @@ def test_two_processes_with_one_cache_download_each_file_once(hub, request_for, 
     blobs = tmp_path / "cache" / "models--fleet-tests--tiny" / "blobs"
     heads = lambda: sum(path.endswith(last) and method == "HEAD" for method, path in hub.asked)  # noqa: E731
     eventually(lambda: heads() == 2)
-    assert len(list(blobs.glob("*.incomplete"))) == 1  # the first one's is left alone
+    assert len(list(blobs.glob("*.incomplete"))) == 1  # the download of the first process is left alone
     hub.go_on()
     other.join(SECONDS)
     said = process.stdout.read()

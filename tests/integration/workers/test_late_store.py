@@ -1,4 +1,4 @@
-"""Workers whose store does not answer when they start: they serve without it, and join it later without a restart."""
+"""Tests of workers whose store does not answer at their start: they serve without it and join it later without a restart."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ PATHS = (KvPath.STORE,)
 
 @asynccontextmanager
 async def a_cluster_beside(node):
-    """A prefill worker and a decode worker that have no other way than the store, and their router."""
+    """Run a prefill worker and a decode worker whose only KV path is the store, and their router."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         told = [
@@ -58,10 +58,10 @@ async def a_cluster_beside(node):
 
 
 async def handed_over(cluster) -> bool:
-    """True if a prompt goes through the store, from one worker to the other."""
+    """Return True if a prompt's blocks go through the store from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
-    except RequestRejected:  # while no way leads from one to the other
+    except RequestRejected:  # while there is no path between the workers
         return False
     return Source.STORE in sources(complete, Phase.DECODE)
 

@@ -1,4 +1,4 @@
-"""The blocks of a session that waits stay in the store, under a quota and a deadline, and it goes on from them."""
+"""Tests of session pins: the blocks of a waiting session stay in the store under a quota and a deadline, and the session resumes."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "ag
 
 @asynccontextmanager
 async def holding(**fields):
-    """A node, what holds there, and a client."""
+    """Yield a node, its session pins, and a client."""
     with a_node(**fields) as node, a_store_client(node.address, NAMESPACE) as client:
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             assert isinstance(holds, StorePinKeeper)
@@ -187,7 +187,7 @@ async def test_failed_pin_is_counted_and_affects_no_other(monkeypatch):
         assert holds.dropped == 1
 
 
-# From a request with a session to its next one.
+# From a request of a session to its next one.
 
 
 async def ask(router, prompt: bytes, number: int, session: str = "") -> Complete:
@@ -213,7 +213,7 @@ async def test_session_resumes_from_its_pinned_blocks(session, loaded):
             async with asyncio.timeout(60):
                 while client.stats().blocks < 10 or client.stats().held_bytes < (10 * PAGE if session else 0):
                     await asyncio.sleep(0.01)
-            for number in range(1, 15):  # 140 blocks, where engine and store have room for 64
+            for number in range(1, 15):  # 140 blocks, while engine and store have room for 64
                 await ask(router, fresh_prompt(10 * BLOCK_TOKENS + 5), number)
                 await until(lambda number=number: client.stats().written >= 10 * (number + 1))
 

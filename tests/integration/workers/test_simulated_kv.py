@@ -1,4 +1,4 @@
-"""One wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
+"""Tests of the simulated engine's KV: a wrong, missing or swapped block changes its output, and checksums prevent that."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -67,7 +67,7 @@ async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
 
 @asynccontextmanager
 async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreClient]:
-    """A client of the namespace that the engines use."""
+    """Return a client of the engines' namespace."""
     namespace = simulated_engine.namespace_of(told, simulated_engine._model(told))
     client = await asyncio.to_thread(StoreClient.connect, address, namespace)
     try:
@@ -77,7 +77,7 @@ async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreCli
 
 
 async def computed_by_one(node, prompt) -> tuple[int, ...]:
-    """Tokens of an engine that computes everything, and has published all blocks of the prompt when this returns."""
+    """Return the tokens of an engine that computes everything and has published all blocks of the prompt."""
     async with an_engine(settings(node.address)) as one:
         tokens, end = await one.do(an_attempt(prompt, ANSWER))
         assert blocks_from(end.kv, Source.COMPUTED) == 7
@@ -89,11 +89,11 @@ async def computed_by_one(node, prompt) -> tuple[int, ...]:
     raise AssertionError("the store does not take the blocks")
 
 
-# With verification out of the way, wrong bytes are heard in the output.
+# Without verification, wrong bytes change the output.
 
 
 class Unverified(SimulatedStore):
-    """Hands over what `tamper` makes of the verified blocks, as a store that does not verify would."""
+    """Client that hands over tampered blocks, like a store that does not verify."""
 
     tamper = staticmethod(lambda blocks: blocks)
 
@@ -134,11 +134,11 @@ async def test_unnoticed_bad_block_changes_the_output(node, monkeypatch, tamper,
     assert (tokens == expected) is same
 
 
-# Whence they came is told, tier by tier.
+# Reports name the source tier.
 
 
 async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
-    """After the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
+    """Check that blocks come from the disk after the node has lost its memory, and from memory for the next request."""
     disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = fresh_prompt(PROMPT_TOKENS)
     with a_node(tiers=[{**disk, "keep": "all"}]) as node:
@@ -159,7 +159,7 @@ async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
     assert tiers == [("ssd", 6, 6 * 2048), ("cpu", 6, 6 * 2048)]
 
 
-# With verification, they cost computing and nothing else.
+# With verification, damaged blocks only cost computing time.
 
 
 @pytest.mark.parametrize("damage", ["nothing", "flip", "swap"])
@@ -229,7 +229,7 @@ async def test_block_damaged_after_lending_is_computed_by_borrower():
         await prefill.idle()
 
 
-# The store on its own feet.
+# The store alone.
 
 
 async def test_blocks_of_one_engine_are_found_by_another(node):

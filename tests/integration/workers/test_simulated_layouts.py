@@ -1,7 +1,7 @@
-"""Engines of other layouts and numbers of ranks share blocks through the store, byte for byte.
+"""Tests of blocks shared between engines of different layouts and rank counts, byte for byte.
 
-The tokens of a simulated engine depend on every byte of its KV, which it lays out and reads by itself
-(`workers.engines.simulated.layout`); so equal tokens after a hand-off say that the conversion was right.
+The tokens of a simulated engine depend on every byte of its KV, which it lays out by itself
+(`workers.engines.simulated.layout`). Equal tokens after a handoff therefore prove the conversion.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ def node():
 
 
 async def alone(prompt: bytes) -> tuple[int, ...]:
-    """What an engine without a store says."""
+    """Return the answer of an engine without a store."""
     async with an_engine() as one:
         tokens, _ = await one.do(an_attempt(prompt, ANSWER))
         return tokens
@@ -113,7 +113,7 @@ async def test_a_conversion_that_is_wrong_is_heard(node, monkeypatch):
     expected = await alone(prompt)
     async with an_engine(node.address, 2, "NHD") as prefill:
         await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
-    monkeypatch.setattr(Conversion, "read", lambda self, stored: memoryview(stored))  # as if nothing were to be done
+    monkeypatch.setattr(Conversion, "read", lambda self, stored: memoryview(stored))  # as if no conversion were needed
 
     async with an_engine(node.address, 4, "HND") as decode:
         tokens, end = await decode.do(an_attempt(prompt, ANSWER))
@@ -139,7 +139,7 @@ async def test_blocks_of_another_size_are_rejected_and_counted():
             assert (stats.blocks, stats.bytes_written) == (0, 0)
 
 
-# With a router and workers in processes of their own.
+# With a router and workers in their own processes.
 
 
 async def ask(router: RouterServer, prompt: bytes, **fields) -> tuple[list[int], Complete]:

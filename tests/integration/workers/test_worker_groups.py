@@ -1,4 +1,4 @@
-"""The processes of one engine over several nodes: how they find each other, and how they end."""
+"""Tests of the processes of one engine over several nodes: their rendezvous and their end."""
 
 import asyncio
 import errno
@@ -49,7 +49,7 @@ def group():
 
 @asynccontextmanager
 async def a_leader(group, **fields):
-    """One that listens; yields a future of its end of the group, which has formed then."""
+    """Start a listening leader; yield a future of the group's end, which is set after the group has formed."""
     ready = asyncio.get_running_loop().create_future()
 
     async def lead():
@@ -66,14 +66,14 @@ async def a_leader(group, **fields):
 
 
 async def by_hand(group, words):
-    """A connection to the leader on which somebody has said this."""
+    """Open a connection to the leader and send this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
     writer.write(words)
     return reader, writer
 
 
 def died(group):
-    """The one reason for which a group ended."""
+    """Return the only reason for which a group ended."""
     found = group.subgroup(EngineDied)
     while isinstance(found, BaseExceptionGroup):
         (found,) = found.exceptions
@@ -117,7 +117,7 @@ async def test_leader_starts_when_its_own_ranks_are_present(group):
 
 
 async def refusal(reader):
-    """Why the leader sends somebody away."""
+    """Return the leader's reason for a rejection."""
     while "why" not in (said := json.loads(await reader.readline())):
         pass
     return said["why"]

@@ -1,4 +1,4 @@
-"""A worker as it runs: a process of its own, with streams, a control port and a registry."""
+"""Tests of a worker process with its streams, control port and registry."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -54,8 +54,8 @@ from workers.watchdog import WatchdogSettings
 pytestmark = pytest.mark.integration
 
 
-TICK_SECONDS = 0.02  # seconds between two looks of these workers at what they may still wait for
-LEASE_SECONDS = 30  # that handed-off blocks wait to be fetched
+TICK_SECONDS = 0.02  # seconds between two checks of a worker for unfinished work
+LEASE_SECONDS = 30  # lease of handed-off blocks
 
 
 def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 1024, **fields) -> WorkerSettings:
@@ -82,7 +82,7 @@ def folder():
 
 
 class RecordingRegistry:
-    """A registry that can go away and come back at the same address."""
+    """A registry that can stop and return at the same address."""
 
     def __init__(self, lease_ms: int) -> None:
         self.server = RegistryServer(MembershipSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
@@ -177,7 +177,7 @@ async def test_stopping_prefill_worker_waits_until_handoffs_are_read(folder):
         await to_prefill.next(Draining)
 
         for prompt, (first, end) in zip(prompts, handed, strict=True):
-            await asyncio.sleep(3 * TICK_SECONDS)  # in which a worker that does not wait is gone
+            await asyncio.sleep(3 * TICK_SECONDS)  # a worker that does not wait would be gone by then
             assert prefill.process.returncode is None
             after = an_attempt(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=end.handoff)
             _, answer = await to_decode.do(after)
@@ -221,7 +221,7 @@ async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
         rejected = await stream.next(Rejected)
         assert (rejected.request_id, rejected.reason, rejected.field) == ("bad", Reason.INVALID_ARGUMENT, "start.phase")
 
-        stream.write(a_raw_message())  # of a newer router
+        stream.write(a_raw_message())  # from a newer router
         _, end = await stream.do(an_attempt(fresh_prompt(10), 3))
         assert end.finish is Finish.LENGTH
 
@@ -277,7 +277,7 @@ async def test_a_router_that_says_nothing_is_cut(monkeypatch):
 
 
 async def test_router_that_does_not_read_is_cut_and_worker_is_well(folder):
-    listen = f"unix:{folder}/sleeps"  # whose buffers are small
+    listen = f"unix:{folder}/sleeps"  # with small buffers
     told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "sleeps") as sleeps:
         sleeps.connection.pause_reading()
@@ -294,7 +294,7 @@ async def test_router_that_does_not_read_is_cut_and_worker_is_well(folder):
 
 
 async def test_a_router_that_reads_late_hears_everything(folder):
-    listen = f"unix:{folder}/late"  # whose buffers are small
+    listen = f"unix:{folder}/late"  # with small buffers
     told = settings(speedup=1000, stream_buffer=100_000, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "late") as late:
         late.connection.pause_reading()
@@ -324,7 +324,7 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
             running = tasks.create_task(server.run())
             async with a_router_stream(address, "sleeps") as sleeps:
                 sleeps.connection.pause_reading()
-                for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
+                for _ in range(64):  # large steps, so that unsent output also waits in the connection
                     await sleeps.say(an_attempt(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
                 await until(lambda: "router gone" in caplog.messages)
             running.cancel()
@@ -445,7 +445,7 @@ async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
 
 
 async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
-    """A router that dials it again before it has ended must not take it for one that has come back."""
+    """Reject a router that dials again before the process has ended; it must not take the worker for a restarted one."""
     told = settings(watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2))
     fault = folder / "hang"
     simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
@@ -558,13 +558,13 @@ async def test_name_of_several_routers_means_all_of_them():
         addresses[:] = [first.address]
         assert await client.register(worker, one, "127.0.0.1:1") == 30 * SECOND
         assert members() == [True, False]
-        addresses.append(second.address)  # another router has come
+        addresses.append(second.address)  # another router has started
         await client.register(worker, one, "127.0.0.1:1")
         assert members() == [True, True]
 
         await first.close()
         addresses.clear()
-        await client.register(worker, one, "127.0.0.1:1")  # the other one takes it, under the address that it had
+        await client.register(worker, one, "127.0.0.1:1")  # the other process takes the name, under its former address
         await client.deregister(worker, one)
         assert members()[1] is False
         await second.close()

@@ -1,4 +1,4 @@
-"""Foreign servers that speak the OpenAI API, played by a test over real sockets, and a router in front of them."""
+"""OpenAI-compatible servers played by a test over real sockets, and a router in front of them."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
 class ReceivedRequest(Struct):
-    """A request as the server got it."""
+    """A request as the server received it."""
 
     start: str
     headers: dict[str, str]
@@ -55,7 +55,7 @@ class ReceivedRequest(Struct):
 
 
 class ServerExchange(Struct):
-    """One request, to be answered."""
+    """One request and the connection for its answer."""
 
     seen: ReceivedRequest
     writer: asyncio.StreamWriter
@@ -92,7 +92,7 @@ def token(text: str, *, chat: bool = True) -> bytes:
 
 
 async def five_tokens(exchange: ServerExchange) -> None:
-    """Streams if asked to; else one object."""
+    """Answer with five tokens, as a stream or as one object."""
     chat = "chat" in exchange.seen.start
     if not exchange.seen.json.get("stream"):
         message = {"message": {"role": "assistant", "content": "abcde"}} if chat else {"text": "abcde"}
@@ -111,18 +111,18 @@ async def five_tokens(exchange: ServerExchange) -> None:
 
 
 class OpenAiServer:
-    """One server. Answers questions for its health by itself."""
+    """One server; it answers health checks by itself."""
 
     def __init__(self) -> None:
         self.play: AnswerScript = five_tokens
         self.health_status = 200
-        self.health_seconds = 0.0  # that it takes to say so
-        self.tokenise: Callable[[str], list[int]] | None = None  # None: it has no such path
+        self.health_seconds = 0.0  # delay of a health answer
+        self.tokenise: Callable[[str], list[int]] | None = None  # None: the server has no such path
         self.seen: list[ReceivedRequest] = []
-        self.connections = 0  # that were ever made, those for its health aside
-        self.open = 0  # connections that requests came over
-        self.cut = 0  # requests whose connection was closed before they were answered
-        self.port = a_free_port()  # which it has again when it comes back
+        self.connections = 0  # ever opened, without those of health checks
+        self.open = 0  # connections that carried requests and are open
+        self.cut = 0  # requests whose connection closed before their answer ended
+        self.port = a_free_port()  # a restarted server uses the same port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -134,7 +134,7 @@ class OpenAiServer:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
 
     async def stop(self) -> None:
-        """As when its process is killed."""
+        """Close all connections, like a killed process."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._writers):
@@ -169,7 +169,7 @@ class OpenAiServer:
             writer.close()
 
     async def _answer(self, exchange: ServerExchange, reader: asyncio.StreamReader) -> None:
-        """Stops when the other side has closed, as servers of engines do."""
+        """Stop answering when the client has closed, like real engines."""
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(self._until_gone(exchange))
             while not answer.done():
@@ -200,7 +200,7 @@ async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
 
 
 def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
-    """One answer, over a connection of its own, and so of whichever process."""
+    """Send one request on its own connection, so that any of the processes may answer."""
     with closing(HTTPConnection(address, timeout=60)) as connection:
         connection.request(method, path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -213,7 +213,7 @@ def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
 async def routers_in_front_of(
     folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
 ) -> AsyncIterator[str]:
-    """The address of so many processes of `fleet serve router`, as soon as they say that they serve; ends the servers, too."""
+    """Yield the address of `fleet serve router` with that many processes when it serves; stop the servers at the end."""
     workers = [{"worker_id": f"w{number}", "url": server.url, "model": MODEL} for number, server in enumerate(servers)]
     address = f"127.0.0.1:{a_free_port()}"
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers} | more
@@ -247,7 +247,7 @@ class RelaySetup(Struct):
         return f"http://{self.http.address}"
 
     async def settled(self) -> None:
-        """Wait until nothing is under way; then nothing is booked anywhere."""
+        """Wait until no request is active, and check that nothing is reserved."""
         await until(lambda: self.router.status().active == 0)
         self.machine.check()
         for pool in self.router.status().pools:
@@ -274,7 +274,7 @@ async def a_relay(
     seconds: float = 100.0,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
-    """A router in front of servers `w0`, `w1` and so on, all of which have joined, for so many seconds at most."""
+    """Run a router in front of servers `w0`, `w1` and so on, which have all joined, for `seconds` at most."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(
@@ -339,7 +339,7 @@ async def streamed_text(stream) -> str:
 
 
 async def hold_after_first_token(exchange: ServerExchange) -> None:
-    """Give one token, and then nothing."""
+    """Send one token and then nothing."""
     await exchange.begin_events()
     await exchange.event(token("a"))
     await asyncio.sleep(60)

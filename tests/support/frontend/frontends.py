@@ -1,4 +1,4 @@
-"""Fronts of a router whose answers the test writes, each on a port of its own."""
+"""Frontends on ports of their own, in front of a router whose answers the test writes."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ class Frontends(Struct):
         return f"http://{self.http.address}"
 
     def will_answer(self, text: str, *, step: int = 1, then: Sequence[int] = ()) -> list[int]:
-        """Make the router give this text, and then these tokens; returns the ids."""
+        """Let the router answer with this text and then these tokens; return all ids."""
         self.router.answer = [*token_ids(self.codec.encode(text))[1:], *then]
         self.router.step = step
         return self.router.answer

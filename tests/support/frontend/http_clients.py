@@ -1,4 +1,4 @@
-"""Clients of the HTTP front that write and read their connection byte by byte."""
+"""HTTP clients that write and read their connection byte by byte."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tests.support.frontend.frontends import Frontends
 
 
 class RawHttpClient:
-    """One connection, byte by byte."""
+    """One connection, read and written byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -45,14 +45,14 @@ class RawHttpClient:
         assert await self._reader.readexactly(2) == b"\r\n"
 
     async def rest(self) -> bytes:
-        """All that still comes until the server closes."""
+        """Return everything until the server closes the connection."""
         async with asyncio.timeout(60):
             return await self._reader.read()
 
 
 @asynccontextmanager
 async def raw_http_client(frontends: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
-    """Over TCP, with options of `asyncio.open_connection`, such as the `limit` of bytes that are read ahead."""
+    """Connect over TCP; options go to `asyncio.open_connection`, such as `limit` for the bytes that are read ahead."""
     host, _, port = frontends.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:

@@ -1,4 +1,4 @@
-"""An endpoint picker over a real port with a router behind it, for tests that play the gateway."""
+"""Endpoint picker on a real port with a router behind it, for tests that play the gateway."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ a_codec = cache(load_codec)
 
 
 class PickerSetup:
-    """A router with its picker, and a gateway that asks."""
+    """A router with its picker, and a gateway that asks it."""
 
     def __init__(self, router, picker, selection, gateway, tenants):
         self.router = router
@@ -49,7 +49,7 @@ class PickerSetup:
         return self.gateway.request()
 
     async def one_behind_another(self):
-        """Two requests at a worker that takes one at a time: that which has it, and that which waits."""
+        """Return two requests for a worker that takes one at a time: the running one and the queued one."""
         first, waiting = self.request(), self.request()
         await first.ask(a_completion())
         await waiting.head()
@@ -58,7 +58,7 @@ class PickerSetup:
         return first, waiting
 
     def booked(self):
-        """Requests by worker; of the idle ones nothing."""
+        """Return the number of reserved requests per busy worker."""
         pools = self.router.status().pools
         return {each.worker_id: each.booked_requests for pool in pools for each in pool.workers if each.booked_requests}
 
@@ -84,7 +84,7 @@ P1 = a_joined_endpoint("p1", "10.0.1.1:8000", Role.PREFILL)
 async def a_picker_setup(
     model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings
 ):
-    """With these workers, which need not be there: nothing is sent to them."""
+    """Open a router with these workers; they need not exist, because nothing is sent to them."""
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(UnusedWorkers())

@@ -1,4 +1,4 @@
-"""Four blocks that tests of tiers on other machines keep and fetch: Redis and S3 hold them alike."""
+"""Blocks for tests of remote tiers, which Redis and S3 store alike."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ BLOCKS = [a_block(seed) for seed in range(4)]
 
 
 def read_outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[BlockOutcome]:
-    """What comes of a get; whatever is said to be there is compared."""
+    """Read blocks and return the outcomes; compare the bytes of each hit."""
     into = empty_buffers(len(keys))
     answers = tier.get(keys, into, deadline_in(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
@@ -23,5 +23,5 @@ def read_outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 20) -> list[Bloc
 
 
 def a_stored_value(key: BlockKey = KEYS[1], block: np.ndarray = BLOCKS[1]) -> bytes:
-    """As it lies there, under the place of its key."""
+    """Return the value that a remote tier stores under the key."""
     return records.pack(key, PlainCodec.codec_id, block.nbytes, block) + block.tobytes()

@@ -1,4 +1,4 @@
-"""Simulated engines in any layout, and a router with workers that run them in processes of their own."""
+"""Simulated engines in any layout, and a router with workers that run them in their own processes."""
 
 import asyncio
 import random
@@ -50,7 +50,7 @@ def simulated_worker(
 
 
 def namespace() -> KvNamespace:
-    """Of what these engines write, whatever their layout."""
+    """Return the namespace of these engines' blocks; it does not depend on the layout."""
     return engine.namespace_of(simulated_worker(), engine._model(simulated_worker()))
 
 

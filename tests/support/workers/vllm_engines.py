@@ -1,4 +1,4 @@
-"""Real vLLM engines on an event loop of their own, shared by the tests of a module since they start slowly."""
+"""Real vLLM engines on their own event loop, shared by the tests of a module because they start slowly."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-START_SECONDS = 240  # for two engines, on a machine that does other things as well
+START_SECONDS = 240  # for two engines on a busy machine
 TEST_SECONDS = 120
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ def vllm_worker(
 
 
 def tiny_namespace(model_dir: Path) -> KvNamespace:
-    """Of the blocks of the built-in model, field by field."""
+    """Return the namespace of the built-in model's blocks, field by field."""
     return KvNamespace(
         model="tiny",
         revision=weights_revision(model_dir),
@@ -63,7 +63,7 @@ class VllmEngines:
         self.ended: Future[None] = Future()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do `work` where the engines are."""
+        """Run a coroutine on the engines' event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TEST_SECONDS)
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
         thread.join(60)
         assert not thread.is_alive(), "the engines do not stop"
         engines.forget()
-        gc.collect()  # vLLM leaves sockets to the collector, which complains; now nobody listens
+        gc.collect()  # vLLM leaves sockets to the collector, whose warnings must not reach a test
 
 
 async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]") -> None:
@@ -101,7 +101,7 @@ async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]"
                 tasks.create_task(_hold(each, opened[-1], over))
                 while (
                     not opened[-1].done() and _cores() < others + number
-                ):  # each is told much by this process's environment
+                ):  # engines take settings from the environment of this process, so start them one by one
                     await asyncio.sleep(0.02)
             try:
                 async with driven_engines(*[await each for each in opened]) as drivers:
@@ -122,5 +122,5 @@ async def _hold(settings: WorkerSettings, opened: "asyncio.Future[Engine]", over
 
 
 def _cores() -> int:
-    """Processes of vLLM's engines that this one has started."""
+    """Return how many engine processes of vLLM this process has started."""
     return sum(process.name.startswith("EngineCore") for process in multiprocessing.active_children())

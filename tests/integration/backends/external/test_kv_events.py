@@ -1,4 +1,4 @@
-"""Foreign servers that publish KV events, over real sockets: what they hold is known by token."""
+"""Tests of external backends that publish KV events: their caches are known by token."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ async def server() -> AsyncIterator[OpenAiServer]:
 
 
 class Publisher:
-    """As SGLang publishes: maps, a topic, and a replay that gives the topic back."""
+    """Publisher in SGLang's format: maps, a topic, and a replay that repeats the topic."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -74,7 +74,7 @@ class Publisher:
             await self._out.send_multipart([b"kv-events", number, batch])
 
     async def repeat(self) -> None:
-        """Answer whoever asks, one after the other."""
+        """Answer replay requests one after another."""
         while await self._repeat.poll(20):
             client, _, start = await self._repeat.recv_multipart()
             self.asked += 1
@@ -110,7 +110,7 @@ def stored(ids: list[int], hashes: list[int], **fields: object) -> dict:
 
 
 async def published_until(publisher: Publisher, what) -> None:
-    """A subscription takes its time: the replay is answered until it is there."""
+    """Answer replays until the subscription is complete."""
     async for _ in _turns():
         await publisher.repeat()
         if what():
@@ -124,7 +124,7 @@ async def _turns() -> AsyncIterator[None]:
 
 
 async def uncached(world: RelaySetup, number: int, **body: object) -> int:
-    """Prompt tokens that the router believes not to be cached."""
+    """Return the prompt tokens that the router believes uncached."""
     async with raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": PROMPT, **body}))
         assert (await peer.answer())[0] == 200
@@ -213,7 +213,7 @@ async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_
 
 @pytest.mark.parametrize("events", [True, False], ids=["exact", "approximate"])
 async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
-    """The server had half of the prompt cached, whatever it published or was sent."""
+    """Let the server report half of the prompt as cached, whatever was published or sent."""
 
     async def half(exchange: ServerExchange) -> None:
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "total_tokens": 201}

@@ -1,6 +1,6 @@
-"""Two servers of other projects behind a router, each told from the other by nothing but its address.
+"""Tests of two real servers of other projects behind one router, which differ for the router only by their address.
 
-vLLM's own server and that of transformers, with the built-in model and without KV events.
+They are vLLM's own server and that of transformers, with the built-in model and without KV events.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def a_client(world):
 
 @asynccontextmanager
 async def in_front_of(folder, *servers):
-    """A router and a client of it; the router has the tokenizer."""
+    """Yield a client of a router that has the tokenizer."""
     async with a_relay(*servers, model_dir=folder / MODEL) as world, a_client(world) as client:
         yield world, client
 
@@ -103,7 +103,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
     endless = {**GREEDY, "max_tokens": 1900}
     async with in_front_of(folder, servers[name]) as (world, client):
         loop = asyncio.get_running_loop()
-        for _ in range(3):  # on a busy machine an engine may be through before its server has written twenty events
+        for _ in range(3):  # a fast engine may be done before its server has written twenty events on a busy machine
             began = loop.time()
             stream = await client.completions.create(prompt="once upon a time", stream=True, **endless)
             for _ in range(20):
@@ -115,7 +115,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
                 break
         assert world.router.status().counters.cancelled == 1
 
-        began = loop.time()  # one that generates a request at a time is free for the next; the other says so
+        began = loop.time()  # transformers becomes free for the next request; vLLM reports its load
         await client.completions.create(prompt="and then", **GREEDY)
         assert loop.time() - began < 400 * a_token + 5
         if name == "vllm":
@@ -159,12 +159,12 @@ async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, server
             prompt="x", extra_body={"structured_outputs": {"choice": ["left", "right"]}}, **GREEDY
         )
         assert choice.choices[0].text in ("left", "right")
-        with pytest.raises(openai.BadRequestError, match="auto"):  # it was not started to parse calls
+        with pytest.raises(openai.BadRequestError, match="auto"):  # the server was not started to parse tool calls
             await client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="auto", **GREEDY)
 
 
 def running_at(server) -> float:
-    """Requests that vLLM says it runs."""
+    """Return the running requests that vLLM reports."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))

@@ -1,4 +1,4 @@
-"""What passes between a client and a foreign server, over real sockets: the client's own bytes, and connections on both sides."""
+"""Tests of the relay between a client and an external backend: the client's own bytes, and connections on both sides."""
 
 import asyncio
 import json
@@ -286,7 +286,7 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
         await until(lambda: server.open == 8)
         all_there.set()
 
-        while server.open > 1:  # the latest is used again and again
+        while server.open > 1:  # the latest connection is used again and again
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         await until(lambda: server.open == 0)
@@ -339,7 +339,7 @@ async def test_pipelined_requests_are_answered_in_order(server):
     bodies = [{**STREAMING_REQUEST, "n": number} for number in range(30)]
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, bodies[0]))
-        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
+        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is cached
         await peer.send(b"".join(post(COMPLETIONS, body) for body in bodies))
 
         for body in bodies:
@@ -357,7 +357,7 @@ async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
         for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
             await peer.send(request[:cut])
             await asyncio.sleep(0.002)
-            await peer.send(request[cut:] + request[:10])  # the next one begins in the same piece
+            await peer.send(request[cut:] + request[:10])  # the next request begins in the same piece
             assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
             await peer.send(request[10:])
             assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
@@ -374,7 +374,7 @@ async def test_clients_that_close_get_a_connection_that_closes(server, version):
         assert (status, headers["connection"]) == (200, "close")
         assert ("transfer-encoding" in headers) == (version == "1.1")
         assert body.count(b"data: ") == 6
-        assert body.endswith(b"data: [DONE]\n\n")  # without the signs between chunks
+        assert body.endswith(b"data: [DONE]\n\n")  # without chunk framing
         assert await peer.rest() == b""
 
 

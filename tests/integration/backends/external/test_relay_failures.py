@@ -1,4 +1,4 @@
-"""Foreign servers that fail, and clients that leave or do not read, over real sockets."""
+"""Tests of external backends that fail, and of clients that leave or do not read."""
 
 import asyncio
 import gc
@@ -153,7 +153,7 @@ async def end_early_with_an_event(exchange: ServerExchange, seen: asyncio.Event)
 
 
 async def without_chunks(exchange: ServerExchange, seen: asyncio.Event) -> None:
-    """An answer that ends with its connection, as those of HTTP/1.0 do."""
+    """Answer without a length and close the connection, like HTTP/1.0."""
     await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
     await exchange.send(b"data: " + token("a") + b"\n\n")
     await seen.wait()
@@ -271,7 +271,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
 
         async def asked() -> int:
-            """How many of its requests the server has: on a busy machine, a deadline may pass on the way to it."""
+            """Return how many requests reached the server; on a busy machine a deadline may pass before."""
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "fleet": {"timeout_ms": 100}}))
             assert (await peer.answer())[0] == 504
             return len(server.seen)
@@ -285,7 +285,7 @@ async def test_router_without_sockets_blames_no_server_and_recovers(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
-            await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
+            await asyncio.sleep(0.6)  # six health checks that find no socket
             assert world.serving() == 1
         assert (await peer.answer())[0] == 200
         await world.settled()
@@ -305,7 +305,7 @@ async def test_request_without_a_socket_in_time_is_rejected_with_429(server):
 @contextmanager
 def no_file_left() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the files that are open already
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the number of open files
     try:
         yield
     finally:
@@ -324,7 +324,7 @@ async def test_a_dead_server_leaves_and_returns(servers):
 
 
 async def test_unreachable_server_is_logged_once_with_url_and_cause(server, caplog):
-    """As when a url in the settings is wrong: nobody would be told else."""
+    """Check that a wrong URL in the settings is logged, since nothing else would tell it."""
     server.health_status = 503
     urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
     settings = [
@@ -334,7 +334,7 @@ async def test_unreachable_server_is_logged_once_with_url_and_cause(server, capl
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ExternalBackends(settings, 1.0, SystemClock()).run(heard.append))
         await until(lambda: len(caplog.records) == 2)
-        await asyncio.sleep(0.2)  # it is asked again and again
+        await asyncio.sleep(0.2)  # the server is probed again and again
         server.health_status = 200
         await until(lambda: heard)
         running.cancel()
@@ -400,7 +400,7 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
 
 
 async def test_overloaded_router_answers_429_and_memory_stays_flat(server):
-    """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+    """Run 2 requests and queue 4; of 12 at once the others get a retry hint."""
     go = asyncio.Event()
 
     async def when_let(exchange: ServerExchange) -> None:
@@ -510,7 +510,7 @@ async def test_client_that_does_not_read_stops_the_server(server):
         while sent != before:
             before = sent
             await asyncio.sleep(0.2)
-        assert sent < 400  # 20 MB: what the kernel's buffers of four sockets take at most
+        assert sent < 400  # 20 MB, the most that the kernel buffers of four sockets take
 
         received = 0
         async for each in peer.chunks():

@@ -1,4 +1,4 @@
-"""Which foreign server gets a request, what is known of their caches, and the router as a command."""
+"""Tests of placement on external backends, of their prefix caches, and of the router command."""
 
 import asyncio
 import gc
@@ -57,7 +57,7 @@ async def test_prompt_reader_failure_after_client_left_is_not_logged(server, mod
         await until(lambda: not world.http._connections)
         go_on.set()
         await asyncio.to_thread(lambda: None)
-    gc.collect()  # where asyncio says what nobody has asked about
+    gc.collect()  # asyncio reports unretrieved exceptions at this point
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -83,7 +83,7 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
     ("made", "tokenises"),
     [
         (lambda ids: ids, "alike"),
-        (lambda ids: ids[1:], "alike"),  # llama.cpp sets the first one later
+        (lambda ids: ids[1:], "alike"),  # llama.cpp adds the first token later
         (lambda ids: [token + 1 for token in ids], "otherwise"),
         (lambda ids: "nonsense", "unknown"),
         (None, "unknown"),
@@ -137,7 +137,7 @@ async def test_prompts_sent_long_ago_are_believed_evicted(server):
 async def test_an_answer_that_grows_weighs_more(server):
     async def many(exchange: ServerExchange) -> None:
         await exchange.begin_events()
-        for _ in range(200):  # three blocks: of what came first and of the rest, one is told in any case
+        for _ in range(200):  # three blocks: the first and the rest may be reported separately
             await exchange.event(token("a"))
         await asyncio.sleep(60)
 
@@ -194,7 +194,7 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
         events = {"kv_events": f"tcp://127.0.0.1:{port}", "kv_blocks": 1000}
         async with a_relay(servers[0], model_dir=model_dir, **events) as world, raw_http_client(world) as peer:
             number = 0
-            while world.router.status().index_blocks < len(hashes):  # a subscription takes its time
+            while world.router.status().index_blocks < len(hashes):  # a subscription takes time
                 payload = msgspec.msgpack.encode([0.0, [stored], 0])
                 publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
                 number += 1
@@ -223,13 +223,13 @@ async def test_models_of_other_workers_are_served_beside(server):
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "model": "own"}))
         status, _, content = await peer.answer()
 
-        assert (status, error_of(content)["code"]) == (404, "model_not_found")  # as the other front says it
+        assert (status, error_of(content)["code"]) == (404, "model_not_found")  # same error as over the OpenAI API
         assert len(server.seen) == 1
         await world.settled()
 
 
 async def explained(request_id, address):
-    """What `fleet explain` prints."""
+    """Return the output of `fleet explain`."""
     command = (sys.executable, "-m", "fleet.cli.main", "explain", request_id, "--address", address, "--json")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     output, _ = await process.communicate()
@@ -257,7 +257,7 @@ async def test_router_command_serves_external_backends_until_sigterm(servers, mo
                 (placed,) = (await explained(request_id, told["grpc"]))["placements"]
                 chosen = {each["worker_id"]: each for each in placed["candidates"]}[placed["decode"]]
                 assert (sum(chosen["parts"].values()), placed["policy"]) == (pytest.approx(chosen["cost"]), "fleet")
-                with pytest.raises(openai.APIStatusError) as refused:  # as the settings have it
+                with pytest.raises(openai.APIStatusError) as refused:  # as the settings say
                     await client.with_options(max_retries=0).completions.create(model=MODEL, prompt="x" * 5000)
                 assert refused.value.status_code == 413
             process.send_signal(signal.SIGTERM)
@@ -298,7 +298,7 @@ async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_d
                 assert (await anext(stream)).choices[0].delta.content == "a"
                 process.send_signal(signal.SIGTERM)
                 if drain_timeout_ms < 1000:
-                    async with asyncio.timeout(8):  # less than it would be given by itself
+                    async with asyncio.timeout(8):  # less than the default time
                         assert await process.wait() == 0
                     return
                 while await listens(address):

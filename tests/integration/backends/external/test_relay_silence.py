@@ -1,4 +1,4 @@
-"""Foreign servers that answer for their health and hang on requests, over real sockets; and servers that only look like it."""
+"""Tests of external backends that answer health checks but hang on requests, and of backends that only look hung."""
 
 import asyncio
 import os
@@ -32,14 +32,14 @@ from tests.support.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-FLOOR = 0.3  # seconds, of which the default is one
+FLOOR = 0.3  # seconds; the default is one
 REQUESTS = 16
 
 
 async def asked(
     address: str, prompt: str = "say", *, patience: float = 60.0, stream: bool = True, path: str = COMPLETIONS
 ) -> int | None:
-    """The status of an answer that came whole; None: its client did not wait so long."""
+    """Return the status of a whole answer, or None if the client gave up first."""
     host, _, port = address.rpartition(":")
     said = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
     content = post(path, {"model": MODEL, "stream": stream, **said}, "connection: close")
@@ -56,7 +56,7 @@ async def asked(
 
 
 async def warmed(world: RelaySetup, **fields) -> None:
-    """Have every server answer some requests."""
+    """Let every server answer some requests."""
     for number in range(20):
         assert await asked(world.http.address, f"warm {number}", **fields) == 200
     await world.settled()
@@ -72,7 +72,7 @@ def state(world: RelaySetup, worker_id: str) -> str:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("patience", [1.0, 2.0])
 async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, patience, stream):
-    """Of 16 requests one after the other 10 hung as long as the server got those of all clients that had left."""
+    """Guard against a regression: 10 of 16 sequential requests hung while the server got those of departed clients."""
     async with a_relay(*servers, probe_seconds=2.0) as world:
         await warmed(world, stream=stream)
         servers[0].play = never_answer
@@ -131,10 +131,10 @@ async def only_comments(exchange: ServerExchange) -> None:
 
 @pytest.mark.parametrize("play", [an_empty_first_event, only_comments])
 async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
-    """Four clients that leave after a while; each that leaves makes room for another one."""
+    """Run four clients that leave after a while, each making room for the next."""
 
     async def soon(exchange: ServerExchange) -> None:
-        await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
+        await asyncio.sleep(0.15)  # clients leave before one request's silence is too long
         await five_tokens(exchange)
 
     for server in servers:
@@ -144,7 +144,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
         servers[0].play = play
 
         async def one_after_the_other(client: int) -> list[int | None]:
-            await asyncio.sleep(0.4 * client)  # so that one of them always has just begun
+            await asyncio.sleep(0.4 * client)  # one of them has always just begun
             prompts = [f"{client} {number}" for number in range(20)]
             return [await asked(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
 
@@ -240,7 +240,7 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
 
 
 async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
-    """Servers that compute one prompt after the other, and a long one in twenty times as long as usual."""
+    """Use servers that compute one prompt after another, and a long one for twenty times as long."""
     turns = {id(server): asyncio.Lock() for server in servers}
 
     def one_by_one(server: OpenAiServer):
@@ -300,7 +300,7 @@ async def test_servers_that_load_at_their_first_requests_all_stay(servers):
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(4)]
             await until(lambda: sum(len(server.seen) for server in servers) == 4)
-            await asyncio.sleep(1.0)  # twenty times the floor
+            await asyncio.sleep(1.0)  # twenty times the minimum
             assert world.serving() == 2
             loaded.set()
 
@@ -312,7 +312,7 @@ async def test_servers_that_load_at_their_first_requests_all_stay(servers):
 async def a_router_process(
     folder: Path, servers: Sequence[OpenAiServer], **worker: object
 ) -> AsyncIterator[tuple[subprocess.Popen, str, Path]]:
-    """`fleet serve router` in front of servers, its address, and its log."""
+    """Run `fleet serve router` in front of servers; yield its address and its log."""
     address, log = f"127.0.0.1:{a_free_port()}", folder / "router.log"
     workers = [{"worker_id": f"w{n}", "url": each.url, "model": MODEL, **worker} for n, each in enumerate(servers)]
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers}
@@ -331,7 +331,7 @@ async def a_router_process(
 
 
 async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
-    """Answers come while it sleeps, and clients are still there: it finds neither silence nor anybody late."""
+    """Check that answers which came during the sleep neither count as silence nor as late."""
 
     async def soon(exchange: ServerExchange) -> None:
         await asyncio.sleep(0.2)
@@ -378,7 +378,7 @@ async def test_one_core_shared_by_four_busy_loops_is_no_hang(servers, tmp_path):
         for number in range(10):
             assert await asked(address, f"warm {number}") == 200
         os.sched_setaffinity(process.pid, {core})
-        os.sched_setaffinity(0, {core})  # of the servers, which are here
+        os.sched_setaffinity(0, {core})  # for the servers, which run in this process
         try:
             with busy_loops(core, 4):
                 for _ in range(4):

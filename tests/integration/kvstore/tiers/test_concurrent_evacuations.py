@@ -1,4 +1,4 @@
-"""Several evacuations of one node at a time, by hand: a tier answers when the test says so."""
+"""Tests of concurrent evacuations of one node; the tier answers when the test says so."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ SECONDS = 10
 
 
 class EvacuatingNode:
-    """A pool and one tier that all nodes read, with a budget of so many blocks."""
+    """A pool and one shared tier with a write budget."""
 
     def __init__(self, budget: int = 1 << 20, *, batch_bytes: int = BATCH_BYTES, forgets: bool = True) -> None:
         self.store = MachineDriver(blocks=BLOCKS)
@@ -34,9 +34,9 @@ class EvacuatingNode:
         rule = TierRule(name="redis", admission=None, finds_in_memory=not forgets)
         self.hierarchy = Hierarchy(self.store.machine, [rule], batch_bytes)
         self.asked: list[Demote | Confirm] = []
-        self.held: set[bytes] = set()  # by the tier, in truth
+        self.held: set[bytes] = set()  # blocks that the tier really holds
         self.budget = budget
-        self.failures = 0  # that the tier counts by itself
+        self.failures = 0  # failures that the tier counts itself
         tier = SimpleNamespace(name="redis", status=lambda: SimpleNamespace(failures=self.failures))
         backing = SimpleNamespace(
             tiers=[tier],
@@ -54,12 +54,12 @@ class EvacuatingNode:
 
     @asynccontextmanager
     async def evacuating(self) -> AsyncIterator[asyncio.Task]:
-        """One that has been asked for; at the end it is over."""
+        """Run an evacuation, which has ended on exit."""
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
             yield tasks.create_task(self.evacuate())
 
     async def is_asked(self) -> None:
-        """Wait until the tier has something to do."""
+        """Wait until the tier has a command."""
         while not self.asked:
             await asyncio.sleep(0)
 
@@ -68,13 +68,13 @@ class EvacuatingNode:
         return [BlockKey(self.store.digest, name) for name in self.names]
 
     def had(self, *names) -> None:
-        """The tier was given these, and has lost them by itself since, but for what is in `held`."""
+        """Write these blocks to the tier, and then lose all that are not in `held`."""
         self.hierarchy.demote_now(0, [BlockKey(self.store.digest, name) for name in names], self.clock.now())
         (copy,) = self.hierarchy.commands()
         self.hierarchy.kept(copy.demotion_id, [True] * len(names), self.clock.now())
 
     def answer(self, refused=()) -> None:
-        """The tier keeps all that it is asked to keep but these, and says the truth."""
+        """Let the tier keep all blocks except `refused`, and answer truthfully."""
         while self.asked:
             self.answer_one(refused)
 
@@ -89,7 +89,7 @@ class EvacuatingNode:
         self.asked += self.hierarchy.commands()
 
     def fail(self) -> None:
-        """The tier fails, and may be tried again."""
+        """Let the tier fail; it may be tried again."""
         self.hierarchy.failed(self.asked.pop(0), self.clock.now(), self.clock.now())
         self.clock.move(LONGEST_PAUSE)
         self.hierarchy.tick(self.clock.now())
@@ -156,7 +156,7 @@ async def test_block_without_room_by_the_deadline_is_not_charged():
     assert node.budget == (1 << 20) - 2
 
 
-# What the tier was given once
+# Blocks that the tier got before
 
 
 async def test_possibly_evicted_block_is_checked_and_rewritten():
@@ -213,7 +213,7 @@ async def test_never_written_blocks_go_first_while_tier_is_silent():
     assert (one.result().moved, one.result().there, one.result().done) == (BLOCKS - 2, 0, 0)
 
 
-# What fails
+# Failures
 
 
 async def test_failed_batch_is_retried_but_refused_blocks_are_not():
@@ -232,7 +232,7 @@ async def test_blocks_skipped_by_a_short_call_are_offered_again():
     node = EvacuatingNode()
     async with node.evacuating() as one:
         await node.is_asked()
-        node.failures += 1  # that the tier has counted, and answered with what it got
+        node.failures += 1  # the tier counted a failure and answered with a part
         node.answer(refused=node.names[2:])
         await node.is_asked()
         node.answer()

@@ -1,4 +1,4 @@
-"""Blocks that are damaged on their way from a server that nodes share: they are misses, and nobody loses them."""
+"""Tests of blocks damaged in transfer from a shared server: they are misses, and no stored block is deleted."""
 
 import logging
 import random
@@ -92,7 +92,7 @@ def a_redis_tier(prefix: str, port: int) -> Iterator[RemoteTier]:
 
 
 def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
-    """How many blocks come, in batches, and all of them right; a batch that fails brings none."""
+    """Read in batches and return how many correct blocks came; a failed batch counts none."""
     come = 0
     for start in range(0, len(keys), BATCH):
         chosen, into = keys[start : start + BATCH], empty_buffers(len(keys[start : start + BATCH]))
@@ -182,7 +182,7 @@ def test_object_that_is_damaged_where_it_lies_is_deleted(bucket):
 
 
 def test_object_damaged_at_rest_stays_while_answers_are_damaged(bucket):
-    """Readings that are damaged each in another way agree on nothing, also not on what is bad indeed."""
+    """Damage each reading differently, so that the readings agree on nothing, not even on an object that is really damaged."""
     server = shared_s3()
     place = f"fleet/{DIGEST.hex()}/{NAMES[0].hex()}"
     server.client.put_object(Bucket=bucket, Key=place, Body=bytes(8256))
@@ -250,7 +250,7 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
         assert all(put_blocks(tier, KEYS, BLOCKS, deadline_in()))
         name = f"{prefix}:{DIGEST.hex()}:{NAMES[5].hex()}"
         client.set(name, with_a_flipped_bit(client.get(name)))
-        proxy.refuses_connections = True  # the readings need connections of their own
+        proxy.refuses_connections = True  # the second readings need connections of their own
 
         assert [read(tier, KEYS[5:6]) for _ in range(8)] == [0] * 8
 

@@ -1,4 +1,4 @@
-"""A node with tiers below its memory: real processes, files and servers."""
+"""Tests of a node with tiers below its memory: real processes, files and servers."""
 
 import asyncio
 import shutil
@@ -59,7 +59,7 @@ def write(client: StoreClient, chain: list[bytes]) -> int:
 
 
 def read(client: StoreClient, chain: list[bytes]) -> int:
-    """How many leading blocks come back; each is compared."""
+    """Return how many leading blocks can be read; compare the bytes of each."""
     match = client.match_and_wait(chain, lease_seconds=10, max_wait_seconds=MAX_WAIT)
     buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(len(match))]
     arrived = client.read(match, range(len(match)), buffers)
@@ -114,7 +114,7 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
 
 
 def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
-    """Looking tells nothing and takes nothing from who reads; what was written since is the memory's own."""
+    """Check that a look-up reports nothing, and that blocks written since count as the memory's own."""
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
@@ -185,7 +185,7 @@ def test_a_miss_everywhere_costs_no_wait(tmp_path):
 
 
 class DecidingNode:
-    """The same node as decisions alone: machine and hierarchy over tiers that answer at once."""
+    """The decisions of the same node: machine and hierarchy over tiers that answer at once."""
 
     def __init__(self, tiers: int):
         self.store = MachineDriver(blocks=POOL_BLOCKS)
@@ -193,7 +193,7 @@ class DecidingNode:
         self.restart()
 
     def restart(self) -> None:
-        """The pool is empty again."""
+        """Empty the pool."""
         self.store = MachineDriver(blocks=POOL_BLOCKS)
         rules = [TierRule(name=str(index), admission=AdmitEverything()) for index in range(len(self.below))]
         self.hierarchy = Hierarchy(self.store.machine, rules)
@@ -255,7 +255,7 @@ def test_tier_hits_match_the_simulation(tmp_path):
                 assert (stats.hits, stats.misses, stats.evicted) == (counted.hits, counted.misses, counted.evicted)
 
             def settle(client: StoreClient) -> None:
-                """What is on its way down is pinned, and could not be evicted."""
+                """Finish all demotions, whose blocks are pinned and could not be evicted."""
 
                 def is_settled() -> bool:
                     stats = stats_of(client)
@@ -343,7 +343,7 @@ def test_compressed_and_sealed_blocks_round_trip(tmp_path):
 
 
 class StoreWatcher:
-    """What a router that watches a node believes to be in its tiers."""
+    """The view of a router that watches a node's tiers."""
 
     def __init__(self, address: str, tasks: asyncio.TaskGroup):
         self.held: dict[str, set[bytes]] = {}

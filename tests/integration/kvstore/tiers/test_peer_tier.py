@@ -1,4 +1,4 @@
-"""The peer tier against real nodes that are killed, frozen or empty, and against things that only look like nodes."""
+"""Tests of the peer tier against real nodes that are killed, frozen or empty, and against servers that only look like nodes."""
 
 import contextlib
 import logging
@@ -85,7 +85,7 @@ def pinned(address: str) -> int:
 
 
 def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
-    """Which blocks arrive; whatever does is compared."""
+    """Read blocks and return the outcomes; compare the bytes of each hit."""
     into = empty_buffers(len(keys))
     answers = tier.get(keys, into, deadline_in(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
@@ -93,7 +93,7 @@ def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
     return [answer.outcome is BlockOutcome.MOVED for answer in answers]
 
 
-# Reading
+# Reads
 
 
 def test_peer_blocks_are_found_and_fetched_without_leases(node):
@@ -179,7 +179,7 @@ def test_bad_block_is_not_asked_for_again_for_a_while(node):
         assert outcomes(tier) == [True, True, False, True, True, True, True, True]
 
 
-# Writing
+# Writes
 
 
 def test_pushed_blocks_lie_with_the_owner_of_their_chain():
@@ -232,7 +232,7 @@ def test_a_full_peer_takes_what_fits():
         assert outcomes(tier) == kept
 
 
-# Peers that are away
+# Unreachable peers
 
 
 def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
@@ -241,7 +241,7 @@ def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
         node.kill()
         with a_tier(node.address) as tier:
             for _ in range(3):
-                with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+                with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
                     tier.find(KEYS, deadline_in(10))
             assert [record.message for record in caplog.records].count("peer cannot be used") == 1
 
@@ -340,7 +340,7 @@ def test_peer_killed_during_reads_gives_no_wrong_byte(node):
             assert all(each.result(30) > 0 for each in reading)
 
 
-# Things that only look like peers
+# Servers that only look like peers
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_nonsense_from_a_peer_is_a_failure_within_the_deadline(script):
 
 
 class LyingNode(pb_grpc.BlockStoreServicer):
-    """A control plane that promises what its data plane does not keep."""
+    """Control plane that reports blocks which its data plane does not deliver."""
 
     def __init__(self, data_address: str, slots: int = 1):
         self.data_address = data_address
@@ -394,7 +394,7 @@ def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
 
 
 def replies(kind: str) -> Script:
-    """What a data plane says: to the opening properly, to the first request for a block not."""
+    """Return scripted replies of a data plane: a valid opening and an invalid block."""
     opened = CHALLENGE.pack(MAGIC, DataPlaneStatus.DONE, bytes(16))
     there = bytes([DataPlaneStatus.DONE])
     block = REPLY.pack(MAGIC, 1) + there + BLOCKS[0].tobytes() + there
@@ -415,7 +415,7 @@ def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
     with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
         assert tier.find(KEYS[:1], deadline_in(30)) == 1
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             outcomes(tier, KEYS[:1], seconds=0.5)
 
 

@@ -1,4 +1,4 @@
-"""The Redis tier against a real server that is killed, frozen, full, locked, and full of what others planted there."""
+"""Tests of the Redis tier against a real server that is killed, frozen, full, locked, or filled with foreign values."""
 
 import logging
 import subprocess
@@ -56,7 +56,7 @@ def place_of(key: BlockKey) -> str:
     return f"fleet:{key.digest.hex()}:{key.name.hex()}"
 
 
-# Servers that are away
+# Unreachable servers
 
 
 def test_killed_server_fails_at_once_and_is_found_again():
@@ -107,7 +107,7 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(call):
         put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
         server.freeze()
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             call(tier)
         with at_most(10):
             tier.discard(KEYS)
@@ -123,7 +123,7 @@ def test_server_frozen_from_the_start_costs_the_deadline():
         tier = open_tier(f"redis://127.0.0.1:{server.port}")
         server.freeze()
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             tier.get(KEYS, empty_buffers(), deadline_in(0.2))
 
         tier.close()
@@ -195,7 +195,7 @@ def test_more_callers_than_connections_wait_for_their_turn(server):
     tier.close()
 
 
-# What lies under a key
+# Values under a key
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_server_that_evicts_keeps_taking_blocks():
 def test_a_read_only_replica_is_a_failure_that_says_so():
     with a_redis_server() as server:
         with server.client() as client:
-            client.replicaof("127.0.0.1", server.port)  # of itself: never in step, read-only at once
+            client.replicaof("127.0.0.1", server.port)  # a replica of itself: read-only at once and never in sync
         tier = open_tier(server.url)
 
         with pytest.raises(TierFailed, match=r"READONLY|MASTERDOWN|LOADING"):
@@ -346,7 +346,7 @@ def test_blocks_live_as_long_as_they_are_told_to(server):
     tier.close()
 
 
-# Ways to the server
+# Connections to the server
 
 
 def test_tcp_with_a_password_and_a_database():
@@ -401,10 +401,10 @@ def test_tls_round_trip_works_and_unknown_certificate_fails(tmp_path):
         stranger.close()
 
 
-# Servers that are none
+# Invalid servers
 
 
-HANDSHAKE = (b"+OK\r\n", b"+OK\r\n")  # to the two commands in which a client tells its name
+HANDSHAKE = (b"+OK\r\n", b"+OK\r\n")  # replies to the two commands that name the client
 
 SCRIPTS = {
     "garbage from the start": Script((b"SSH-2.0-OpenSSH_9.2\r\n",)),
@@ -432,7 +432,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             tier.get(KEYS, empty_buffers(), deadline_in(0.3))
 
         tier.close()
@@ -490,7 +490,7 @@ def test_value_too_large_for_the_deadline_is_removed():
 
 
 def test_cluster_with_unserved_slots_is_a_named_failure():
-    others = ("--cluster-port", str(a_free_port()))  # else its own and 10,000, which may be none
+    others = ("--cluster-port", str(a_free_port()))  # otherwise the port plus 10,000, which may not exist
     with a_redis_server("--cluster-enabled", "yes", *others) as server:
         tier = open_tier(server.url)
 

@@ -1,4 +1,4 @@
-"""Remote tiers whose servers' answers are cut, damaged, doubled and invented on their way: what is wrong is never believed."""
+"""Tests of remote tiers whose servers' answers are cut, damaged, repeated or invented: a wrong answer is never believed."""
 
 import random
 import uuid
@@ -44,7 +44,7 @@ HTTP = (
 
 
 def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
-    """Calls that may fail, and say nothing that is not true."""
+    """Call the tier; calls may fail but must not return anything wrong."""
     for _ in range(rounds):
         first = chance.randrange(len(KEYS))
         chosen = slice(first, first + chance.randint(1, 5))
@@ -114,7 +114,7 @@ def test_damaged_s3_answers_are_rejected_then_it_recovers(seed):
         )
         clients = S3Clients(settings)
         for seconds in (CALL_SECONDS, CALL_SECONDS / 2, CALL_SECONDS / 4):
-            clients.within(seconds)  # which takes long to make
+            clients.within(seconds)  # creating a client takes long
         tier = tier_with(settings, clients, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
         attack(tier, random.Random(seed), 12)

@@ -1,4 +1,4 @@
-"""The S3 tier against a server that is killed, frozen, strict, or full of what others planted there."""
+"""Tests of the S3 tier against a server that is killed, frozen, strict, or filled with foreign values."""
 
 import logging
 import subprocess
@@ -63,7 +63,7 @@ def open_tier(server, bucket: str, **settings) -> RemoteTier:
 
 
 def open_with_endpoint(bucket: str, port: int) -> RemoteTier:
-    """Without the look at the bucket, which such a server would not survive."""
+    """Open the tier without the bucket check, which these servers could not answer."""
     settings = S3Settings(bucket=bucket, endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
     return tier_with(settings, S3Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
@@ -72,7 +72,7 @@ def place_of(key: BlockKey) -> str:
     return f"fleet/{key.digest.hex()}/{key.name.hex()}"
 
 
-# Servers that are away
+# Unreachable servers
 
 
 def test_killed_server_is_a_failure_and_is_found_again():
@@ -114,14 +114,14 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
         server.freeze()
 
         for call in CALLS.values():
-            with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+            with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
                 call(tier)
         with at_most(10):
             tier.discard(KEYS)
 
         server.thaw()
 
-        def all_kept() -> bool:  # removals that lay in the server's sockets may still come between
+        def all_kept() -> bool:  # removals left in the server's sockets may still arrive in between
             return (
                 put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
                 and read_outcomes(tier) == [BlockOutcome.MOVED] * 4
@@ -176,7 +176,7 @@ def test_impossible_settings_are_rejected_at_start_by_name(shared, monkeypatch, 
         open_tier(shared, "missing")
 
 
-# What lies under a key
+# Values under a key
 
 
 PLANTED = {
@@ -273,7 +273,7 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     tier.close()
 
 
-# Servers that are none
+# Invalid servers
 
 
 def an_answer(status: str, body: bytes, length: int | str | None = None) -> bytes:
@@ -304,7 +304,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_with_endpoint("blocks", port)
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.6))
 
         tier.close()
@@ -313,7 +313,7 @@ def test_nonsense_is_a_failure_within_the_deadline(script):
 def test_slowly_dripping_value_costs_only_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)  # which takes long to make
+        tier.shelf._clients.within(0.5)  # creating a client takes long
 
         with at_most(1.5), pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.5))

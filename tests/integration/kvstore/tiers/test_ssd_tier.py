@@ -1,4 +1,4 @@
-"""The SSD tier on real files: what is kept, what is found again, and how space is won back."""
+"""Tests of the SSD tier on real files: storage, recovery and reclaimed space."""
 
 import errno
 import logging
@@ -50,7 +50,7 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 
 def abandon(tier: SsdTier) -> None:
-    """Let a tier's directories go as a killed process does: nothing more is written."""
+    """Release a tier's directories like a killed process, without another write."""
     tier._crew.close()
     for volume in tier._volumes:
         for segment in volume.segments:
@@ -58,7 +58,7 @@ def abandon(tier: SsdTier) -> None:
         volume.disk.close()
 
 
-# What is found again
+# Recovery
 
 
 @pytest.mark.parametrize("sync", list(Sync))
@@ -106,7 +106,7 @@ def test_a_damaged_footer_table_is_not_believed(tmp_path):
 
 
 def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
-    """Two blocks change places in a footer that is otherwise in order."""
+    """Swap two blocks in an otherwise valid footer."""
     keys = keys_of(PER_SEGMENT)
     tier = a_tier(tmp_path)
     put(tier, keys)
@@ -145,7 +145,7 @@ def test_a_torn_record_is_cut_off(tmp_path):
     put(tier, keys)
     abandon(tier)
     path, offset = record_at(tmp_path, keys[5])
-    overwrite(path, offset + 2 * PAGE_BYTES, bytes(PAGE_BYTES))  # the last page of the last record never arrived
+    overwrite(path, offset + 2 * PAGE_BYTES, bytes(PAGE_BYTES))  # the last page of the last record was never written
 
     again = a_tier(tmp_path)
 
@@ -163,7 +163,7 @@ def test_a_hole_between_records_hides_nothing_behind_it(tmp_path, missing):
     put(tier, keys)
     abandon(tier)
     path, offset = record_at(tmp_path, keys[2])
-    begin = missing * PAGE_BYTES  # writes are parallel: an earlier one may be missing
+    begin = missing * PAGE_BYTES  # writes are parallel, so an earlier one may be missing
     overwrite(path, offset + begin, bytes(RECORD_BYTES - begin))
 
     again = a_tier(tmp_path)
@@ -178,7 +178,7 @@ def test_a_file_begun_anew_is_not_read_by_its_former_footer(tmp_path):
     for batch in batches:
         put(tier, batch)
     latest = keys_of(5, "latest")
-    put(tier, latest)  # where the footer of an older life still is
+    put(tier, latest)  # where the footer of the former use still lies
     abandon(tier)
 
     again = a_tier(tmp_path)
@@ -198,8 +198,8 @@ def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
     tier.discard([victim])
 
     forged = bytearray(template[:PAGE_BYTES] + os.urandom(BLOCK_BYTES))
-    page = offset // PAGE_BYTES + 3 + 1  # where the forger's payload is going to lie
-    forged[8:16] = bytes(8)  # the nonce is not known to clients
+    page = offset // PAGE_BYTES + 3 + 1  # place of the forged payload
+    forged[8:16] = bytes(8)  # clients do not know the nonce
     forged[56:60] = page.to_bytes(4, "little")
     forged[64:68] = google_crc32c.value(bytes(forged[PAGE_BYTES:])).to_bytes(4, "little")
     forged[68:72] = google_crc32c.value(bytes(forged[:68])).to_bytes(4, "little")
@@ -207,7 +207,7 @@ def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
     assert put_blocks(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
     abandon(tier)
     path, offset = record_at(tmp_path, forger)
-    overwrite(path, offset, bytes(PAGE_BYTES))  # so that the search comes to look at the payload's pages
+    overwrite(path, offset, bytes(PAGE_BYTES))  # the search then reaches the payload's pages
 
     again = a_tier(tmp_path)
 
@@ -219,8 +219,8 @@ def test_a_discarded_block_does_not_come_back_after_a_crash(tmp_path):
     keys = keys_of(40)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    tier.discard(keys[3:4])  # in a segment that has its footer
-    tier.discard(keys[39:])  # in one that has none
+    tier.discard(keys[3:4])  # in a segment with a footer
+    tier.discard(keys[39:])  # in a segment without a footer
     abandon(tier)
 
     again = a_tier(tmp_path)
@@ -246,7 +246,7 @@ def test_a_head_that_is_damaged_does_not_lose_a_sealed_segment(tmp_path):
     again.close()
 
 
-# Files that are not what they were
+# Replaced and truncated files
 
 
 def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
@@ -391,7 +391,7 @@ def warnings_of(caplog) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# Who may
+# Access
 
 
 def test_a_second_process_is_refused_a_directory(tmp_path):
@@ -420,7 +420,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(StoreNotStarted, match=r"directories\[1\]: .*/file"):
         a_tier(tmp_path / "good", tmp_path / "file", capacity_bytes=4 << 20)
 
-    a_tier(tmp_path / "good").close()  # the first one was let go
+    a_tier(tmp_path / "good").close()  # the first directory was released
 
 
 def test_more_files_than_allowed_are_rejected_at_start(tmp_path, monkeypatch):
@@ -440,7 +440,7 @@ def test_a_limit_on_open_files_that_may_be_raised_is_raised(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
-# Space
+# its segment is gone, and the next segment does not have the block yet
 
 
 def test_the_cap_holds_at_all_times(tmp_path):
@@ -548,7 +548,7 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
 def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
     faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
-    faults.before_write = lambda name, offset: told.update(tier.gone())  # its segment has gone; the next has it not yet
+    faults.before_write = lambda name, offset: told.update(tier.gone())  # Concurrency
     first = keys_of(19, "first")
     put(tier, first)
     for _ in range(2):
@@ -626,11 +626,8 @@ def test_blocks_are_spread_over_directories(tmp_path):
     again.close()
 
 
-# Many at once
-
-
 def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
-    """Three readers, a writer that evicts all the time, and one who discards: whatever is read is right."""
+    """Run three readers, a writer that evicts all the time, and one that discards; every byte that is read is right."""
     tier = a_tier(tmp_path, admit_rewrite=lambda size_bytes: True)
     names = [key for number in range(12) for key in keys_of(19, f"n{number}")]
     stop = threading.Event()
@@ -679,7 +676,7 @@ def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
     tier.close()
 
 
-# The file system
+# File system
 
 
 def test_page_cache_is_used_where_direct_io_is_rejected(tmp_path, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""Random damage to segment files, over and over: whatever is answered is right, and what is not right is a miss."""
+"""Tests of random damage to segment files: every answer is right or a miss."""
 
 import random
 from pathlib import Path
@@ -30,7 +30,7 @@ def flipped_bits(path: Path, chance: random.Random) -> None:
 
 
 def flipped_bits_in_what_we_wrote(path: Path, chance: random.Random) -> None:
-    """In heads, headers and footers, where a flip in a random place seldom falls."""
+    """Flip bits in heads, headers and footers, which random places rarely hit."""
     content = bytearray(path.read_bytes())
     pages = [p for p in range(0, len(content), PAGE_BYTES) if content[p : p + 4] in (b"FRec", b"Flee", b"Gone")]
     for page in chance.sample(pages, min(len(pages), 5)):
@@ -53,7 +53,7 @@ def zeroed_pages(path: Path, chance: random.Random) -> None:
 
 
 def moved_pages(path: Path, chance: random.Random) -> None:
-    """A disk that writes, or reads, in the wrong place."""
+    """Move pages like a disk that writes or reads in the wrong place."""
     content = path.read_bytes()
     pages = len(content) // PAGE_BYTES
     for _ in range(min(6, pages)):

@@ -1,4 +1,4 @@
-"""The SSD tier on disks that fail, hang, are full or read-only: misses and `TierFailed`, never a wrong byte."""
+"""Tests of the SSD tier on disks that fail, hang, are full or read-only: misses and `TierFailed`, never a wrong byte."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def faults():
 
 
 def in_thread(act):
-    """Calls `act` in a thread; returns the thread and a list for its result."""
+    """Call `act` in a thread; return the thread and a list for its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(act()))
     thread.start()
@@ -280,7 +280,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
 
 def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
-    """The reader stands in the middle of its read while everything around it is evicted."""
+    """Hold the reader in the middle of its read while everything around it is evicted."""
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
     first = keys_of(PER_SEGMENT, "first")
@@ -371,7 +371,7 @@ def an_ext4(folder: Path, image: Path, size_bytes: int):
 
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small_disk(request, tmp_path):
-    """A file system of two MiB and a bit."""
+    """Mount a file system of about two MiB."""
     context = (
         a_tmpfs(tmp_path / "disk", 2 << 20)
         if request.param == "tmpfs"
@@ -424,7 +424,7 @@ def test_a_read_only_directory_is_refused_at_the_start(small_disk):
 
 @needs_root
 def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
-    """A full disk takes the first part of a write; the rest is an error and not silence."""
+    """Check that a full disk, which takes only the first part of a write, causes an error."""
     with a_tmpfs(tmp_path / "disk", 64 * PAGE_BYTES) as folder:
         disk = open_disk(str(folder), direct=False)
         file = disk.create("segment-000000", PAGE_BYTES)
@@ -463,7 +463,7 @@ def test_closed_tier_leaves_nothing_open(tmp_path):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    gc.collect()  # of what earlier tests have left
+    gc.collect()  # sockets of earlier tests
     threads = threading.active_count()
     before = descriptors()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The threads that move blocks between a pool and its tiers: what a tier that hangs or fails costs, and what it does not."""
+"""Tests of the transfer executor, whose threads move blocks between a pool and its tiers: effects of a tier that hangs or fails."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ MAX_WAIT = Nanos(30 * MILLISECOND)
 
 
 class HeldDisk:
-    """Has every block; reads wait at its gate, writes fail."""
+    """Tier that has every block; reads wait at its gate, and writes fail."""
 
     name = "disk"
     finds_in_memory = True
@@ -66,7 +66,7 @@ class ZeroPool:
 
 
 class ExecutorNode:
-    """A machine, a hierarchy and a mover over one disk."""
+    """A machine, a hierarchy and a transfer executor over one disk."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.disk = HeldDisk()
@@ -162,7 +162,7 @@ async def test_full_but_readable_disk_is_logged_once(caplog):
         node.disk.gate.set()
         for of in "abc":
             node.store.hold(a_chain(2, of))
-            node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
+            node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # after any pause
             node.mover.settle()
             node.prefetch(a_chain(2, of * 2))
             while not node.hierarchy.is_idle:

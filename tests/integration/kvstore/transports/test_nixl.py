@@ -1,4 +1,4 @@
-"""NIXL itself: what the transport's promises depend on, and the process that holds the node's agent."""
+"""Tests of NIXL itself: the properties that the transport relies on, and the process that holds the node's agent."""
 
 import asyncio
 import importlib.util
@@ -79,7 +79,7 @@ async def test_an_agent_that_died_is_replaced_and_found_again(pool):
 
 
 async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")  # the node's processor moves the bytes then, as over a network
+    monkeypatch.setenv("UCX_TLS", "tcp")  # then the node's processor moves the bytes, as over a network
     await pool.node.stop()
     await pool.node.start()
     transport = await pool.open()
@@ -92,7 +92,7 @@ async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
     os.kill(pool.node.pid, signal.SIGCONT)
     assert outcome == [BlockOutcome.GONE]
     before = into.copy()
-    await asyncio.sleep(0.3)  # it would come now
+    await asyncio.sleep(0.3)  # it would arrive now
     assert np.array_equal(into, before)
     transport.close()
 
@@ -105,12 +105,12 @@ async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
 
     assert after.user + after.system - before.user - before.system < 0.15 * took
 
-    pool.node._process.stdin.close()  # as a kernel does it when the node is killed
+    pool.node._process.stdin.close()  # like the kernel when the node is killed
     await asyncio.to_thread(eventually, lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_closing_gives_everything_back(pool):
-    (await pool.open()).close()  # what the library keeps for good is there by now
+    (await pool.open()).close()  # the library has allocated what it never frees
     descriptors = psutil.Process().num_fds()
 
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The TCP data plane against clients that do not follow its rules."""
+"""Tests of the TCP data plane with clients that break its rules."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ CLOCK = MonotonicClock()
 
 
 class TcpDataPlane:
-    """A data plane with one namespace, on this test's event loop."""
+    """A data plane with one namespace on the test's event loop."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b""):
         self.namespace = a_namespace(block_bytes=block_bytes)
@@ -79,7 +79,7 @@ class TcpDataPlane:
         return Slot(slot.offset, slot.generation, checksum)
 
     async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connected and bound to the namespace."""
+        """Connect and bind the connection to the namespace."""
         reader, writer = await self.connect()
         writer.write(an_opening(self.namespace.digest))
         assert await challenge(reader) is DataPlaneStatus.DONE
@@ -121,7 +121,7 @@ async def reply(reader: asyncio.StreamReader) -> list[DataPlaneStatus]:
 
 
 async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, DataPlaneStatus]:
-    """The rest of the reply to a GET of one block that is there."""
+    """Read the rest of the reply to a GET of one present block."""
     async with asyncio.timeout(60):
         return await reader.readexactly(length), DataPlaneStatus((await reader.readexactly(1))[0])
 
@@ -338,10 +338,10 @@ def test_closing_ends_calls_of_other_threads():
     "nonsense",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        REPLY.pack(MAGIC, 2) + bytes([DataPlaneStatus.DONE, DataPlaneStatus.DONE]),  # to a request of one
+        REPLY.pack(MAGIC, 2) + bytes([DataPlaneStatus.DONE, DataPlaneStatus.DONE]),  # in reply to a request of one
         REPLY.pack(MAGIC, 1) + bytes([77]),
         REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.REFUSED]),
-        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and not a byte more
+        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and no further byte
     ],
 )
 def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
@@ -355,7 +355,7 @@ def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
 
 @contextmanager
 def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
-    """Answers the opening of one connection, and then nothing more; or the same to whatever it is asked, and hangs up."""
+    """Run a node that answers only the opening of one connection, or that answers everything alike and hangs up."""
 
     def answer() -> None:
         connection, _ = server.accept()
@@ -379,7 +379,7 @@ def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
 
 @asynccontextmanager
 async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
-    """Counts bytes from the server to the client; for one connection."""
+    """Run a proxy for one connection that flips a byte from the server, by its position."""
     over = asyncio.Event()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -412,7 +412,7 @@ async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
 
 
 class SlowLink:
-    """Passes everything to the server, and back as much as it is told to; in a thread of its own."""
+    """Proxy in a thread that forwards everything to the server, and back only a given number of bytes."""
 
     def __init__(self, port: int):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -428,7 +428,7 @@ class SlowLink:
         self._open.set()
 
     def passed(self, count: int) -> None:
-        """Waits until that many bytes came back through."""
+        """Wait until that many bytes came back."""
         eventually(lambda: self._bytes >= count)
 
     def close(self) -> None:

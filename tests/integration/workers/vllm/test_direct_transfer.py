@@ -1,7 +1,7 @@
-"""Blocks that go from one vLLM engine's memory to another's, by vLLM's own NIXL connector.
+"""Tests of blocks that move from one vLLM engine's memory to another's by vLLM's own NIXL connector.
 
-On a few cores NIXL stalls for seconds now and then (its progress thread and the engine want the same core), so this
-proves that it works and says nothing of its speed.
+On a few cores NIXL stalls for seconds now and then, since its progress thread and the engine share a core. The tests
+therefore say nothing about speed.
 """
 
 import json
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
     pytest.mark.skipif(direct_available() is not None, reason=direct_available() or ""),
 ]
 
@@ -56,7 +56,7 @@ def node() -> Iterator[NodeProcess]:
 
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
-    """They have a store as well; what was handed off directly comes directly nevertheless."""
+    """Open two engines that also have a store; direct handoffs do not use it."""
     workers = [
         vllm_worker(model_dir, role=role, store=node.address, kv_paths=(KvPath.DIRECT, KvPath.STORE))
         for role in (Role.PREFILL, Role.DECODE)
@@ -77,7 +77,7 @@ def test_direct_transfer_gives_the_tokens_of_one_engine(pair, length):
 
     (tokens, prefilled, decoded), alone = pair.run(run())
 
-    blocks = blocks_for(length, BLOCK_TOKENS)  # the last one as well, though it may not be full
+    blocks = blocks_for(length, BLOCK_TOKENS)  # including the last block, which may not be full
     assert tokens == alone
     assert blocks_from(prefilled.kv, Source.COMPUTED) == blocks
     assert blocks_from(decoded.kv, Source.DIRECT) == blocks
@@ -94,7 +94,7 @@ def test_only_direct_handoffs_count_as_lent(pair):
         lent, leases = prefill.engine.lent, set(prefill.engine._lent_until)
         await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
         more = set(prefill.engine._lent_until) - leases
-        prefill.engine._lent_until = deque([0.0])  # as if all had ended
+        prefill.engine._lent_until = deque([0.0])  # as if all leases had ended
         return lent, more, prefill.engine.lent
 
     lent, more, left = pair.run(run())
@@ -132,7 +132,7 @@ def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
 
 
 def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, model_dir):
-    """A stop string ends an answer before its engine has the last word."""
+    """End the answer with a stop string, before the engine's last report."""
     prompt = fresh_prompt(200)
     prefill, decode = pair.engines
     _, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))

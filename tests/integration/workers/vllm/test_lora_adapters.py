@@ -1,4 +1,4 @@
-"""Adapters of a real vLLM engine: each has tokens of its own and blocks of its own, and is loaded when work for it comes."""
+"""Tests of LoRA adapters in a real vLLM engine: each has its own tokens and blocks, and is loaded on demand."""
 
 import json
 from collections.abc import Iterator
@@ -27,18 +27,18 @@ from workers.engines.vllm.lora import AdapterFiles, LoadedAdapters, adapters_of,
 from workers.settings import VllmSettings, WorkerSettings
 
 BLOCK, RANK = 32, 8
-SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two long prompts push the others out
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two long prompts evict the others
 
 with_vllm = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 
 def write_adapter(folder: Path, *, seed: int, rank: int = RANK) -> str:
-    """A LoRA of the tiny model's queries and values, large enough to change what it says."""
+    """Write a LoRA adapter for queries and values of the tiny model, strong enough to change its answers."""
     rng = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     tensors = {}
@@ -62,7 +62,7 @@ def a_worker(model_dir: Path, folder: Path, store: str) -> WorkerSettings:
 
 
 class LoraEngine(NamedTuple):
-    """An engine with adapters, its store, and a client of that."""
+    """An engine with adapters, its store, and a client of the store."""
 
     hosted: VllmEngines
     settings: WorkerSettings
@@ -73,7 +73,7 @@ class LoraEngine(NamedTuple):
         return self.hosted.engines[0]
 
     def salt(self, name: str) -> bytes:
-        """As a router makes it."""
+        """Return the salt that a router computes."""
         if not name:
             return b""
         (adapter,) = [each for each in self.engine.engine.facts.adapters if each.name == name]
@@ -86,7 +86,7 @@ class LoraEngine(NamedTuple):
         return chain(prompt, BLOCK, salt=self.salt(name))
 
     def held(self, name: str, prompt: bytes) -> int:
-        """Blocks of a prompt that the store has for an adapter."""
+        """Return how many blocks of a prompt the store has for an adapter."""
         return len(self.client.match(self.names(name, prompt), lease_seconds=0))
 
 
@@ -209,7 +209,7 @@ def test_prefilled_adapter_blocks_are_stored_at_the_handoff(world, mark):
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
 def test_adapter_with_changed_files_is_rejected_alone(world, mark):
-    """Last, since it changes an adapter that the tests share."""
+    """Run last, because this test changes an adapter that the tests share."""
     changed = write_adapter(Path(world.settings.adapters[ModelName("eve")]), seed=9)
     refused, served = world.work("eve", fresh_prompt(40)), world.work("bob", fresh_prompt(40))
 

@@ -1,4 +1,4 @@
-"""How a vLLM engine starts, and what is refused."""
+"""Tests of the start of a vLLM engine and of the settings that it rejects."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 

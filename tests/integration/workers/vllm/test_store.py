@@ -1,6 +1,6 @@
-"""Real vLLM engines and a real store node: blocks move, and the tokens stay what one engine alone gives.
+"""Tests of real vLLM engines on a real store node: blocks move, and the tokens equal those of one engine.
 
-Equal tokens alone prove nothing, since an engine that gets no blocks computes them: every test counts blocks.
+An engine without blocks computes equal tokens too, so every test counts blocks.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 128 << 10
-OFFER_SECONDS = 20  # for blocks that are written when there is time
+OFFER_SECONDS = 20  # for blocks written in idle time
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
 
 @pytest.fixture(scope="module")
 def ranks(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
-    """An engine of two tensor-parallel ranks; of the model's two heads, each has one."""
+    """Open an engine of two tensor-parallel ranks; each has one of the model's two heads."""
     worker = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
     settings = msgspec.structs.replace(worker.vllm, extra_args={"tensor_parallel_size": 2})
     with hosted(msgspec.structs.replace(worker, vllm=settings)) as ranks:
@@ -84,7 +84,7 @@ def client(pair: VllmEngines, model_dir: Path, node: NodeProcess) -> Iterator[St
 
 
 def until_held(client: StoreClient, tokens: bytes, blocks: int) -> None:
-    """Wait until the store holds so many blocks of a prompt."""
+    """Wait until the store holds that many blocks of a prompt."""
     names = chain(tokens, BLOCK_TOKENS)[:blocks]
     deadline = time.monotonic() + OFFER_SECONDS
     while len(client.match(names, lease_seconds=0)) < blocks:
@@ -131,7 +131,9 @@ def test_decoding_from_the_store_gives_the_tokens_of_one_engine(pair, length, ma
 
     async def both():
         prefill, decode = pair.engines
-        alone, _ = await decode.do(an_attempt(prompt, max_tokens, salt=b"x" * 32))  # shares no block with what follows
+        alone, _ = await decode.do(
+            an_attempt(prompt, max_tokens, salt=b"x" * 32)
+        )  # shares no block with the next request
         return alone, await run_disaggregated(prefill, decode, prompt, max_tokens, KvPath.STORE)
 
     alone, (tokens, prefilled, decoded) = pair.run(both())
@@ -383,7 +385,7 @@ def test_cancelled_request_stops_within_a_step(pair):
     end, (steps, tokens), other_end = pair.run(run())
 
     assert end.finish is Finish.CANCELLED
-    assert steps <= 3  # its own end, and what was under way
+    assert steps <= 3  # its own end and the running step
     assert tokens <= 1
     assert other_end.finish is Finish.LENGTH
 
@@ -407,7 +409,7 @@ def test_engine_computes_without_its_store_and_rejoins_it(pair, node, client):
     node.start()
 
     deadline = time.monotonic() + 60
-    while True:  # the clients' breakers notice within seconds
+    while True:  # the clients' circuit breakers notice within seconds
         _, _, decoded = pair.run(run_disaggregated(prefill, decode, fresh_prompt(200), 4, KvPath.STORE))
         if blocks_from(decoded.kv, Source.STORE) == 6:
             break
@@ -430,7 +432,7 @@ def test_killed_rank_ends_its_engine_and_spares_the_store(ranks, node, model_dir
 
 
 def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
-    """Last, since it ends the engines that the tests share."""
+    """Run last, because this test ends the engines that the tests share."""
     children = psutil.Process().children(recursive=True)
     cores = [child for child in children if command_of(child)[:1] == ["VLLM::EngineCore"]]
     assert len(cores) == 2
@@ -448,7 +450,7 @@ def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeypatch):
-    """A prefill engine has no other way to hand over: it starts, and can do so from when the node answers."""
+    """Start a prefill engine with no other KV path; it can hand off as soon as the node answers."""
     monkeypatch.setattr("workers.engines.vllm.engine.STORE_SECONDS", 0.5)
     with a_node(capacity_bytes=64 << 20) as node:
         node.freeze()

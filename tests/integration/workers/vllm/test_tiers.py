@@ -1,4 +1,4 @@
-"""Real vLLM engines over a store with tiers: a prompt seen before is not computed again, wherever its blocks are."""
+"""Tests of real vLLM engines over a store with tiers: a known prompt is not computed again, whichever tier has its blocks."""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,36 +24,36 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 BLOCK_TOKENS = 32
 TOKENS = 2050
 BLOCKS = TOKENS // BLOCK_TOKENS
-SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts push one out
-MAX_RUNNING = 2  # so that a queue is quickly made
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts evict one
+MAX_RUNNING = 2  # small, so that requests queue soon
 
 
 class TieredEngines(NamedTuple):
-    """Two engines, each with a node of its own; the nodes share a Redis server, and the first has a disk."""
+    """Two engines with a node each; the nodes share a Redis server, and the first one has a disk."""
 
     hosted: VllmEngines
     nodes: tuple[NodeProcess, NodeProcess]
     clients: tuple[StoreClient, StoreClient]
 
     def ask(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], int]:
-        """The answer's tokens, and how many blocks of the prompt came from the store."""
+        """Return the answer's tokens and the number of prompt blocks from the store."""
         driver: EngineDriver = self.hosted.engines[engine]
         tokens, end = self.hosted.run(driver.do(an_attempt(prompt, 8)))
         return tokens, blocks_from(end.kv, Source.STORE)
 
     def ask_by_tier(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], dict[str, int]]:
-        """The same, by the tier of the node that had them."""
+        """Return the number of blocks by the node's tier."""
         tokens, end = self.hosted.run(self.hosted.engines[engine].do(an_attempt(prompt, 8)))
         return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
 
     def push_out(self, engine: int) -> None:
-        """Out of the engine's own cache."""
+        """Evict a prompt from the engine's own cache."""
         for _ in range(3):
             self.ask(engine, fresh_prompt(TOKENS))
 
@@ -63,7 +63,7 @@ class TieredEngines(NamedTuple):
         return stats
 
     def until_kept(self, node: int, tier: int, before: int) -> None:
-        """Until the prompt that was written last has gone down to a tier as well."""
+        """Wait until the latest prompt is in a lower tier too."""
         eventually(lambda: self.stats(node).tiers[tier].bytes_written - before >= BLOCKS * tiny_block_bytes, 30)
 
     def written(self, node: int, tier: int) -> int:
@@ -138,7 +138,7 @@ def test_a_prompt_that_no_tier_has_is_computed_without_a_wait(cluster):
     assert cluster.stats(0).tiers[0].hits == before
 
 
-ATTEMPTS = 3  # a fetch has a deadline, which a busy machine may miss: then blocks come when their request is scheduled
+ATTEMPTS = 3  # a busy machine may miss the deadline of a fetch; then blocks come when their request is scheduled
 
 
 def test_blocks_are_promoted_from_redis_during_queueing(cluster):

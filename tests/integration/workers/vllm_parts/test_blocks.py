@@ -1,4 +1,4 @@
-"""Blocks between an engine's tensors and a real store node, without an engine."""
+"""Tests of block transfer between an engine's tensors and a real store node, without an engine."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def client() -> Iterator[StoreClient]:
 
 
 def heads_first(seed: int) -> list:
-    """The layout of the store."""
+    """Return a tensor in the layout of the store."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn((BLOCKS, HEADS, TOKENS, ELEMENTS), generator=generator).to(torch.bfloat16) for _ in range(LAYERS)
@@ -38,7 +38,7 @@ def heads_first(seed: int) -> list:
 
 
 def tokens_first(layers: list) -> list:
-    """Equal values in another order in memory."""
+    """Return a tensor with the same values in another memory order."""
     return [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in layers]
 
 
@@ -85,7 +85,7 @@ def mover(client) -> Iterator[BlockMover]:
 
 
 def collect(mover: BlockMover) -> list:
-    """Wait for the loads, as an idle engine does: step after step."""
+    """Step until the loads are done, like an idle engine."""
     for _ in range(5000):
         if results := mover.collect(idle=True):
             return results
@@ -134,7 +134,7 @@ def test_blocks_beyond_the_staging_area_are_dropped_from_end(client, monkeypatch
 
 
 class Steps(threading.Event):
-    """In place of the mover's own clock: an engine that steps during the writer's first `busy` looks, then pauses."""
+    """Replaces the executor's clock: an engine that steps during the first `busy` looks and then pauses."""
 
     def __init__(self, mover: BlockMover, busy: int):
         super().__init__()
@@ -152,7 +152,7 @@ class Steps(threading.Event):
 
 @pytest.fixture
 def written(mover) -> list[list[bytes]]:
-    """The names of every write, as the mover asks for them."""
+    """Return the names of every write that the executor requests."""
     writes, write = [], mover._client.write
 
     def spy(names, sources, **fields):
@@ -217,7 +217,7 @@ def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
 
 
 def test_a_load_that_breaks_ends_all_the_same(client, mover):
-    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched: a bug of the scheduler side
+    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched, which is a bug of the scheduler side
 
     mover.start(work(loads=[load]))
 

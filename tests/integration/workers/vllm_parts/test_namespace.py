@@ -1,4 +1,4 @@
-"""What makes the blocks of two vLLM engines the same, from what vLLM makes of their arguments."""
+"""Tests of the namespace of a vLLM engine's blocks, derived from its arguments."""
 
 from types import SimpleNamespace
 from typing import Any

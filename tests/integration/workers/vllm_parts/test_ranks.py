@@ -1,4 +1,4 @@
-"""Engines of several ranks on a real store node: each rank in a thread or process of its own, with real tensors, without vLLM."""
+"""Tests of engines of several ranks on a real store node: each rank is a thread or process with real tensors, without vLLM."""
 
 import multiprocessing
 import os
@@ -64,14 +64,14 @@ def folder() -> Iterator[Path]:
 
 
 def a_model(seed: int) -> list:
-    """KV of the whole model, a tensor a layer."""
+    """Return the KV of the whole model, one tensor per layer."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BLOCKS, HEADS, TOKENS, ELEMENTS)
     return [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
 
 
 def a_part(model: list, ranks: int, rank: int) -> list:
-    """What one rank holds of it."""
+    """Return one rank's part of it."""
     heads = BlockShape.of(NAMESPACE).share(ranks, rank).heads
     return [layer[:, heads.first : heads.end].contiguous() for layer in model]
 
@@ -83,7 +83,7 @@ def a_step(step: int = 1, **fields) -> StoreWork:
 
 
 class RankedEngine:
-    """All ranks of one, each with a client of its own; what they do, they do at the same time."""
+    """All ranks of an engine, each with its own client; they act at the same time."""
 
     def __init__(self, address: str, folder: Path, ranks: int, model: list, way: str):
         self.ranks = ranks
@@ -107,7 +107,7 @@ class RankedEngine:
         self.at_once(lambda rank: self.movers[rank].save(work))
 
     def load(self, load: BlockLoad) -> list[list[bool]]:
-        """What each rank says of each block."""
+        """Return the results of all ranks for each block."""
 
         def run(rank: int) -> list[bool]:
             self.movers[rank].start(a_step(loads=[load]))
@@ -155,7 +155,7 @@ def held(client: StoreClient, names: list[bytes]) -> int:
 
 
 def assert_loaded(node: NodeProcess, client: StoreClient, names: list[bytes], model: list, first: int) -> None:
-    """An engine of one rank finds these blocks as `model` has them from block `first` on."""
+    """Check that an engine of one rank reads blocks of `model`, from block `first` on."""
     with an_engine(node, 1, [torch.zeros_like(layer) for layer in model]) as reader:
         whole = reader.load(BlockLoad("r", client.match(names, lease_seconds=10), 0, list(range(len(names)))))
         assert whole == [[True] * len(names)]
@@ -175,7 +175,7 @@ def assert_loaded(node: NodeProcess, client: StoreClient, names: list[bytes], mo
 )
 def test_engines_with_different_ranks_read_each_others_blocks(node, client, kind, writing, reading, monkeypatch):
     monkeypatch.setattr(vllm_ranks, "ORDER_BLOCKS", 10)
-    model, names = a_model(1), a_chain(35)  # more than one order, and than one batch
+    model, names = a_model(1), a_chain(35)  # more than one command and one batch
     empty = [torch.zeros_like(layer) for layer in model]
 
     with an_engine(node, writing, model) as writer, an_engine(node, reading, empty) as reader:
@@ -335,7 +335,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
     saving.start()
     pair.movers[0].save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
     assert held(client, a_chain(3)) == 0
-    client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # takes the places that are free again
+    client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # uses the slots that are free again
 
     late.set()
     saving.join(60)
@@ -354,7 +354,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
 def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 20))
     leader, clock = pair.movers[0]._end, ManualClock()
-    leader._clock, leader._at_once = clock, 1  # an order a block
+    leader._clock, leader._at_once = clock, 1  # one command per block
 
     for step in (1, 2):
         pair.movers[0].save(
@@ -381,7 +381,7 @@ def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, mon
     pair.movers[1].save(a_step(1, urgent=saves))
 
     assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
-    pair.movers[0]._end._at_once = 2  # several orders, and one that finds nobody for a while
+    pair.movers[0]._end._at_once = 2  # several commands, one of which finds no rank for a while
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     pair._step = 1
     pair.save(urgent=saves)
@@ -473,7 +473,7 @@ def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
 
 
 def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -> None:
-    """Joins an engine of two, and kills itself when it has written one block of a save of three."""
+    """Join an engine of two ranks, and kill this process after one block of a save of three."""
     client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
     source = mover._keeper._blocks.source
@@ -495,7 +495,7 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
 @contextmanager
 def beside_one_that_dies(node: NodeProcess, folder: Path, dying: int) -> Iterator[tuple[BlockMover, StoreClient]]:
-    """The other rank of an engine."""
+    """Run the other rank of the engine."""
     spawn = multiprocessing.get_context("spawn")
     ready, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=a_rank_that_dies, args=(node.address, folder, dying, theirs), daemon=True)
@@ -520,7 +520,7 @@ def test_rank_killed_while_writing_leaves_nothing(node, client, folder):
         assert client.stats().reservations == 0
         first.save(
             a_step(2, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
-        )  # vLLM ends the engine; until then it goes on
+        )  # vLLM ends the engine, which continues until then
         assert held(client, a_chain(3)) == 0
 
 
@@ -536,7 +536,7 @@ def test_reservation_of_a_killed_first_rank_ends_by_itself(folder, monkeypatch, 
             )
             steps = count(2)
 
-            def told() -> bool:  # its end is seen when the system has ended it
+            def told() -> bool:  # the end is seen after the system has ended the process
                 other.save(a_step(next(steps), urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
                 return bool(caplog.records)
 

@@ -16,7 +16,7 @@ from fleet.membership.discovery.open import OpenDirectory
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from tests.support.kvstore.builders import ManualClock
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 SECONDS = 60
@@ -98,14 +98,15 @@ async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator
 
 async def registered(worker: OpenDirectory) -> None:
     """Register over a path that was just mended."""
-    async with asyncio.timeout(SECONDS):
-        while True:
-            try:
-                await worker.register(WORKER, OLD, ADDRESS)
-            except RegistryUnreachable:
-                await asyncio.sleep(0.05)
-            else:
-                return
+
+    async def accepted() -> bool:
+        try:
+            await worker.register(WORKER, OLD, ADDRESS)
+        except RegistryUnreachable:
+            return False
+        return True
+
+    await until_answered(accepted, SECONDS)
 
 
 async def test_a_router_that_watches_sees_who_is_published(a_world):

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tests.contract.planner.connector_contract import *  # noqa: F403 - they run
 from tests.contract.planner.connector_contract import DECODE, ROOM, SECONDS, ProcessKilled, a_plan, sizes
 from tests.support.planner.connectors import FakeOrchestrator, KilledOnWrite, silent_port
 from tests.support.servers.etcd import EtcdServer, an_etcd_server
+from tests.support.waiting import eventually
 
 TOPOLOGY = f"""
 [cluster]
@@ -152,9 +152,7 @@ def local(tmp_path_factory):
     with (folder / "output").open("w") as output:
         process = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + SECONDS
-        while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        eventually(lambda: ready.exists() or process.poll() is not None, SECONDS)
         assert ready.exists(), (folder / "output").read_text()
         yield json.loads(ready.read_text())
         process.terminate()

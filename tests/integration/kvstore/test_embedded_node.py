@@ -112,7 +112,7 @@ async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
 
             with client:
                 looking = asyncio.get_running_loop().run_in_executor(None, look_up)
-                await asyncio.sleep(0.05)
+                await until(lambda: looks)
                 before = looks
                 # Run like a step of an engine that releases the interpreter but blocks the event loop.
                 eventually(lambda: looks > before + 20)
@@ -178,7 +178,7 @@ async def test_a_node_that_ends_by_itself_ends_the_work_of_its_host(monkeypatch)
             async with node(folder):
                 failing.set()
                 try:
-                    await asyncio.sleep(20)
+                    await asyncio.Event().wait()
                 finally:
                     worked.append("cancelled")
 

@@ -19,6 +19,7 @@ from loadtests.router.mock_workers import workers
 from loadtests.router.systems import relay
 from loadtests.router.systems.processes import ask, started, started_module, wait_until_it_answers
 from loadtests.unavailable import SystemUnavailable
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -171,10 +172,7 @@ def test_processor_time_and_memory_are_those_of_all_children(tmp_path):
     burn = "import time\nwhile time.process_time() < 0.3: pass\nopen('done', 'w').close()\ntime.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with started("parent", [sys.executable, "-c", parent], tmp_path, ANYWHERE, {}) as server:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "done").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually((tmp_path / "done").exists, 30)
 
         assert server.cpu_seconds() >= 0.3
         assert server.resident_bytes() > 8 << 20

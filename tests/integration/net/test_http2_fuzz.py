@@ -5,7 +5,6 @@ import gzip
 import logging
 import socket
 import threading
-import time
 from contextlib import contextmanager, suppress
 
 import grpc
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from fleet.net.grpc.http2 import Http2Server
 from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, SETTINGS, call, frame
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -120,8 +120,5 @@ def test_random_frames_at_most_end_their_connection(served, caplog, opening, pie
                 connection.sendall(part)
             assert list(repeated(b"x", timeout=60)) == [b"x"] * 3, "and meanwhile its calls have begun"
 
-    deadline = time.monotonic() + 60
-    while (server.calls, server.held_bytes) != (0, 0):  # another thread reports the last end
-        assert time.monotonic() < deadline, (server.calls, server.held_bytes)
-        time.sleep(0.001)
+    eventually(lambda: (server.calls, server.held_bytes) == (0, 0))  # another thread reports the last end
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

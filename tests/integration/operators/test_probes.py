@@ -54,7 +54,7 @@ async def exchange(content, status=200, heard=None):
         if heard is not None:
             heard.append((request.headers, msgspec.json.decode(await request.read())))
         if content is None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         headers = {"Location": "http://127.0.0.1:9/"} if status == 302 else {}
         return web.Response(status=status, body=content, content_type="application/json", headers=headers)
 

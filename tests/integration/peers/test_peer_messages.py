@@ -15,6 +15,7 @@ from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -76,13 +77,11 @@ def heard(tmp_path, *said, **fields):
         running = asyncio.create_task(replicas.run())
         speaker = SendingPeer()
         async with asyncio.timeout(60):
-            while not (tmp_path / "r.sock").exists():
-                await asyncio.sleep(0.002)
+            await until((tmp_path / "r.sock").exists)
             connection = await connect(address, lambda _: speaker)
             for message in (HELLO, *said, pb.ReplicaMessage(bookings=pb.ReplicaBookings())):
                 connection.send(message.SerializeToString())
-            while not speaker.over.is_set() and "PeerReserved" not in router.events:
-                await asyncio.sleep(0.002)
+            await until(lambda: speaker.over.is_set() or "PeerReserved" in router.events)
         heard = list(router.events), router.placed
         connection.abort()
         running.cancel()

@@ -117,7 +117,7 @@ def seconds_until_idle(client):
 
 async def _endless(content, context):
     await context.write(b"one")
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def stays_ready(server, calls):

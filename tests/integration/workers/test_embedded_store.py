@@ -33,6 +33,7 @@ from kvstore.service.settings import StoreSettings
 from tests.support.kvstore.builders import a_short_folder, file_names_in
 from tests.support.servers.processes import a_free_port
 from tests.support.shared_memory import segments_of
+from tests.support.waiting import until_answered
 from tests.support.workers.engine_driver import (
     EngineDriver,
     an_attempt,
@@ -97,9 +98,11 @@ async def until_held(address: str, prompt: bytes) -> None:
     """Wait until the node has all full blocks of a prompt, asked like any process of the host."""
     client = await asyncio.to_thread(StoreClient.connect, address, namespace())
     with client:
-        async with asyncio.timeout(60):
-            while len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) < BLOCKS:
-                await asyncio.sleep(0.01)
+
+        async def held() -> bool:
+            return len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) >= BLOCKS
+
+        await until_answered(held)
 
 
 async def answered(worker: WorkerProcess, prompt: bytes, **fields):

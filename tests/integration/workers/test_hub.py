@@ -25,7 +25,7 @@ from fleet.core.work import WorkerDescription
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.router.settings.router import RouterSettings
 from tests.support.servers.hub import HubRepository, a_hub
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until_answered
 from tests.support.workers.worker_processes import a_router_stream
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -163,15 +163,15 @@ async def ask(address, body):
     host, _, port = address.removeprefix("http://").rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: it\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    async with asyncio.timeout(SECONDS):
-        while True:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(head.encode() + content)
-            answer = await reader.read()
-            writer.close()
-            if answer.startswith(b"HTTP/1.1 200"):
-                return json.loads(answer.partition(b"\r\n\r\n")[2])
-            await asyncio.sleep(0.05)
+
+    async def completion() -> dict | None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + content)
+        answer = await reader.read()
+        writer.close()
+        return json.loads(answer.partition(b"\r\n\r\n")[2]) if answer.startswith(b"HTTP/1.1 200") else None
+
+    return await until_answered(completion, SECONDS)
 
 
 async def test_worker_stopped_while_downloading_ends_at_once(hub, tmp_path):

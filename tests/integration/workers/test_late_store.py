@@ -26,7 +26,7 @@ from tests.support.kvstore.builders import (
     empty_buffers,
 )
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, until, until_answered
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.worker_processes import a_worker_process
 
@@ -77,9 +77,7 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
 
             long = cluster.arrival(fresh_prompt(40), sampling=Sampling(temperature=0, max_tokens=400, ignore_eos=True))
             streaming = asyncio.ensure_future(cluster.answer(long, after_first=node.thaw))
-            async with asyncio.timeout(60):
-                while not await handed_over(cluster):
-                    await asyncio.sleep(0.05)
+            await until_answered(lambda: handed_over(cluster))
 
             tokens, complete = await streaming
             assert len(tokens) == 400

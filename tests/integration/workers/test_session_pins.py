@@ -210,9 +210,8 @@ async def test_session_resumes_from_its_pinned_blocks(session, loaded):
     ):
         async with a_router_with_workers(simulated_worker(node.address), store=node.address) as router:
             await ask(router, prompt, 0, session)
-            async with asyncio.timeout(60):
-                while client.stats().blocks < 10 or client.stats().held_bytes < (10 * PAGE if session else 0):
-                    await asyncio.sleep(0.01)
+            await until(lambda: client.stats().blocks >= 10)
+            await until(lambda: client.stats().held_bytes >= (10 * PAGE if session else 0))
             for number in range(1, 15):  # 140 blocks, while engine and store have room for 64
                 await ask(router, fresh_prompt(10 * BLOCK_TOKENS + 5), number)
                 await until(lambda number=number: client.stats().written >= 10 * (number + 1))

@@ -55,7 +55,7 @@ async def a_leader(group, **fields):
     async def lead():
         async with leading(group(0, **fields), "same", SystemClock()) as lead:
             ready.set_result(lead)
-            await asyncio.sleep(SECONDS)
+            await asyncio.Event().wait()
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(lead())
@@ -82,7 +82,7 @@ def died(group):
 
 async def follow(group, **fields):
     async with following(group(1, **fields), "same", SystemClock()):
-        await asyncio.sleep(SECONDS)
+        await asyncio.Event().wait()
 
 
 async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):

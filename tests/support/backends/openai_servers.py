@@ -120,6 +120,7 @@ class OpenAiServer:
         self.tokenise: Callable[[str], list[int]] | None = None  # None: the server has no such path
         self.seen: list[ReceivedRequest] = []
         self.connections = 0  # ever opened, without those of health checks
+        self.health_checks = 0
         self.open = 0  # connections that carried requests and are open
         self.cut = 0  # requests whose connection closed before their answer ended
         self.port = a_free_port()  # a restarted server uses the same port
@@ -147,6 +148,7 @@ class OpenAiServer:
         try:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
+                    self.health_checks += 1
                     await asyncio.sleep(self.health_seconds)
                     await ServerExchange(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break
@@ -342,8 +344,8 @@ async def hold_after_first_token(exchange: ServerExchange) -> None:
     """Send one token and then nothing."""
     await exchange.begin_events()
     await exchange.event(token("a"))
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def never_answer(exchange: ServerExchange) -> None:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()

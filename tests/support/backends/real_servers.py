@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from fleet.local.process_group import end_group
 from fleet.local.tiny_model import build_tiny_model
 from tests.support.servers.processes import a_free_port
+from tests.support.waiting import eventually
 
 START_SECONDS = 240  # ten to thirty seconds on an idle machine
 
@@ -50,13 +50,13 @@ class RealServer:
 
     def wait(self) -> None:
         """Wait until the health check succeeds."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                assert answer.status == 200
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"{self.name} does not start: {self._output.read_text(errors='replace')[-4000:]}")
+        eventually(lambda: self._is_healthy() or self._process.poll() is not None, START_SECONDS)
+        assert self._process.poll() is None, self._output.read_text(errors="replace")[-4000:]
+
+    def _is_healthy(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            return answer.status == 200
+        return False
 
     def end(self) -> None:
         end_group(self._process.pid)

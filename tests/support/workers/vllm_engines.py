@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from kvstore.namespace import KvNamespace
+from tests.support.waiting import until
 from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.vllm.engine import open_engine
 from workers.engines.vllm.namespace import weights_revision
@@ -99,10 +100,8 @@ async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]"
             for number, each in enumerate(settings, 1):
                 opened.append(loop.create_future())
                 tasks.create_task(_hold(each, opened[-1], over))
-                while (
-                    not opened[-1].done() and _cores() < others + number
-                ):  # engines take settings from the environment of this process, so start them one by one
-                    await asyncio.sleep(0.02)
+                # Engines take settings from the environment of this process, so start them one by one.
+                await until(lambda: opened[-1].done() or _cores() >= others + number, START_SECONDS)  # noqa: B023 - awaited here
             try:
                 async with driven_engines(*[await each for each in opened]) as drivers:
                     ready.set_result(VllmEngines(loop, stopping, drivers))

@@ -17,7 +17,7 @@ from fleet.core.ids import RequestId
 from tests.support.backends import openai_servers
 from tests.support.backends.openai_servers import a_relay
 from tests.support.backends.real_servers import real_servers
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 
 pytestmark = [
     pytest.mark.vllm,
@@ -119,9 +119,11 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
         await client.completions.create(prompt="and then", **GREEDY)
         assert loop.time() - began < 400 * a_token + 5
         if name == "vllm":
-            async with asyncio.timeout(20):
-                while await asyncio.to_thread(running_at, servers[name]):
-                    await asyncio.sleep(0.1)
+
+            async def idle() -> bool:
+                return not await asyncio.to_thread(running_at, servers[name])
+
+            await until_answered(idle, 20)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ async def test_unreachable_server_is_logged_once_with_url_and_cause(server, capl
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ExternalBackends(settings, 1.0, SystemClock()).run(heard.append))
         await until(lambda: len(caplog.records) == 2)
-        await asyncio.sleep(0.2)  # the server is probed again and again
+        await until(lambda: server.health_checks >= 8)  # the server is probed again and again
         server.health_status = 200
         await until(lambda: heard)
         running.cancel()
@@ -391,7 +391,7 @@ async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         await anext(stream)
         server.health_status = 500
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.6)  # six probe periods, in which a busy server is not probed
         assert world.serving() == 1
 
         go_on.set()

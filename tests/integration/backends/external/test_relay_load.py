@@ -172,12 +172,10 @@ async def test_slow_reader_costs_other_clients_nothing(server):
         async def flood() -> None:
             nonlocal sent
             while sent < SLOW_BYTES:
+                await until(lambda: server.streams["slow"].writable)
+                server.streams["slow"].say("x" * 60_000)
+                sent += 60_000
                 await asyncio.sleep(0)
-                if (stream := server.streams["slow"]).writable:
-                    stream.say("x" * 60_000)
-                    sent += 60_000
-                else:
-                    await asyncio.sleep(0.01)
             server.streams["slow"].end()
 
         async def dribble() -> None:

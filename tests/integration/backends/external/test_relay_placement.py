@@ -31,7 +31,7 @@ from tests.support.backends.openai_servers import (
 )
 from tests.support.builders import token_ids
 from tests.support.frontend.http_clients import error_of, post, raw_http_client
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -139,7 +139,7 @@ async def test_an_answer_that_grows_weighs_more(server):
         await exchange.begin_events()
         for _ in range(200):  # three blocks: the first and the rest may be reported separately
             await exchange.event(token("a"))
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     server.play = many
     async with a_relay(server) as world, raw_http_client(world) as peer:
@@ -194,11 +194,15 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
         events = {"kv_events": f"tcp://127.0.0.1:{port}", "kv_blocks": 1000}
         async with a_relay(servers[0], model_dir=model_dir, **events) as world, raw_http_client(world) as peer:
             number = 0
-            while world.router.status().index_blocks < len(hashes):  # a subscription takes time
+
+            def published() -> bool:
+                nonlocal number
                 payload = msgspec.msgpack.encode([0.0, [stored], 0])
                 publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
                 number += 1
-                await asyncio.sleep(0.01)
+                return world.router.status().index_blocks >= len(hashes)
+
+            await until(published)  # a subscription takes time
             assert world.router.status().index_blocks == len(hashes)
 
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": prompt}))
@@ -301,8 +305,11 @@ async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_d
                     async with asyncio.timeout(8):  # less than the default time
                         assert await process.wait() == 0
                     return
-                while await listens(address):
-                    await asyncio.sleep(0.01)
+
+                async def closed() -> bool:
+                    return not await listens(address)
+
+                await until_answered(closed)
                 told_to_end.set()
                 assert (await anext(stream)).choices[0].delta.content == "b"
             assert await process.wait() == 0

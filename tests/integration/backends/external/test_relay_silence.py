@@ -104,7 +104,7 @@ async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
 async def test_a_head_without_content_is_no_sign_of_life(servers):
     async def begin_only(exchange: ServerExchange) -> None:
         await exchange.begin_events()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -119,7 +119,7 @@ async def test_a_head_without_content_is_no_sign_of_life(servers):
 async def an_empty_first_event(exchange: ServerExchange) -> None:
     await exchange.begin_events()
     await exchange.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def only_comments(exchange: ServerExchange) -> None:
@@ -181,7 +181,7 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
         if exchange.seen.json.get("max_tokens") == 1:
             await exchange.respond(401, b'{"error": {"message": "who are you?"}}')
         else:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -212,11 +212,11 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
 
     async def stop(exchange: ServerExchange) -> None:
         if hang.is_set():
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         elif "stops" in exchange.seen.json["prompt"]:
             await exchange.begin_events()
             await exchange.event(token("a", chat=False))
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         else:
             await five_tokens(exchange)
 

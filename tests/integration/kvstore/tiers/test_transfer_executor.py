@@ -22,6 +22,7 @@ from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
 from kvstore.service.worker_threads import WorkerThreads
 from kvstore.system_clock import MonotonicClock
 from tests.support.kvstore.builders import MachineDriver, a_chain
+from tests.support.waiting import until
 
 MAX_WAIT = Nanos(30 * MILLISECOND)
 
@@ -110,13 +111,11 @@ async def test_hung_disk_holds_only_the_blocks_in_its_threads():
         for of in "abcdefgh":
             node.prefetch(a_chain(4, of))
         assert node.reservations == 8
-        while node.reservations > THREADS_PER_TIER:
-            await asyncio.sleep(0.001)
+        await until(lambda: node.reservations <= THREADS_PER_TIER)
         for _ in range(THREADS_PER_TIER):
             assert node.disk.reading.acquire(timeout=60)
         node.disk.gate.set()
-        while node.reservations:
-            await asyncio.sleep(0.001)
+        await until(lambda: not node.reservations)
 
         assert node.hierarchy.is_idle
         assert not node.disk.reading.acquire(blocking=False), "what is late was never begun"
@@ -129,8 +128,7 @@ async def test_tier_answer_after_the_node_stopped_is_ignored():
         node.disk.fails = True
         node.prefetch(a_chain(4, "a"), Nanos(10 * SECOND))
         await asyncio.to_thread(node.disk.reading.acquire)
-    while any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()):
-        await asyncio.sleep(0.001)
+    await until(lambda: not any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()))
     await asyncio.sleep(0)
     gc.collect()
 
@@ -147,9 +145,7 @@ async def test_loop_closed_during_a_call_keeps_the_thread(monkeypatch):
     with monkeypatch.context() as closing:
         closing.setattr(loop, "call_soon_threadsafe", closed)
         lanes.call(lambda: None)
-        async with asyncio.timeout(60):
-            while not told.is_set():
-                await asyncio.sleep(0.001)
+        await until(told.is_set)
 
     async with asyncio.timeout(60):
         assert await lanes.call(lambda: 7).outcome == 7
@@ -165,8 +161,7 @@ async def test_full_but_readable_disk_is_logged_once(caplog):
             node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # after any pause
             node.mover.settle()
             node.prefetch(a_chain(2, of * 2))
-            while not node.hierarchy.is_idle:
-                await asyncio.sleep(0.001)
+            await until(lambda: node.hierarchy.is_idle)
 
     assert [record.message for record in caplog.records] == ["tier fails"]
 
@@ -177,13 +172,9 @@ async def test_unreadable_disk_is_logged_once_despite_its_index(caplog, monkeypa
     async with a_node_on_a_disk() as node:
         node.disk.gate.set()
         node.disk.fails = True
-        while node.hierarchy.counters(0).failures < 3:
-            node.prefetch(a_chain(2))
-            await asyncio.sleep(0.001)
+        await until(lambda: node.prefetch(a_chain(2)) or node.hierarchy.counters(0).failures >= 3)
         assert [record.message for record in caplog.records] == ["tier fails"]
         node.disk.fails = False
-        while not node.hierarchy.counters(0).loaded:
-            node.prefetch(a_chain(2))
-            await asyncio.sleep(0.001)
+        await until(lambda: node.prefetch(a_chain(2)) or node.hierarchy.counters(0).loaded)
 
     assert [record.message for record in caplog.records] == ["tier fails", "tier works again"]

@@ -18,7 +18,7 @@ from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from tests.support.kvstore.builders import a_block, deadline_in
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, until, until_answered
 
 pytestmark = [
     pytest.mark.integration,
@@ -68,12 +68,15 @@ async def test_an_agent_that_died_is_replaced_and_found_again(pool):
     former = pool.node.pid
     os.kill(former, signal.SIGKILL)
 
-    async with asyncio.timeout(60):
-        while pool.node.pid in (former, None):
-            await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (BlockOutcome.MOVED, BlockOutcome.GONE)
-        while await asyncio.to_thread(read, transport, pool.slot, 5) is not BlockOutcome.MOVED:
-            await asyncio.sleep(0.01)
+    async def replaced() -> bool:
+        assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (BlockOutcome.MOVED, BlockOutcome.GONE)
+        return pool.node.pid not in (former, None)
+
+    async def readable() -> bool:
+        return await asyncio.to_thread(read, transport, pool.slot, 5) is BlockOutcome.MOVED
+
+    await until_answered(replaced)
+    await until_answered(readable)
     watching.cancel()
     transport.close()
 

@@ -86,10 +86,7 @@ def client(pair: VllmEngines, model_dir: Path, node: NodeProcess) -> Iterator[St
 def until_held(client: StoreClient, tokens: bytes, blocks: int) -> None:
     """Wait until the store holds that many blocks of a prompt."""
     names = chain(tokens, BLOCK_TOKENS)[:blocks]
-    deadline = time.monotonic() + OFFER_SECONDS
-    while len(client.match(names, lease_seconds=0)) < blocks:
-        assert time.monotonic() < deadline, "the blocks do not reach the store"
-        time.sleep(0.01)
+    eventually(lambda: len(client.match(names, lease_seconds=0)) >= blocks, OFFER_SECONDS)
 
 
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)

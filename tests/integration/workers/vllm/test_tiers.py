@@ -1,6 +1,5 @@
 """Tests of real vLLM engines over a store with tiers: a known prompt is not computed again, whichever tier has its blocks."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.messages import Stats
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.servers.processes import a_redis_server
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 from tests.support.workers.engine_driver import EngineDriver, an_attempt, blocks_from, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.settings import VllmSettings
@@ -159,8 +158,8 @@ def test_blocks_are_promoted_from_redis_during_queueing(cluster):
             engine.submit(*running)
             await engine.until(lambda: all(engine.tokens[each.request_id] for each in running))
             engine.submit(queued)
-            while (there := cluster.stats(1).tiers[0].hits - hits) < BLOCKS and not ended():
-                await asyncio.sleep(0.005)
+            await until(lambda: cluster.stats(1).tiers[0].hits - hits >= BLOCKS or ended())
+            there = cluster.stats(1).tiers[0].hits - hits
             waits = engine.tokens[queued.request_id] == () and not ended()
             for each in running:
                 engine.engine.cancel(each.request_id)

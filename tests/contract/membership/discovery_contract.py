@@ -68,7 +68,7 @@ class DirectoryReader:
 
     def addresses(self) -> dict[str, str]:
         self.registry.tick()
-        return {worker_id: member.address for worker_id, member in self.registry._machine.members.items()}
+        return {worker_id: member.address for worker_id, member in self.registry.members.items()}
 
     def lease_end(self, worker_id: WorkerId) -> int:
         return self.registry._machine._members[worker_id].lease_end

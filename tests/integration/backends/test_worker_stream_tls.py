@@ -176,7 +176,7 @@ def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret
         async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
             await until(lambda: at_router in said(caplog, "worker stream ended"), 20)
             await until(lambda: at_worker in said(caplog, "stream refused"), 20)
-            assert heard._events.empty()
+            assert heard.is_empty()
 
     run(play())
 
@@ -249,7 +249,7 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
         host, port = address.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         peer = a_peer(address)
-        _, peer._connection = await loop.create_connection(
+        _, peer.connection = await loop.create_connection(
             lambda: FrameConnection(lambda _: peer), host, int(port), local_addr=("127.0.0.2", 0)
         )
         peer.say(prover.opening)
@@ -346,14 +346,14 @@ class a_peer:  # noqa: N801 - awaited like a function
         return self._open().__await__()
 
     async def _open(self):
-        self._connection = await connect(self._address, lambda _: self)
+        self.connection = await connect(self._address, lambda _: self)
         return self
 
     def say(self, payload):
-        self._connection.send(payload)
+        self.connection.send(payload)
 
     def flush(self):
-        self._connection.flush()
+        self.connection.flush()
 
     async def hear(self):
         """Return the next payload, or empty bytes at the end."""

@@ -287,7 +287,7 @@ async def test_the_deadline_of_a_call_reaches_the_router_and_ends_it(frontends, 
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     await frontends.router.until(frontends.router.cancelled)
-    assert frontends.router.submitted[0].deadline - frontends.generation._clock.now() < 1_000_000_000
+    assert frontends.router.submitted[0].deadline - frontends.clock.now() < 1_000_000_000
 
 
 async def test_cancelling_a_call_cancels_the_request(frontends, stub):
@@ -407,9 +407,7 @@ async def test_reflection_lists_the_services(channel):
 
 async def test_a_port_in_use_is_refused_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
-        async with open_grpc_frontend(
-            frontends.grpc.address, frontends.generation, frontends.generation._clock, max_held_bytes=1
-        ):
+        async with open_grpc_frontend(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
             pass
 
 

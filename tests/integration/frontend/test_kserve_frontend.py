@@ -42,13 +42,9 @@ needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tri
 
 
 def a_kserve(frontends, max_held_bytes=1 << 30, **limits):
-    generation = frontends.generation
+    limits = GrpcSettings(**limits)
     return open_kserve_frontend(
-        "127.0.0.1:0",
-        generation,
-        generation._clock,
-        max_held_bytes=max_held_bytes,
-        limits=GrpcSettings(**limits),
+        "127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=max_held_bytes, limits=limits
     )
 
 
@@ -202,7 +198,7 @@ class TestTritonsClient:
         assert (sampling.seed, sampling.ignore_eos) == (3, True)
         assert (arrived.priority, arrived.session, arrived.tenant) == (100, "77", "acme")
         assert (arrived.expected_tokens, arrived.pin, arrived.labels) == (9, "w1", ("fast", "h100"))
-        assert 0 < arrived.deadline - frontends.generation._clock.now() < 5 * SECOND
+        assert 0 < arrived.deadline - frontends.clock.now() < 5 * SECOND
 
     async def test_triton_learns_which_parameter_is_wrong(self, frontends, triton):
         heard = await triton("infer", text="once", sampling={"temperature": -1})
@@ -538,7 +534,7 @@ async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(frontends
     await stub.ModelInfer(a_message(parameters={"timeout": 5_000_000_000}), timeout=100)
     await stub.ModelInfer(a_message())
 
-    now = frontends.generation._clock.now()
+    now = frontends.clock.now()
     deadlines = [arrived.deadline for arrived in frontends.router.submitted]
     assert all(0 < deadline - now < 101 * SECOND for deadline in deadlines[:2])
     assert deadlines[2] is None

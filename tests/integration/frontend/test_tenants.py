@@ -85,7 +85,7 @@ async def test_usage_of_a_tenant_is_recorded(frontends):
 
     record = {
         (sample.labels["tenant"], sample.labels.get("of", "requests")): sample.value
-        for family in TenantMetrics(frontends.generation._tenants.usage).collect()
+        for family in TenantMetrics(frontends.tenants.usage).collect()
         for sample in family.samples
     }
     prompts, answers = (

@@ -300,6 +300,6 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
                     await asyncio.sleep(0.02)
                     world.router.hear(a_joined_endpoint("d2", "10.0.0.2:8000", **small))
         await world.idle()
-        world.router._machine.check()
+        world.machine.check()
         assert world.router.status().counters.ended > 20
         assert not world.selection._bookings

@@ -284,7 +284,7 @@ async def test_head_and_first_event_arrive_together(frontends):
     async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
         async with asyncio.timeout(60):
-            first = await peer._reader.read(65536)
+            first = await peer.reader.read(65536)
 
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"data: {" in first
@@ -503,7 +503,7 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
             left = int(headers["content-length"])
             began = asyncio.get_running_loop().time()
             while left:
-                left -= len(await peer._reader.readexactly(min(left, 50_000)))
+                left -= len(await peer.reader.readexactly(min(left, 50_000)))
                 await asyncio.sleep(0.02)
 
             assert status == 200
@@ -520,7 +520,7 @@ async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
             loop = asyncio.get_running_loop()
             until_then = loop.time() + 4  # periods
             while loop.time() < until_then:
-                await peer._reader.readexactly(10_000)
+                await peer.reader.readexactly(10_000)
                 await asyncio.sleep(0.02)
 
             assert (await peer.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

@@ -111,7 +111,8 @@ class PeerRouterSetup:
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
         )
         selecting = SelectionAwareWorkers(NoWorkers())
-        self.server = CountingRouterServer(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
+        self.machine = RouterMachine(settings, random.Random(number))
+        self.server = CountingRouterServer(self.machine, selecting, SystemClock())
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
@@ -145,7 +146,7 @@ class PeerRouterSetup:
 
     def foretold(self):
         """Return the prompts that peers have sent and not finished."""
-        return sum(len(worker.foretold.chains()) for worker in self.server._machine._roster)
+        return sum(len(worker.foretold.chains()) for worker in self.machine._roster)
 
     def homes(self):
         """Return the worker of each session."""

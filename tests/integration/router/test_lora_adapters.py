@@ -43,6 +43,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 class LoraCluster(Struct):
     client: openai.AsyncOpenAI
     router: RouterServer
+    machine: RouterMachine
 
     async def ask(self, model: str, prompt: str = PROMPT, **fleet: object) -> tuple[str, int]:
         """Return the answer's text and the number of cached prompt tokens."""
@@ -54,7 +55,7 @@ class LoraCluster(Struct):
 
     def loaded(self) -> dict[str, set[str]]:
         """Return the adapters of each worker as the router knows them."""
-        workers = self.router._machine._roster
+        workers = self.machine._roster
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
     async def home_of(self, adapter: str) -> str:
@@ -96,7 +97,8 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
             ]
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
         streams = WorkerStreams(settings, addresses=[process.result().address for process in processes])
-        router = RouterServer(RouterMachine(settings, random.Random(0)), streams, clock)
+        machine = RouterMachine(settings, random.Random(0))
+        router = RouterServer(machine, streams, clock)
         codec = load_codec(model_dir)
         registry = CollectorRegistry()
         threads = TokenizerThreads()
@@ -119,8 +121,8 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
         async with openai.AsyncOpenAI(
             base_url=f"http://{http.address}/v1", api_key="none", max_retries=0, timeout=20
         ) as client:
-            yield LoraCluster(client, router)
-        router._machine.check()
+            yield LoraCluster(client, router, machine)
+        machine.check()
         for task in running:
             task.cancel()
 

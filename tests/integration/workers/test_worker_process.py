@@ -373,7 +373,7 @@ async def test_a_worker_is_ready_when_it_is_registered(folder):
             assert (await told.read()).status == states.NOT_SERVING
             await registry.open()
             assert (await told.read()).status == states.SERVING
-            assert registry.server._machine.members
+            assert registry.server.members
             told.cancel()
 
 
@@ -530,9 +530,9 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         with pytest.raises(RegistryUnreachable, match="address: is empty"):
             await client.register(WorkerId("w"), newer, "")
         await client.deregister(WorkerId("w"), older)
-        assert registry.server._machine.members[WorkerId("w")].incarnation == newer
+        assert registry.server.members[WorkerId("w")].incarnation == newer
         await client.deregister(WorkerId("w"), newer)
-        assert not registry.server._machine.members
+        assert not registry.server.members
 
 
 async def test_name_of_several_routers_means_all_of_them():
@@ -551,7 +551,7 @@ async def test_name_of_several_routers_means_all_of_them():
     ):
 
         def members() -> list[bool]:
-            return [bool(each.server._machine.members) for each in (first, second)]
+            return [bool(each.server.members) for each in (first, second)]
 
         with pytest.raises(RegistryUnreachable, match="routers:50052: no answer"):
             await client.register(worker, one, "127.0.0.1:1")

@@ -90,6 +90,9 @@ class EventInbox:
     def __call__(self, event: WorkerEvent) -> None:
         self._events.put_nowait(event)
 
+    def is_empty(self) -> bool:
+        return self._events.empty()
+
     async def take(self) -> WorkerEvent:
         async with asyncio.timeout(60):
             return await self._events.get()

@@ -27,6 +27,8 @@ class Frontends(Struct):
     router: FakeRouter
     codec: TextCodec
     generation: Generation
+    clock: SystemClock
+    tenants: Tenants
     http: HttpFrontend
     grpc: GrpcFrontend
     control: str  # address
@@ -56,12 +58,13 @@ async def open_frontends(
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
     clock = SystemClock()
+    known_tenants = Tenants(tenants or {}, clock.now())
     threads = TokenizerThreads()
     generation = Generation(
         router,
         {MODEL: codec},
         clock=clock,
-        tenants=Tenants(tenants or {}, clock.now()),
+        tenants=known_tenants,
         tenant_secret=b"secret",
         metrics=RouterProcessMetrics(registry),
         threads=threads,
@@ -74,5 +77,5 @@ async def open_frontends(
         ) as grpc_front,
         open_control_port("", OPEN_ACCESS, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
     ):
-        yield Frontends(router, codec, generation, http, grpc_front, control)
+        yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control)
     threads.close()

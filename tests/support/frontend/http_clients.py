@@ -14,7 +14,7 @@ class RawHttpClient:
     """One connection, read and written byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
+        self.reader = reader
         self.writer = writer
 
     async def send(self, content: bytes) -> None:
@@ -23,7 +23,7 @@ class RawHttpClient:
 
     async def head(self) -> tuple[int, dict[str, str]]:
         async with asyncio.timeout(60):
-            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         status = int(lines[0].split()[1])
         return status, dict(line.split(": ", 1) for line in lines[1:] if line)
 
@@ -33,21 +33,21 @@ class RawHttpClient:
             if headers.get("transfer-encoding") == "chunked":
                 body = b"".join([chunk async for chunk in self.chunks()])
             elif "content-length" in headers:
-                body = await self._reader.readexactly(int(headers["content-length"]))
+                body = await self.reader.readexactly(int(headers["content-length"]))
             else:
-                body = await self._reader.read()
+                body = await self.reader.read()
         return status, headers, body
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield await self._reader.readexactly(size)
-            assert await self._reader.readexactly(2) == b"\r\n"
-        assert await self._reader.readexactly(2) == b"\r\n"
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            yield await self.reader.readexactly(size)
+            assert await self.reader.readexactly(2) == b"\r\n"
+        assert await self.reader.readexactly(2) == b"\r\n"
 
     async def rest(self) -> bytes:
         """Return everything until the server closes the connection."""
         async with asyncio.timeout(60):
-            return await self._reader.read()
+            return await self.reader.read()
 
 
 @asynccontextmanager

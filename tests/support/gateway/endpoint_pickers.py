@@ -38,7 +38,8 @@ a_codec = cache(load_codec)
 class PickerSetup:
     """A router with its picker, and a gateway that asks it."""
 
-    def __init__(self, router, picker, selection, gateway, tenants):
+    def __init__(self, machine, router, picker, selection, gateway, tenants):
+        self.machine = machine
         self.router = router
         self.selection = selection
         self.picker = picker
@@ -88,7 +89,8 @@ async def a_picker_setup(
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(UnusedWorkers())
-    router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)
+    machine = RouterMachine(RouterSettings(**settings), random.Random(0))
+    router = RouterServer(machine, selecting, clock)
     for worker in workers:
         router.hear(worker)
     generation = Generation(
@@ -108,5 +110,5 @@ async def a_picker_setup(
         open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
         a_gateway(made.address) as gateway,
     ):
-        yield PickerSetup(router, made, selection, gateway, known)
+        yield PickerSetup(machine, router, made, selection, gateway, known)
     threads.close()

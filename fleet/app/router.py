@@ -29,8 +29,7 @@ from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend, open_grpc_frontend
 from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.metrics.router import RouterMetrics
-from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend

@@ -10,7 +10,7 @@ from functools import lru_cache
 from google.protobuf.struct_pb2 import Struct as Fields
 
 from fleet.core.errors import RequestRejected
-from fleet.frontend.openai.answers import error_body
+from fleet.net.http.errors import error_body
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.settings.endpoint_picker import endpoint_in
 from fleet.v1 import ext_proc_pb2 as pb

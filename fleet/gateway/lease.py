@@ -24,12 +24,11 @@ from fleet.net.kubernetes import endpoint_slices, kinds
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.endpoint_slices import endpoint_slice
 from fleet.net.kubernetes.kinds import ApiKind
-from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.own_pod import own_namespace, own_pod
 from fleet.net.kubernetes.ports import KubernetesApi, KubernetesError, WallClock
 from fleet.net.kubernetes.views import KubernetesLease, NamedObject
 from fleet.router.settings.endpoint_picker import PickerLease
-from operators.settings import LeaseSettings
 
 log = logging.getLogger(__name__)
 

@@ -294,7 +294,7 @@ class SelectionService:
             salt=meant.salt,
             tenant=asked.tenant,
             sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # no other worker could continue it
-            second_hand=True,
+            external=True,
             priority=asked.priority,
             session=asked.session,
             expected_tokens=asked.expected_tokens,

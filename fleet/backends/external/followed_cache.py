@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from fleet.backends.kv_events.health import ADVICE, EventHealth, KvEventAlert
 from fleet.backends.kv_events.stream import EventStreamCounters, read_events
-from fleet.backends.kv_events.translator import KvEventTranslator, SkipReason, salt_of_client
+from fleet.backends.kv_events.translator import KvEventTranslator, SkipReason
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.ids import RequestId, WorkerId
-from fleet.frontend.openai.prompt_keys import ALGORITHM
+from fleet.frontend.openai.prompt_keys import ALGORITHM, client_salt
 from fleet.router.messages import KvChanged
 from fleet.router.settings.router import OpenAiWorkerSettings
 
@@ -114,7 +114,7 @@ class KvEventFollower:
             block_tokens=self._settings.block_tokens,
             algorithm=ALGORITHM,
             capacity=self._settings.kv_blocks,
-            salt_of=salt_of_client,
+            salt_of=client_salt,
         )
         self._heard = EventStreamCounters()
         self._events = EventHealth(self._books, self._heard, EVENT_PATIENCE)

@@ -12,7 +12,7 @@ import uvloop
 from msgspec import structs
 
 from fleet.app.hub import fetch_worker_model
-from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
@@ -244,4 +244,4 @@ def _engine(name: str) -> EntryPoint:
     return next(iter(found))
 
 
-SERVICE = Service(WorkerSettings, run_worker)
+SERVICE = ServiceDefinition(WorkerSettings, run_worker)

@@ -13,11 +13,11 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
+from fleet.membership.ports import RegistrationListener
 from fleet.membership.server import RegistryServer
 from fleet.net.control.access import OPEN_ACCESS, ControlAccess
 from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
 from fleet.net.grpc.port import GrpcServerApi
-from fleet.peers.routers import PeerRouters
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.net.addresses import host_port, unix_path
@@ -33,7 +33,7 @@ ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
 class GrpcRegistry:
     """The service `fleet.v1.Registry`."""
 
-    def __init__(self, registry: RegistryServer, replicas: PeerRouters | None = None) -> None:
+    def __init__(self, registry: RegistryServer, replicas: RegistrationListener | None = None) -> None:
         """Build the service; `replicas` are told of registrations."""
         self._registry = registry
         self._replicas = replicas

@@ -25,9 +25,8 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.discovery import FileDiscovery, WorkerRecord
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.membership.discovery.open import StatelessDirectory
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
+from fleet.membership.ports import DirectoryUnreachable, StatelessDirectory
 from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 log = logging.getLogger(__name__)

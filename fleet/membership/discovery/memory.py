@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator
 from fleet.core.clock import Nanos
 from fleet.core.discovery import WorkerRecord
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.membership.discovery.open import StatelessDirectory
 from fleet.membership.messages import DirectoryListing, DirectoryReading, RecordMissing, RecordSeen
-from fleet.membership.ports import DirectoryUnreachable
+from fleet.membership.ports import DirectoryUnreachable, StatelessDirectory
 from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 

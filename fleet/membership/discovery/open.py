@@ -10,18 +10,6 @@ from fleet.membership.ports import Directory
 from workers.ports import Registry
 
 
-class StatelessDirectory:
-    """Context manager methods of a directory without open connections."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the records as they are."""
-
-
 class OpenDirectory(Directory, Registry, Protocol):
     """A directory that is also the registry of workers; use it within its context."""
 

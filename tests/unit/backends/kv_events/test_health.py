@@ -1,4 +1,4 @@
-"""What is wrong with an engine's KV events, by name."""
+"""Problems with an engine's KV events, by name."""
 
 import pytest
 

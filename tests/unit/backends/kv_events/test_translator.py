@@ -1,4 +1,4 @@
-"""Engines' own KV events, as recorded and as their schemas allow them, under our names."""
+"""KV events of engines, recorded or allowed by their schemas, are translated to our block names."""
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from tests.unit.backends.kv_events.published import (
 FIRST, LONGER, SALTED, PUSHING, RESET = VLLM
 
 
-# vLLM, as recorded
+# vLLM, recorded
 
 
 def test_recorded_vllm_events_name_the_prompts_blocks():
@@ -56,7 +56,7 @@ def test_blocks_after_an_unknown_parent_are_skipped():
     assert books.take(PUSHING) == [KvStored(names(1000, 1200))], "removals of unknown blocks are nothing"
 
 
-# SGLang, as recorded
+# SGLang, recorded
 
 
 def test_recorded_sglang_events_name_the_prompts_blocks():
@@ -78,7 +78,7 @@ def test_recorded_sglang_events_name_the_prompts_blocks():
 
 
 class _SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """As SGLang published them until 0.5.19; written down from its schema."""
+    """SGLang published events in this form until 0.5.19; written from its schema."""
 
 
 class BlockStored(_SglangEvent):
@@ -125,7 +125,7 @@ def test_array_events_of_older_vllm_releases_are_read():
     assert events == [KvStored((one, other)), KvRemoved((other,)), KvCleared()]
 
 
-# What either may add
+# Fields that either may add
 
 
 def test_unknown_fields_and_kinds_are_skipped():

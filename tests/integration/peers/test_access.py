@@ -236,7 +236,7 @@ async def test_both_routers_say_why_they_do_not_meet(files, caplog, case):
 async def test_routers_meet_by_a_secret_or_by_certificates(files, told):
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(told)) as router, a_caller(address, files(told)):
-        await until(lambda: "ReplicaBooked" in router.events)
+        await until(lambda: "PeerReserved" in router.events)
 
 
 @asynccontextmanager

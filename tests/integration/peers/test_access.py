@@ -229,7 +229,7 @@ async def test_both_routers_say_why_they_do_not_meet(files, caplog, case):
         await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
         await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
 
-        assert "ReplicaBooked" not in router.events
+        assert "PeerReserved" not in router.events
 
 
 @pytest.mark.parametrize("told", [{"secret_file": "one"}, {"authority": "ours", "certificate": "ours"}])

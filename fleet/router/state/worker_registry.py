@@ -1,11 +1,12 @@
 """Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import structs
 
 from fleet.core.clock import Nanos
-from fleet.core.ids import ModelName, StoreId, WorkerId
+from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
@@ -91,6 +92,27 @@ class WorkerRegistry:
         self._settings = settings
         for pool in self.tables.values():
             pool.tune(settings)
+
+    def reserve(self, live: LiveRequest, worker_id: WorkerId, prefill_tokens: int, now: Nanos) -> RegisteredWorker:
+        """Reserve capacity for a request on a worker that has to compute some tokens of its prompt."""
+        worker = self.workers[worker_id]
+        keys = live.keys(worker.description.block_tokens)
+        expected = live.arrived.expected_tokens
+        if expected:
+            expected = max(0, expected - len(live.sent))
+        worker.reservations.reserve(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
+        if live.arrived.adapter is not None:
+            worker.reserve_adapter(live.arrived.adapter.name)
+        live.reserved_on.append(worker_id)
+        return worker
+
+    def release(self, live: LiveRequest, worker_id: WorkerId) -> None:
+        """Release what a request holds on a worker."""
+        worker = self.workers[worker_id]
+        worker.reservations.release(live.id)
+        if live.arrived.adapter is not None:
+            worker.release_adapter(live.arrived.adapter.name)
+        live.reserved_on.remove(worker_id)
 
     def drain(self, worker_id: WorkerId) -> None:
         """Stop giving work to a worker."""
@@ -212,15 +234,23 @@ class WorkerRegistry:
         """Return the candidate table of a request's model for this request."""
         return self.tables.get(live.arrived.model, self._nobody).candidate_table(live, self._stores)
 
-    def check(self) -> None:
-        """Assert that index, reservations and tables agree."""
+    def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
+        """Assert that index, tables and reservations agree with each other and with the live requests."""
         self.index.check()
+        reserved: dict[RequestId, list[WorkerId]] = {}
         for worker in self:
             worker.reservations.check()
             worker.assumed.check()
             worker.accuracy.check()
-        for pool in self.tables.values():
-            pool.check()
+            adapters = [requests[request_id].arrived.adapter for request_id in worker.reservations]
+            assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
+            for request_id in worker.reservations:
+                reserved.setdefault(request_id, []).append(worker.description.worker_id)
+        for live in requests.values():
+            assert sorted(live.reserved_on) == sorted(reserved.pop(live.id, [])), live
+        assert not reserved, reserved
+        for table in self.tables.values():
+            table.check()
         assert self._cards is None or self._cards == tuple(self._new_cards())
 
     # Views.

@@ -78,7 +78,7 @@ class RegisteredWorker:
         self._prompts = pool.prompts
         self.adapters_booked: dict[str, int] = {}  # requests by LoRA adapter
 
-    def book_adapter(self, name: str) -> None:
+    def reserve_adapter(self, name: str) -> None:
         self.adapters_booked[name] = self.adapters_booked.get(name, 0) + 1
 
     def release_adapter(self, name: str) -> None:

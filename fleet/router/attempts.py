@@ -17,8 +17,7 @@ from fleet.core.work import Handoff, Start
 from fleet.router.messages import CancelAttempt, Command, Dispatch, attempt_id
 from fleet.router.placement.decision import Decision
 from fleet.router.queueing.admission_queue import rank
-from fleet.router.queueing.prefill_queues import PrefillQueues
-from fleet.router.queueing.prefill_rate import PrefillRate
+from fleet.router.queueing.prefill_queues import PrefillQueues, PrefillRate
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import Attempt, LiveRequest
 

@@ -97,8 +97,8 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-OTHER_LANES = 2  # other workers that are tried for a request that would wait too long; each try is a placement
-CLEARLY_SHORTER = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
+OTHER_WORKERS_TRIED = 2  # other workers that are tried for a request that would wait too long; each try is a placement
+SHORT_WAIT_SHARE = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
 
 # A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -313,7 +313,7 @@ class RouterMachine:
             return None
         passed_over: list[WorkerId] = []
         found: Decision | None = None
-        while found is None and len(passed_over) < OTHER_LANES:
+        while found is None and len(passed_over) < OTHER_WORKERS_TRIED:
             passed_over.append(placed.prefill or placed.decode)
             live.failed_on = {(each, self.registry[each].description.incarnation): None for each in passed_over}
             outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
@@ -321,7 +321,7 @@ class RouterMachine:
                 break
             placed = outcome
             seconds = self.attempts.seconds_to_wait(live, placed, now)
-            if seconds is None or seconds <= CLEARLY_SHORTER * self.settings.max_queue_seconds:
+            if seconds is None or seconds <= SHORT_WAIT_SHARE * self.settings.max_queue_seconds:
                 found = placed
         live.failed_on = {}
         return found
@@ -425,7 +425,7 @@ class RouterMachine:
             self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
             return
         self._release(live, attempt.worker_id)
-        self.attempts.over(live)
+        self.attempts.end(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, out)
         live.stage = advance(live.stage, RequestTransition.HANDED_OVER)
@@ -619,7 +619,7 @@ class RouterMachine:
         """Release everything that a request holds on workers."""
         for worker_id in live.reserved_on[:]:
             self._release(live, worker_id)
-        self.attempts.over(live)
+        self.attempts.end(live)
 
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
         """Release what a request holds on a worker, so that queued requests may get it."""

@@ -15,7 +15,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement, Role
 from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.eligibility import IneligibleReason, unfit
+from fleet.router.placement.eligibility import IneligibleReason, ineligible_reasons
 from fleet.router.policy import PlacementRequest
 
 
@@ -58,7 +58,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
 def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
     """Return why there is no candidate; a cause that time can remove comes first."""
     topology = table.topology
-    others = unfit(request, table, set())
+    others = ineligible_reasons(request, table, set())
     causes = set(others.values())
     if IneligibleReason.AT_LIMIT in causes:
         if request.placement is Placement.DISAGGREGATED:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import Arrived, ReservationTotals
-from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, rank
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, queue_position
 from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
@@ -68,7 +68,7 @@ class QueueAdmission:
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings
-        return rank(
+        return queue_position(
             live.since,
             live.arrived.priority,
             live.prompt_tokens,
@@ -124,7 +124,7 @@ class QueueAdmission:
 
     def peer_reserved(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         """Replace the reservations of a peer router."""
-        for worker in self._registry.share(replica, booked):
+        for worker in self._registry.set_peer_reservations(replica, booked):
             self.queue.changed(worker.description.model, worker.description.worker_id)
         self.may_move.update(dict.fromkeys(self.queue.models(), False))
 

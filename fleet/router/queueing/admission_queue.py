@@ -58,7 +58,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
     stays: bool = False  # rule 4
 
 
-def rank(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
+def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
     """Return the queue position of a request within its tenant, as an instant.
 
     Args:

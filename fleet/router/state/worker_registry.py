@@ -20,10 +20,10 @@ from fleet.router.kv_index.prefix_index import (
     store_tier_holder,
 )
 from fleet.router.messages import ReservationTotals, StoreChanged
-from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, limit
+from fleet.router.placement.candidate_table import CandidateTable, WorkerSizes, max_requests
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
-from fleet.router.state.lora import listed
+from fleet.router.state.lora import listed_loras
 from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnapshot
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
@@ -44,7 +44,7 @@ class WorkerRegistry:
         self.prompts = PromptAnnouncements()  # prompts that peer routers are told, if there are peers
         self._announced_prompts = self.prompts if settings.replicas_listen else None
         self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
-        self._nobody = WorkerTable(settings, self.index)
+        self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
         """Return the worker with this id, or None."""
 
@@ -55,7 +55,7 @@ class WorkerRegistry:
         return self.workers[worker_id]
 
     def serving(self, model: ModelName) -> list[RegisteredWorker]:
-        return list(self.tables.get(model, self._nobody).workers.values())
+        return list(self.tables.get(model, self._no_workers).workers.values())
 
     def join(
         self,
@@ -69,9 +69,9 @@ class WorkerRegistry:
         self.index.add(engine_cache_holder(worker_id), capacity=description.kv_blocks)
         if (pool := self.tables.get(description.model)) is None:
             pool = self.tables[description.model] = WorkerTable(self._settings, self.index, self._announced_prompts)
-            pool.share(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._replicas.values()))
         worker = RegisteredWorker(
-            description, address, pool, limit(description, self._settings), knowledge, believed_for
+            description, address, pool, max_requests(description, self._settings), knowledge, believed_for
         )
         self.workers[worker_id] = worker
         pool.join(worker)
@@ -182,9 +182,11 @@ class WorkerRegistry:
 
     def sizes(self, model: ModelName) -> WorkerSizes:
         """Return the sizes of a model's workers."""
-        return self.tables.get(model, self._nobody).topology.sizes
+        return self.tables.get(model, self._no_workers).topology.sizes
 
-    def share(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
+    def set_peer_reservations(
+        self, replica: str, booked: Mapping[WorkerId, ReservationTotals]
+    ) -> list[RegisteredWorker]:
         """Replace a peer router's reservations; return the workers where it now has fewer requests."""
         before = self._replicas.get(replica, {})
         if booked:
@@ -192,7 +194,7 @@ class WorkerRegistry:
         else:
             self._replicas.pop(replica, None)
         for pool in self.tables.values():
-            pool.share(list(self._replicas.values()))
+            pool.set_peer_reservations(list(self._replicas.values()))
         return [
             self.workers[worker_id]
             for worker_id, was in before.items()
@@ -209,7 +211,7 @@ class WorkerRegistry:
             if (worker := self.get(each.worker_id)) is None:
                 continue
             if not each.number:
-                worker.assume_told(each.keys, now)
+                worker.assume_peer_prompt(each.keys, now)
             elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
                 worker.peer_prompts.add(replica, each.number, each.keys)
@@ -232,7 +234,7 @@ class WorkerRegistry:
 
     def candidate_table(self, live: LiveRequest) -> CandidateTable:
         """Return the candidate table of a request's model for this request."""
-        return self.tables.get(live.arrived.model, self._nobody).candidate_table(live, self._stores)
+        return self.tables.get(live.arrived.model, self._no_workers).candidate_table(live, self._stores)
 
     def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
         """Assert that index, tables and reservations agree with each other and with the live requests."""
@@ -243,7 +245,7 @@ class WorkerRegistry:
             worker.assumed.check()
             worker.accuracy.check()
             adapters = [requests[request_id].arrived.adapter for request_id in worker.reservations]
-            assert worker.adapters_booked == Counter(adapter.name for adapter in adapters if adapter is not None)
+            assert worker.adapters_reserved == Counter(adapter.name for adapter in adapters if adapter is not None)
             for request_id in worker.reservations:
                 reserved.setdefault(request_id, []).append(worker.description.worker_id)
         for live in requests.values():
@@ -263,7 +265,7 @@ class WorkerRegistry:
 
     def _new_cards(self) -> list[ModelCard]:
         cards: list[ModelCard] = []
-        adapters = listed(worker.description for worker in self if not worker.draining)
+        adapters = listed_loras(worker.description for worker in self if not worker.draining)
         for model, pool in self.tables.items():
             answering = [
                 worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining

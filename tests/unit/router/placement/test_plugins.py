@@ -44,7 +44,7 @@ NO_STRUCT = object()
 
 
 def found(monkeypatch, **values: str) -> None:
-    """As if a package with these entry points were installed."""
+    """Pretend that a package with these entry points is installed."""
     points = EntryPoints(
         EntryPoint(name=name, value=value, group=f"fleet.{group}")
         for group in ("policies", "scorers")

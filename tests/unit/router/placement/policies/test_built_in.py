@@ -352,7 +352,7 @@ def test_random_policy_is_uniform():
 
 
 def test_two_choices_takes_less_loaded_of_uniform_pair():
-    """Of four workers, the least loaded is in half of all pairs, the next wins two of six, and the most loaded never wins."""
+    """The least loaded of four workers is in half of all pairs, the next wins two of six, and the most loaded never wins."""
     chosen = policy("p2c", {})
     loads = (2, 3, 0, 1)
     candidates = candidates_of([a_candidate(f"d{load}", requests=load) for load in loads], SETTINGS)

@@ -287,15 +287,15 @@ async def test_server_passes_views_of_the_machine():
             assert router.server.explain(RequestId("r1")).placements[0].decode == "d1"
 
 
-def hear(router: Router, listener: "Told") -> None:  # noqa: ARG001
+def hear(router: Router, listener: "Told") -> None:
     router.server.hear(WorkerLeft(worker_id=WorkerId("w1")))
 
 
-def tune(router: Router, listener: "Told") -> None:  # noqa: ARG001
+def tune(router: Router, listener: "Told") -> None:
     router.server.tune(router.server.thresholds())
 
 
-def open_another(router: Router, listener: "Told") -> None:  # noqa: ARG001
+def open_another(router: Router, listener: "Told") -> None:
     router.server.open(an_arrival(request_id="another"), Told())
 
 

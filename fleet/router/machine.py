@@ -366,7 +366,7 @@ class RouterMachine:
             if (
                 progress.finish is _GIVEN_UP
             ):  # the worker cancelled it; attempts that the router cancels are forgotten at once
-                self._failed(live, Reason.WORKER_LOST, "the worker gave the request up", now, out)
+                self._failed(live, Reason.WORKER_LOST, "the worker cancelled the request", now, out)
             elif attempt.phase is _PREFILL:
                 self._prefilled(live, attempt, progress, now, out)
             else:
@@ -418,11 +418,11 @@ class RouterMachine:
             self._complete(live, progress.finish, out)
             return
         if progress.handoff is None or not progress.token_ids:
-            self._failed(live, Reason.INTERNAL, "the prefill worker handed nothing over", now, out)
+            self._failed(live, Reason.INTERNAL, "the prefill worker sent no handoff", now, out)
             return
         decode_id = self._decode_worker(live, self.registry[attempt.worker_id], progress.handoff, now)
         if decode_id is None:
-            self._failed(live, Reason.KV_MISMATCH, "no decode worker is left that can read the hand-off", now, out)
+            self._failed(live, Reason.KV_MISMATCH, "no remaining decode worker can read the handoff", now, out)
             return
         self._release(live, attempt.worker_id)
         self.attempts.end(live)
@@ -706,5 +706,5 @@ class RouterMachine:
 def _why_it_ends(live: LiveRequest) -> str:
     """Return why no other worker can continue an answer that has begun."""
     if live.arrived.only_end:
-        return "a part of its answer was passed on, and another server cannot go on with it"
-    return "another worker cannot go on with this sampling"
+        return "a part of its answer was passed on, and another server cannot continue it"
+    return "another worker cannot continue with this sampling"

@@ -376,7 +376,7 @@ class SilenceDetector:
             else:
                 over = self._stuck(each, now, limit) and not each.moved
             if over:
-                commands.append(AbandonRequest(each.work_id, f"it said nothing for {quiet / SECOND:.1f} s"))
+                commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when the server owes a byte and has sent none; None if it owes nothing.

@@ -86,9 +86,9 @@ class QueueAdmission:
         if seconds is None:
             return None
         if seconds > self.settings.max_queue_seconds:
-            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
+            return f"the request would wait about {seconds:.0f} s for a worker, longer than max_queue_seconds of this router"
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
-            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
+            return f"the request would wait about {seconds:.0f} s for a worker, past its deadline"
         return None
 
     def too_many(self) -> RequestId | None:

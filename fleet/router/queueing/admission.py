@@ -111,14 +111,14 @@ class QueueAdmission:
 
     def worker_joined(self, model: ModelName) -> None:
         """Note that a worker of this model takes requests from now on, or can form other pairs than before."""
-        self.queue.sized(model, self._registry.sizes(model))
+        self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.all_changed(model)
         self.may_move.setdefault(model, False)
 
     def worker_gone(self, worker: RegisteredWorker) -> None:
         """Note that a worker takes no more requests, or has left."""
         model = worker.description.model
-        self.queue.sized(model, self._registry.sizes(model))
+        self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.gone(model, worker.description.worker_id)
         self.may_move[model] = True
 
@@ -138,7 +138,7 @@ class QueueAdmission:
 
     def session_moved(self, session: SessionKey) -> None:
         """Note that the requests of a session may go to another worker than before."""
-        for model in self.queue.moved(session):
+        for model in self.queue.session_moved(session):
             self.may_move.setdefault(model, False)
 
     def move(self, place: TryPlace) -> None:

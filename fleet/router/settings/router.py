@@ -395,7 +395,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.control_listen and not unix_path(self.control_listen) and not asks:
             raise ValueError(
-                f"control_listen: anybody who reaches {self.control_listen} could register workers and change thresholds: set"
+                f"control_listen: whoever reaches {self.control_listen} could register workers and change thresholds: set"
                 " control_credentials.secret_file, or certificate, key and authority, or listen at unix:/path;"
                 " control_credentials.insecure = true is for networks that nobody else is on"
             )

@@ -328,7 +328,7 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
         assert late.wait(60)
         return write_shard(*arguments)
 
-    monkeypatch.setattr(pair.clients[1], "write_share", slow)
+    monkeypatch.setattr(pair.clients[1], "write_shard", slow)
     saving = threading.Thread(
         target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
     )

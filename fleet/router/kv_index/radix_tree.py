@@ -124,7 +124,7 @@ class RadixTree:
         return last.chain
 
     def extend(self, chain: Chain, keys: Keys) -> None:
-        """Replace the keys of a chain that `continued` returned; nobody shares its end, so nobody has the new blocks."""
+        """Replace the keys of a chain that `extendable_chain` returned; nobody shares its end, so nobody has the new blocks."""
         last = chain.last
         assert last is not None
         more = len(keys) - last.end

@@ -405,7 +405,7 @@ def test_consistent_hash_keeps_keys_within_load_bound():
         for key in keys
     }
     assert chosen == after, "who is no candidate now is passed over as if it had left"
-    # With bounded loads, one key alone fills nobody beyond 1.25 times the average.
+    # With bounded loads, one key alone fills no worker beyond 1.25 times the average.
     ring, requests = policy("consistent_hash", {"load_factor": 1.25}), [0] * 8
     for _ in range(80):
         rows = [a_candidate(name, requests=count) for name, count in zip(names, requests, strict=True)]

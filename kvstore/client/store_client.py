@@ -58,9 +58,7 @@ LOOK_AGAIN_SECONDS = (
 )
 
 LEAST_BATCH = 32  # blocks
-BATCH_BYTES = (
-    16 << 20
-)  # a batch has more blocks than LEAST_BATCH if they are small, because each batch has a fixed cost
+BATCH_BYTES = 16 << 20  # small blocks make larger batches, because each batch has a fixed cost
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
 """Enum members, looked up once: the look-up is slow for each block."""

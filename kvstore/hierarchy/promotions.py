@@ -120,9 +120,7 @@ class Promotions:
             reservation = self._pool.reserve(
                 promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
             )
-        except (
-            NamespaceUnknown
-        ):  # it was empty and was closed while the tier answered: nobody needs these blocks any more
+        except NamespaceUnknown:  # it was empty and was closed meanwhile: nobody needs these blocks any more
             self._end(promotion)
             return
         run = [place for place in reservation.reserved if place.index >= promotion.position]

@@ -62,9 +62,7 @@ class TierState:
         self.pace = TierSpeed()
         self.counters = TierCounters()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # blocks that wait for a demotion, with their sizes
-        self.known: RecentMap[BlockKey, None] = RecentMap(
-            rule.remember_blocks
-        )  # blocks that the tier is believed to have
+        self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # believed to be in the tier
         self.demoting = 0  # batches that are being demoted
 
     @property

@@ -46,9 +46,7 @@ SEND_BYTES = 2 * FRAME_BYTES
 HIGH_WATER_BYTES = 256 << 10
 """A connection with more bytes to send is `full`: as many as travel between hosts in a millisecond at 2 Gbit/s."""
 
-TURN_BYTES = (
-    64 << 10
-)  # more data follows a piece of this size at once, so one connection could keep the event loop busy
+TURN_BYTES = 64 << 10  # after a larger piece, other connections get their turn
 JOINED_BYTES = 32 << 10  # up to here, joining the pieces costs less than a vectored write
 
 TCP_OPTIONS = (

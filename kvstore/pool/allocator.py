@@ -105,9 +105,7 @@ class PoolAllocator:
 
     def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
         """Make written blocks readable, given with their checksums. The eviction policy does not know them yet."""
-        published = advance(
-            RESERVED, BlockTransition.PUBLISH
-        )  # looked up once: a block that is being written is reserved
+        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: the blocks are reserved
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:

@@ -253,9 +253,7 @@ class BlockMachine:
                 if index not in checksums:
                     self._allocator.abandon(opened, block)
         find, admit = opened.readable.get, self._allocator.admit
-        for name in reversed(
-            writing.names
-        ):  # admits the new blocks, and counts a use of the blocks before them (rule 6)
+        for name in reversed(writing.names):  # includes blocks that were there before: this is a use (rule 6)
             there = find(name)
             if there is not None and not there.pins:
                 admit(there, now)

@@ -126,9 +126,8 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            stack.callback(
-                sockets.remove, shm_socket, sockets.identity(shm_socket)
-            )  # while no other process can take the path
+            # Called while no other process can take the path.
+            stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
             incarnation=incarnation,

@@ -206,7 +206,7 @@ class NodeConnection:
             else:
                 self._breaker.succeeded()
                 if session.memory:
-                    self._seek_memory(session)
+                    self._retry_shared_memory(session)
                 return answer
         return None
 
@@ -256,7 +256,7 @@ class NodeConnection:
                     deadline,
                 )
             except (StoreUnreachable, LayoutMismatch, InvalidArgument) as error:
-                failure, cause = self._explained(error)
+                failure, cause = self._explain(error)
                 if (not reported or cause not in reported) and not self.closed.is_set():
                     reported = failure
                     self._log_not_joined(failure)
@@ -273,7 +273,7 @@ class NodeConnection:
                 log.info("store node joined", extra={"address": self._address, "store": session.store_id})
                 return
 
-    def _explained(self, error: Exception) -> tuple[str, str]:
+    def _explain(self, error: Exception) -> tuple[str, str]:
         """Return the failure to join, and the part of it that identifies the cause (empty for a node that is just away)."""
         if not isinstance(error, StoreUnreachable) or self.closed.is_set():
             return str(error), str(error)
@@ -302,10 +302,10 @@ class NodeConnection:
         self.counting.add(failures=1)
         if self._breaker.closed:
             log.warning("store node does not answer", extra={"address": self._address, "reason": reason})
-            self._look_at_tls()
+            self._diagnose_tls()
         self._breaker.failed(started, self._clock.now())
 
-    def _look_at_tls(self) -> None:
+    def _diagnose_tls(self) -> None:
         """Let a thread find out whether TLS is the cause, so that callers do not wait for it."""
         if not self._access.authority:
             return
@@ -349,17 +349,19 @@ class NodeConnection:
         self._close_transports(former)
         return session
 
-    def _seek_memory(self, session: NodeSession) -> None:
+    def _retry_shared_memory(self, session: NodeSession) -> None:
         now = self._clock.now()
         if not self._memory_breaker.allows(now) or not self._seeking.acquire(blocking=False):
             return
         try:
-            threading.Thread(target=self._map, args=(session,), name="kvstore-memory", daemon=True).start()
+            threading.Thread(
+                target=self._map_shared_memory, args=(session,), name="kvstore-memory", daemon=True
+            ).start()
         except RuntimeError:  # no thread can be started now
             self._memory_breaker.failed(now, self._clock.now())
             self._seeking.release()
 
-    def _map(self, session: NodeSession) -> None:
+    def _map_shared_memory(self, session: NodeSession) -> None:
         started = self._clock.now()
         try:
             better = with_shared_memory(session, self._namespace, self._clock, Nanos(started + self._call_timeout))

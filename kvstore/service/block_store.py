@@ -235,7 +235,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self._note(_ChainUse(digest, hashes, held))
         if max_wait := wire.parse_max_wait(request.patience_ms):
             names = split(hashes)
-            self._savings.told(digest, len(names), seconds(max_wait))
+            self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
             self.settle()  # a tier that finds in memory may answer now
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))

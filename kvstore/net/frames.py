@@ -104,7 +104,7 @@ class FrameDecoder:
     def __init__(self, limit: int = FRAME_BYTES):
         self._limit = limit
         self._head = b""  # head of an incomplete frame; with all four bytes, a part of the payload is missing
-        self._body = BytesIO()
+        self.body = BytesIO()
         self._missing = 0
         self.fault: FrameTooLong | None = None
 
@@ -147,7 +147,7 @@ class FrameDecoder:
         body = start + HEAD.size
         self._head = data[start:body]
         if len(self._head) == HEAD.size:
-            self._missing = self._announced(data, start) - self._body.write(memoryview(data)[body:])
+            self._missing = self._announced(data, start) - self.body.write(memoryview(data)[body:])
 
     def _resume(self, data: bytes, payloads: list[bytes]) -> int:
         """Continue a frame that has begun; return where in `data` the next one begins."""
@@ -158,11 +158,11 @@ class FrameDecoder:
             if len(self._head) < HEAD.size:
                 return start
             self._missing = self._announced(self._head, 0)
-        written = self._body.write(memoryview(data)[start : start + self._missing])
+        written = self.body.write(memoryview(data)[start : start + self._missing])
         self._missing -= written
         if not self._missing:
-            payloads.append(self._body.getvalue())  # transfers the buffer instead of copying it
-            self._head, self._body = b"", BytesIO()
+            payloads.append(self.body.getvalue())  # transfers the buffer instead of copying it
+            self._head, self.body = b"", BytesIO()
         return start + written
 
 

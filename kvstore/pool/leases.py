@@ -51,7 +51,7 @@ class LeaseTable:
         self._limit = limit
         self._open: dict[int, BlockLease | PendingWrite] = {}
         self._unending: set[int] = set()
-        self._deadlines = _Deadlines()
+        self.deadlines = _Deadlines()
         self.reservations = 0  # number of open reservations
 
     def next_id(self) -> int:
@@ -71,7 +71,7 @@ class LeaseTable:
         if until is None:
             self._unending.add(granted)
         else:
-            self._deadlines.add(until, granted)
+            self.deadlines.add(until, granted)
         return granted
 
     def lease(self, granted: int) -> BlockLease | None:
@@ -95,17 +95,17 @@ class LeaseTable:
 
     def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
         """Close and yield what has ended by now."""
-        for granted in self._deadlines.due(now):
+        for granted in self.deadlines.due(now):
             if (what := self._open.get(granted)) is not None:
                 self.end(granted)
                 yield what
-        if self._deadlines.is_cluttered(len(self._open)):
-            self._deadlines.keep(self._open.keys())
+        if self.deadlines.is_cluttered(len(self._open)):
+            self.deadlines.keep(self._open.keys())
 
     def check(self) -> None:
         """Assert the rules."""
         assert self._unending <= self._open.keys()
-        assert all(granted in self._deadlines or granted in self._unending for granted in self._open), (
+        assert all(granted in self.deadlines or granted in self._unending for granted in self._open), (
             "a lease has no deadline"
         )
         assert len(self._open) - len(self._unending) <= self._limit

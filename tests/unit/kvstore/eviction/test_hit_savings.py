@@ -14,7 +14,7 @@ MEMORY = 2.0**30  # bytes per second
 
 
 class Below:
-    """Tiers below the pool."""
+    """Backing tiers."""
 
     def __init__(self):
         self.seconds = {}

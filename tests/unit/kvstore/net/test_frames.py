@@ -18,7 +18,7 @@ def framed(said: list[bytes]) -> bytes:
 
 @st.composite
 def splits(draw: st.DrawFn, stream: bytes) -> list[bytes]:
-    """The same bytes, in pieces of any size."""
+    """Divide the same bytes into pieces of any size."""
     at = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=40)))
     return [stream[start:end] for start, end in pairwise([0, *at, len(stream)])]
 
@@ -66,4 +66,4 @@ def test_announced_frame_takes_no_memory_before_it_arrives():
 
     assert cutter.cut(HEAD.pack(1 << 30) + b"begun") == []
 
-    assert cutter._body.getbuffer().nbytes == len(b"begun")
+    assert cutter.body.getbuffer().nbytes == len(b"begun")

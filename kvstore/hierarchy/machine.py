@@ -51,7 +51,7 @@ class Hierarchy:
         """Return how long a promotion from the first tier with the block takes; None if that is unknown."""
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
-                return tier.pace.latest(size_bytes)
+                return tier.speed.latest(size_bytes)
         return None
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
@@ -191,7 +191,7 @@ class Hierarchy:
 
     def commands(self) -> list[TierTransfer]:
         """Return the decided transfers in order; each is handed out once."""
-        return self._queue.taken()
+        return self._queue.take_all()
 
     def changes(self) -> list[BlockChanges]:
         """Return the changes that watchers have to learn; each is handed out once."""

@@ -59,7 +59,7 @@ class TierState:
         self.rule = rule
         self.reading = CircuitBreaker()
         self.writing = CircuitBreaker()  # separate, because a full disk can still be read
-        self.pace = TierSpeed()
+        self.speed = TierSpeed()
         self.counters = TierCounters()
         self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # blocks that wait for a demotion, with their sizes
         self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # believed to be in the tier

@@ -195,7 +195,7 @@ class FrameConnection(asyncio.Protocol):
         self._send_limit = send_limit
         self._turn_frames = turn_frames
         self._waiting: deque[bytes] = deque()  # frames for the next turns; reading is paused meanwhile
-        self._cutter = FrameDecoder(limit)
+        self._decoder = FrameDecoder(limit)
         self._leaving: list[bytes] = []  # parts to send in this turn of the event loop
         self._leaving_bytes = 0
         self._paused = False  # the transport's buffer is full
@@ -214,7 +214,7 @@ class FrameConnection(asyncio.Protocol):
     @property
     def torn(self) -> bool:
         """True if an incoming frame has begun and not ended."""
-        return self._cutter.torn
+        return self._decoder.torn
 
     def send(self, *parts: bytes) -> None:
         """Send one frame whose payload is the concatenation of `parts`. Does nothing when the connection is over.
@@ -245,7 +245,7 @@ class FrameConnection(asyncio.Protocol):
     def allow(self, limit: int) -> None:
         """Accept and send payloads of up to `limit` bytes from the next piece of the stream on."""
         self._limit = limit
-        self._cutter.allow(limit)
+        self._decoder.allow(limit)
 
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
         """Give everything from the next piece of the stream on to another receiver with this limit."""
@@ -292,7 +292,7 @@ class FrameConnection(asyncio.Protocol):
         self._receiver = self._accept(self)
 
     def data_received(self, data: bytes) -> None:
-        payloads = self._cutter.cut(data)
+        payloads = self._decoder.cut(data)
         if len(payloads) > self._turn_frames:
             self._waiting.extend(payloads)
             self._transport.pause_reading()
@@ -303,14 +303,14 @@ class FrameConnection(asyncio.Protocol):
             if self._over:
                 return
             received(payload)
-        if self._cutter.fault is not None:
-            self.abort(self._cutter.fault)
+        if self._decoder.fault is not None:
+            self.abort(self._decoder.fault)
         elif len(data) >= TURN_BYTES:
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
 
     def eof_received(self) -> None:
-        if self._cutter.torn:
+        if self._decoder.torn:
             self.abort(FrameTorn())
 
     def pause_writing(self) -> None:
@@ -339,8 +339,8 @@ class FrameConnection(asyncio.Protocol):
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
-        elif self._cutter.fault is not None:
-            self.abort(self._cutter.fault)
+        elif self._decoder.fault is not None:
+            self.abort(self._decoder.fault)
         else:
             self._loop.call_soon(self._go_on)
 

@@ -133,14 +133,7 @@ class NodeConnection:
             channel.close()
             raise
         return cls(
-            address,
-            namespace,
-            channel,
-            session,
-            call_timeout=call_timeout,
-            prefer=prefer,
-            access=access,
-            clock=clock,
+            address, namespace, channel, session, call_timeout=call_timeout, prefer=prefer, access=access, clock=clock
         )
 
     @classmethod

@@ -548,10 +548,7 @@ class StoreClient:
     def _publish(self, places: ClientWriteReservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
         assert places.reservation_id != NO_RESERVATION
         request = pb.PublishRequest(
-            reservation_id=places.reservation_id,
-            indices=written.keys(),
-            crc32c=written.values(),
-            owner=self._owner,
+            reservation_id=places.reservation_id, indices=written.keys(), crc32c=written.values(), owner=self._owner
         )
         response = self.connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0

@@ -31,10 +31,7 @@ class HitSavings:
     """Savings of all namespaces of a node."""
 
     def __init__(
-        self,
-        *,
-        seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN,
-        memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND,
+        self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND
     ):
         """Start without reports; call `attach` before the first question."""
         self._seconds_a_token = seconds_a_token

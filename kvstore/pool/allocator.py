@@ -10,17 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvstore.block import BlockHash
 from kvstore.clock import Nanos
 from kvstore.eviction.policy import EvictionPolicy
-from kvstore.messages import (
-    SLOT,
-    Address,
-    BlockChanges,
-    BlockKey,
-    Claim,
-    Discard,
-    ReservedSlot,
-    Slot,
-    TierCommand,
-)
+from kvstore.messages import SLOT, Address, BlockChanges, BlockKey, Claim, Discard, ReservedSlot, Slot, TierCommand
 from kvstore.pool.extents import FreeExtents, occupied_bytes
 from kvstore.pool.lifecycle import READABLE, BlockState, BlockTransition, advance
 from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBlock

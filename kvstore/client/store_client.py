@@ -77,12 +77,28 @@ def batch_blocks(block_bytes: int) -> int:
 class StoreClient:
     """Client for one namespace of one node, made by `connect` or `join`. Thread-safe."""
 
-    def __init__(self, connection: NodeConnection, namespace: KvNamespace, *, call_timeout: Nanos, clock: Clock):
-        self.connection = connection
+    def __init__(
+        self,
+        address: str,
+        namespace: KvNamespace,
+        *,
+        call_timeout_seconds: float,
+        prefer: Sequence[str],
+        credentials: Credentials | None,
+        clock: Clock | None,
+    ):
+        self._clock = clock or MonotonicClock()
         self._namespace = namespace
-        self._call_timeout = call_timeout
-        self._clock = clock
+        self._call_timeout = nanos(call_timeout_seconds)
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self.connection = NodeConnection(
+            address,
+            namespace,
+            call_timeout=self._call_timeout,
+            prefer=tuple(DataPath(path) for path in prefer),
+            credentials=credentials or Credentials(),
+            clock=self._clock,
+        )
 
     @classmethod
     def connect(
@@ -114,18 +130,16 @@ class StoreClient:
             InvalidArgument: No node can store such blocks; names the field.
             BadCredentials: A file of the credentials cannot be used; names the field.
         """
-        clock = clock or MonotonicClock()
-        call_timeout = nanos(call_timeout_seconds)
-        connection = NodeConnection.open(
+        client = cls(
             address,
             namespace,
-            deadline=Nanos(clock.now() + nanos(timeout_seconds)),
-            call_timeout=call_timeout,
-            prefer=tuple(DataPath(path) for path in prefer),
-            credentials=credentials or Credentials(),
+            call_timeout_seconds=call_timeout_seconds,
+            prefer=prefer,
+            credentials=credentials,
             clock=clock,
         )
-        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
+        client.connection.open(Nanos(client._clock.now() + nanos(timeout_seconds)))
+        return client
 
     @classmethod
     def join(
@@ -146,7 +160,6 @@ class StoreClient:
         not joined yet. `wait_seconds` says how long to wait for the node here. The other arguments and the errors are
         those of `connect`.
         """
-        clock = clock or MonotonicClock()
         failure = ""
         if wait_seconds > 0:
             try:
@@ -161,17 +174,16 @@ class StoreClient:
                 )
             except StoreUnreachable as error:
                 failure = str(error)
-        call_timeout = nanos(call_timeout_seconds)
-        connection = NodeConnection.open_early(
+        client = cls(
             address,
             namespace,
-            call_timeout=call_timeout,
-            prefer=tuple(DataPath(path) for path in prefer),
-            credentials=credentials or Credentials(),
+            call_timeout_seconds=call_timeout_seconds,
+            prefer=prefer,
+            credentials=credentials,
             clock=clock,
-            failure=failure,
         )
-        return cls(connection, namespace, call_timeout=call_timeout, clock=clock)
+        client.connection.open_early(failure)
+        return client
 
     @property
     def joined(self) -> bool:

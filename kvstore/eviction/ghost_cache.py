@@ -1,4 +1,4 @@
-"""Ghost cache: the pool's hit rate at other sizes or under other policies, from a sample of the live traffic. Pure.
+"""Ghost cache: the pool's hit rate at other sizes or under other policies, from a sample of the live traffic.
 
 Rules:
 

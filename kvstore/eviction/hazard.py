@@ -179,7 +179,7 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return the run that each block was in, also if the block has been evicted since."""
+        """Return the run that each block was in, including blocks that have been evicted since."""
         former = list(map(self.held.get, chain))
         if self.gone and None in former:
             gone = self.gone

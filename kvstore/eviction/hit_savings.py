@@ -1,4 +1,4 @@
-"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value. Pure.
+"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value.
 
 Rules:
 

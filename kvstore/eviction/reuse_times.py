@@ -1,4 +1,4 @@
-"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks. Pure.
+"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have. Pure.
+"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have.
 
 A part of `kvstore.hierarchy.machine`. Rules:
 

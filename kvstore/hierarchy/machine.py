@@ -1,8 +1,8 @@
-"""Tier hierarchy: decides which blocks move between a node's pool and its backing tiers. Pure.
+"""Tier hierarchy: decides which blocks move between a node's pool and its backing tiers.
 
 `kvstore.hierarchy.promotions` brings chains up to the pool and `kvstore.hierarchy.demotions` copies blocks down to the
 tiers. Both share `kvstore.hierarchy.tier_states`, the knowledge about each tier, and
-`kvstore.hierarchy.transfer_queue`, the decided transfers. Each module lists its own rules. These hold for all of them:
+`kvstore.hierarchy.transfer_queue`, the decided transfers. Each module lists its own rules. None of them does I/O. These rules hold for all:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves places in the pool for promoted blocks and
    pins the blocks that it demotes. Until the copying thread reports that it is done, these bytes belong to it.
@@ -132,7 +132,7 @@ class Hierarchy:
         return key in self._tiers[tier].known
 
     def forgets(self, tier: int) -> bool:
-        """Return whether a tier may lose blocks without reporting it, like a server short of memory."""
+        """Return whether a tier may lose blocks without reporting it, such as a server that is short of memory."""
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:

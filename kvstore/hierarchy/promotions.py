@@ -1,4 +1,4 @@
-"""Promotions: bring chains from the backing tiers up to the pool. Pure; a part of `kvstore.hierarchy.machine`.
+"""Promotions: bring chains from the backing tiers up to the pool. It is a part of `kvstore.hierarchy.machine`.
 
 Rules:
 

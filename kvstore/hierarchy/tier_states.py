@@ -1,4 +1,4 @@
-"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health. Pure.
+"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""Transfer queue: transfers that the hierarchy has decided and nobody has begun. Pure."""
+"""Transfer queue: transfers that the hierarchy has decided and nobody has begun."""
 
 from itertools import count
 

@@ -153,14 +153,14 @@ def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> d
 
 
 def _passed(register: int, zeros: Tables) -> int:
-    """Return the register after zero bytes."""
+    """Return the checksum register after as many zero bytes as the tables stand for."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
 @lru_cache(maxsize=256)  # lengths of gaps: a few for each layout and number of ranks
 def _zeros(count: int) -> Tables:
-    """Return what so many zero bytes do to a register, for each of its bytes."""
+    """Return tables of what so many zero bytes do to a checksum register, one table for each of its bytes."""
     power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count

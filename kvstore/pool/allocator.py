@@ -1,4 +1,4 @@
-"""Pool allocator: decides where blocks lie and which blocks make room for others. Pure.
+"""Pool allocator: decides where blocks lie and which blocks make room for others.
 
 The allocator is a part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. It collects the
 commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or how long it

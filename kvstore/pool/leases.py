@@ -1,4 +1,4 @@
-"""Lease table: open leases and write reservations with their deadlines. Pure.
+"""Lease table: open leases and write reservations with their deadlines.
 
 Rules:
 

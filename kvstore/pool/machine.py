@@ -1,6 +1,6 @@
-"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave. Pure.
+"""Pool machine: decides which blocks a node's pool holds, who may read or write them, and which ones leave.
 
-The server performs the commands of the machine. Rules:
+The machine does no I/O; the server performs its commands. Rules:
 
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
    pins it. It leaves by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the table of

@@ -39,7 +39,6 @@ class FramedCallServer:
     """Server of framed calls; the module lists the rules."""
 
     def __init__(self, acts: Mapping[Method, Act]):
-        """Serve the connections that `take` gets."""
         self._acts = {bytes((method,)): act for method, act in acts.items()}
         self._callers: set[_CallerConnection] = set()
         self.undecodable = 0

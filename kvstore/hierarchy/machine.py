@@ -2,7 +2,8 @@
 
 `kvstore.hierarchy.promotions` brings chains up to the pool and `kvstore.hierarchy.demotions` copies blocks down to the
 tiers. Both share `kvstore.hierarchy.tier_states`, the knowledge about each tier, and
-`kvstore.hierarchy.transfer_queue`, the decided transfers. Each module lists its own rules. None of them does I/O. These rules hold for all:
+`kvstore.hierarchy.transfer_queue`, the decided transfers. None of them does I/O. Each module lists its own rules; these
+hold for all:
 
 1. Only the pool machine leases and evicts blocks. The hierarchy reserves places in the pool for promoted blocks and
    pins the blocks that it demotes. Until the copying thread reports that it is done, these bytes belong to it.

@@ -469,8 +469,8 @@ class StoreClient:
         if session is None or not isinstance(session.transport, SharedMemoryTransport):
             return {}
         until = earlier(deadline, self._transfer_deadline(len(positions)))
-        told = session.transport.put_shard(grant.places.slots.some(positions), share, sources, until)
-        return {position: added for position, added in zip(positions, told, strict=True) if added is not None}
+        contributions = session.transport.put_shard(grant.places.slots.some(positions), share, sources, until)
+        return {position: added for position, added in zip(positions, contributions, strict=True) if added is not None}
 
     def publish(self, grant: WriteGrant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
         """End a reservation of this client; blocks whose checksums are given, by position, become readable.

@@ -82,9 +82,9 @@ class Hierarchy:
         """Return how many of these blocks came from which tier, each block once; the others were in the pool."""
         return self._promotions.promoted(digest, names)
 
-    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
+    def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Forget where these blocks came from, because they left the pool."""
-        self._promotions.left(digest, names)
+        self._promotions.forget_origins(digest, names)
 
     # Demotions
 

@@ -168,7 +168,7 @@ class Promotions:
                 found[tier] = found.get(tier, 0) + 1
         return found
 
-    def left(self, digest: bytes, names: Iterable[BlockHash]) -> None:
+    def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Forget where these blocks came from, because they left the pool."""
         if self._promoted:
             for name in names:

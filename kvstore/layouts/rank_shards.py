@@ -143,12 +143,12 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     return checksum
 
 
-def combined_checksums(block_bytes: int, told: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def combined_checksums(block_bytes: int, contributions: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Return the checksums of those blocks that all ranks have written, by index, from the contributions of each rank."""
     return {
-        index: whole_checksums(block_bytes, [sums[index] for sums in told])
-        for index in told[0]
-        if all(index in sums for sums in told)
+        index: whole_checksums(block_bytes, [sums[index] for sums in contributions])
+        for index in contributions[0]
+        if all(index in sums for sums in contributions)
     }
 
 

@@ -63,11 +63,11 @@ class LeaseTable:
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
-    def grant(self, what: BlockLease | PendingWrite, until: Nanos | None) -> int:
+    def grant(self, entry: BlockLease | PendingWrite, until: Nanos | None) -> int:
         """Open a lease or a reservation and return its id. Without `until` it stays open until `end`."""
         granted = self.next_id()
-        self._open[granted] = what
-        self.reservations += isinstance(what, PendingWrite)
+        self._open[granted] = entry
+        self.reservations += isinstance(entry, PendingWrite)
         if until is None:
             self._unending.add(granted)
         else:
@@ -96,9 +96,9 @@ class LeaseTable:
     def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
         """Close and yield what has ended by now."""
         for granted in self.deadlines.due(now):
-            if (what := self._open.get(granted)) is not None:
+            if (entry := self._open.get(granted)) is not None:
                 self.end(granted)
-                yield what
+                yield entry
         if self.deadlines.is_cluttered(len(self._open)):
             self.deadlines.keep(self._open.keys())
 
@@ -109,7 +109,7 @@ class LeaseTable:
             "a lease has no deadline"
         )
         assert len(self._open) - len(self._unending) <= self._limit
-        assert self.reservations == sum(isinstance(what, PendingWrite) for what in self)
+        assert self.reservations == sum(isinstance(entry, PendingWrite) for entry in self)
 
     def __iter__(self) -> Iterator[BlockLease | PendingWrite]:
         return iter(self._open.values())

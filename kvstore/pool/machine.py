@@ -359,13 +359,13 @@ class BlockMachine:
         pins: dict[int, int] = {}
         reserved: set[int] = set()
         held: set[StoredBlock] = set()
-        for what in self._leases:
-            if isinstance(what, PendingWrite):
-                reserved |= {block.generation for block in what.blocks.values()}
+        for entry in self._leases:
+            if isinstance(entry, PendingWrite):
+                reserved |= {block.generation for block in entry.blocks.values()}
                 continue
-            for block in what.blocks:
+            for block in entry.blocks:
                 pins[block.generation] = pins.get(block.generation, 0) + 1
-            held |= set(what.blocks) if what.hold is not None else set()
+            held |= set(entry.blocks) if entry.hold is not None else set()
         for block in self._allocator:
             assert block.pins == pins.get(block.generation, 0), "a pin without a lease, or the other way round"
             assert (block.pins > 0) == (block.state in (BlockState.PINNED, BlockState.CONDEMNED))
@@ -380,15 +380,15 @@ class BlockMachine:
         self._pin(lease.blocks)
         return LeaseId(self._leases.grant(lease, until))
 
-    def _end(self, what: BlockLease | PendingWrite, now: Nanos) -> None:
+    def _end(self, entry: BlockLease | PendingWrite, now: Nanos) -> None:
         """Free what an ended lease or reservation held."""
-        if isinstance(what, PendingWrite):
-            for block in what.blocks.values():
-                self._allocator.abandon(what.opened, block)
+        if isinstance(entry, PendingWrite):
+            for block in entry.blocks.values():
+                self._allocator.abandon(entry.opened, block)
             return
-        if what.hold is not None:
-            self._pins.end(what.hold, what.blocks)
-        self._unpin(what.blocks, now, is_use=what.is_use)
+        if entry.hold is not None:
+            self._pins.end(entry.hold, entry.blocks)
+        self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
         pinned = advance(BlockState.HELD, BlockTransition.PIN)  # looked up once: a readable block without a pin is held

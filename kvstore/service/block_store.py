@@ -369,6 +369,6 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             (claim if isinstance(command, Claim) else discard)(command.address)
         changes = self._machine.changes()
         for each in changes:
-            self._hierarchy.left(each.digest, each.removed)
+            self._hierarchy.forget_origins(each.digest, each.removed)
             self._hierarchy.offer(each.digest, each.stored, self._clock.now())
         self._watchers.tell([*changes, *self._hierarchy.changes()])

@@ -143,24 +143,24 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
     return checksum
 
 
-def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
+def combined_checksums(block_bytes: int, contributions: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Return the checksums of those blocks that all ranks have written, by index, from the contributions of each rank."""
     return {
-        index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
-        for index in sums_by_rank[0]
-        if all(index in sums for sums in sums_by_rank)
+        index: whole_checksums(block_bytes, [sums[index] for sums in contributions])
+        for index in contributions[0]
+        if all(index in sums for sums in contributions)
     }
 
 
 def _passed(register: int, zeros: Tables) -> int:
-    """Return the register after zero bytes."""
+    """Return the checksum register after as many zero bytes as the tables stand for."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
 @lru_cache(maxsize=256)  # lengths of gaps: a few for each layout and number of ranks
 def _zeros(count: int) -> Tables:
-    """Return what so many zero bytes do to a register, for each of its bytes."""
+    """Return tables of what so many zero bytes do to a checksum register, one table for each of its bytes."""
     power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count

@@ -17,14 +17,14 @@ def an_engine(**fields) -> Fingerprint:
 
 
 def a_block(engine: Fingerprint, seed: int = 0) -> np.ndarray:
-    """At rest: layers, heads, tokens, bytes of a head and token."""
+    """Return a block at rest, as layers, heads, tokens, and bytes per head and token."""
     width = engine.head_dim * engine.element_bytes
     axes = (engine.layers, engine.kv_heads, engine.block_tokens, width)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
-    """What the ranks hold, one after the other, where no rank holds another's heads."""
+    """Return the bytes of all ranks, one after the other, if no two ranks share a head."""
     tokens_first = layout == "LNHD"
     shares = np.split(block, tp, axis=1)
     return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shares])

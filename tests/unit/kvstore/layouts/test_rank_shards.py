@@ -21,7 +21,7 @@ def shares(tp: int, shape: BlockShape = SHAPE) -> list[RankShard]:
 
 
 def own(share: RankShard, block: np.ndarray) -> np.ndarray:
-    """A rank's bytes of a block, as its memory has them."""
+    """Return one rank's bytes of a block in the order of its memory."""
     return np.concatenate([block[start : start + length] for start, length in share.runs])
 
 

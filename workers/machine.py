@@ -318,7 +318,9 @@ class WorkerMachine:
         """Report the end of an attempt to its router now, and cancel it in the engine."""
         self._silence(attempt)
         yield from self._cancel(attempt)
-        yield Tell(stream=attempt.stream, message=Rejected(request_id=attempt.request_id, reason=reason, message=message))
+        yield Tell(
+            stream=attempt.stream, message=Rejected(request_id=attempt.request_id, reason=reason, message=message)
+        )
 
     # Deadlines, drain and end.
     def _expire(self, now: Nanos) -> Iterator[WorkerCommand]:
@@ -326,8 +328,12 @@ class WorkerMachine:
             for attempt in list(self._unreported.values()):
                 self._given_up += 1
                 yield from self._give_up(attempt, Reason.DRAINING, "this worker drains and could not finish in time")
-        for attempt in [attempt for attempt in self._unreported.values() if attempt.deadline is not None and now >= attempt.deadline]:
-            yield from self._give_up(attempt, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete")
+        for attempt in [
+            attempt for attempt in self._unreported.values() if attempt.deadline is not None and now >= attempt.deadline
+        ]:
+            yield from self._give_up(
+                attempt, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete"
+            )
 
     def _drain(self, deadline: Nanos) -> Iterator[WorkerCommand]:
         if self.phase is LifePhase.GONE:

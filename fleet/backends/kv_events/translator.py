@@ -15,7 +15,6 @@ Rules:
    the translator starts over.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -81,12 +80,6 @@ def salt_of_router(adapter: str, told: str) -> bytes:
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("this is not a router's salt")
     return salt
-
-
-def salt_of_client(adapter: str, told: str) -> bytes:
-    """Return the salt for a server whose clients choose salts, which may be any text."""
-    salt = hashlib.sha256(b"fleet.client-salt.v1\0" + told.encode("utf-8", "surrogatepass")).digest() if told else b""
-    return block.adapter_salt(adapter, salt) if adapter else salt
 
 
 class _CachedBlock(msgspec.Struct):

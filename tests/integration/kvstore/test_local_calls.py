@@ -134,7 +134,7 @@ def test_a_bad_request_is_refused_by_field_and_the_connection_goes_on(node, call
         assert (wire.FIELD_KEY, field) in refused.value.trailing_metadata()
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls._lines) == 1
+    assert len(calls.connections) == 1
 
 
 def test_a_request_to_another_incarnation_is_refused_as_by_grpc(node, calls):
@@ -165,7 +165,7 @@ def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
         assert bystander.recv(1)
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls._lines) == 1, "it kept its connection"
+    assert len(calls.connections) == 1, "it kept its connection"
 
 
 def test_requests_that_come_in_pieces_or_together_are_answered_in_order(node):
@@ -218,7 +218,7 @@ def test_a_connection_that_the_node_has_ended_is_replaced_before_anything_is_sen
         node.start()
         with a_store_client(node.address, NAMESPACE):
             assert calls.match(a_request(node), 5).slots == b""
-        assert len(calls._lines) == 1
+        assert len(calls.connections) == 1
         calls.close()
 
 
@@ -234,7 +234,7 @@ def test_nobody_waits_for_a_release_and_it_takes_place():
         assert len(client.match(a_chain(1), lease_seconds=0)) == 1, "not the answer to the release"
         client.release(second.lease_id)
         assert client.stats().pinned == 0
-        assert len(client._link.session.calls._lines) == 1
+        assert len(client.connection.session.calls.connections) == 1
 
 
 def test_a_release_that_nobody_answered_costs_the_next_call_its_deadline_and_no_more():
@@ -264,7 +264,7 @@ def test_what_is_released_by_a_client_that_closes_is_released(node):
 
 def test_where_there_is_no_socket_calls_go_by_grpc(node):
     with a_store_client(node.address, NAMESPACE) as client:
-        client._link.session.calls._path = f"{node.folder}/gone"
+        client.connection.session.calls._path = f"{node.folder}/gone"
 
         assert len(client.match(a_chain(2), lease_seconds=0)) == 2
 
@@ -469,7 +469,7 @@ def test_silent_connections_do_not_keep_others_from_the_memory(node):
 
         with at_most(0.75 * HANDOUT_SECONDS), a_store_client(node.address, NAMESPACE, prefer=["shm"]) as client:
             assert len(client.match(a_chain(2), lease_seconds=0)) == 2
-            assert client._link.session.calls._lines, "not by gRPC"
+            assert client.connection.session.calls.connections, "not by gRPC"
 
         assert is_over(silent[0]), "who was silent for longest has gone"
         silent[-1].sendall(OPENING)

@@ -1,4 +1,4 @@
-"""Clusters of `fleet up` that were killed together with their guardian: what is said of them, and what the next one clears away."""
+"""Local runs that were killed together with their orphan reaper: their report, and their clean-up by the next run."""
 
 import errno
 import multiprocessing
@@ -208,7 +208,7 @@ def test_a_folder_that_does_not_say_whether_it_is_alive_is_left_alone(parent):
     assert local_runs.local_runs() == []
 
 
-def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(
+def test_run_killed_with_its_reaper_is_reported_and_cleaned_up(
     tmp_path, capsys, monkeypatch
 ):
     folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
@@ -216,7 +216,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     with fleet_up(tmp_path) as up:
         folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
-        guardian = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
+        reaper = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
         scaling = subprocess.Popen(
             [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
             stderr=subprocess.PIPE,
@@ -227,7 +227,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
         scaling.communicate()
         assert run(["status", "--address", up.grpc]) == 0
         shown = capsys.readouterr().err
-        os.kill(guardian, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         up.end(signal.SIGKILL)
     eventually(lambda: alive(pids) == [])
     assert folder.exists()

@@ -299,7 +299,7 @@ async def test_more_names_than_a_call_takes_are_refused_with_the_field():
                 request = pb.EvacuateRequest(
                     digest=namespace().digest,
                     hashes=bytes(16 * 4097),
-                    incarnation=client._link.session.incarnation,
+                    incarnation=client.connection.session.incarnation,
                 )
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await pb_grpc.BlockStoreStub(channel).Evacuate(request, timeout=60)

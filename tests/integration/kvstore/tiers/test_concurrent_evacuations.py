@@ -192,7 +192,7 @@ async def test_what_a_tier_cannot_say_it_is_given_again():
         await node.is_asked()
         node.fail()
         await node.is_asked()
-        assert [type(movement) for movement in node.asked] == [Demote]
+        assert [type(transfer) for transfer in node.asked] == [Demote]
         node.answer()
 
     assert (one.result().moved, one.result().failed, one.result().done) == (BLOCKS, 1, BLOCKS)

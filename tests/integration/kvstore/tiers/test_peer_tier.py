@@ -243,7 +243,7 @@ def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(ca
             for _ in range(3):
                 with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
                     tier.find(KEYS, soon(10))
-            assert [record.message for record in caplog.records].count("peer cannot be used") == 1
+            assert [record.message for record in caplog.records].count("peer unreachable") == 1
 
             node.start()
             fill(node.address)
@@ -437,7 +437,7 @@ def test_a_peer_with_another_layout_is_a_failure_that_says_so(node, caplog):
     with a_tier(node.address) as tier, caplog.at_level(logging.WARNING):
         with pytest.raises(TierFailed, match="block_tokens"):
             tier.find(KEYS, soon(30))
-        assert "peer cannot be used" in [record.message for record in caplog.records]
+        assert "peer unreachable" in [record.message for record in caplog.records]
 
 
 # Settings

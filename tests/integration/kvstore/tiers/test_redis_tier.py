@@ -224,7 +224,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
     assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
 
     assert tier.status().corrupt == 1
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block is corrupt"]
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == ["block corrupt"]
     assert tier.find(KEYS, soon(10)) == 1
     assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 4
     assert outcomes(tier) == [BlockOutcome.MOVED] * 4

@@ -135,7 +135,7 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
             call = threads.submit(tier.get, KEYS, empty(), soon(2))
-            eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
+            eventually(lambda: tier.backend._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -147,7 +147,7 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
     with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
-        assert [record.message for record in caplog.records] == ["object store does not answer yet"]
+        assert [record.message for record in caplog.records] == ["object store unreachable"]
         with pytest.raises(TierFailed):
             tier.find(KEYS, soon(30))
 
@@ -198,7 +198,7 @@ def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, 
 
     assert tier.status().corrupt == 1
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["block is corrupt"]
+    assert warnings == ["block corrupt"]
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
     assert tier.find(KEYS, soon()) == 1
@@ -310,7 +310,7 @@ def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
 def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)  # which takes long to make
+        tier.backend._clients.within(0.5)  # which takes long to make
 
         with at_most(1.5), pytest.raises(TierFailed):
             tier.get(KEYS[:1], empty(1), soon(0.5))
@@ -321,8 +321,8 @@ def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
 def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)
-        tier.shelf._seen.doubt(KEYS[0])
+        tier.backend._clients.within(0.5)
+        tier.backend._seen.doubt(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             keep(tier, KEYS[:1], BLOCKS[:1], soon(0.5))
@@ -335,7 +335,7 @@ import sys, threading, time
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
 from tests.support.kvstore.builders import soon
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
-tier.shelf._clients.within(10)  # which takes long to make
+tier.backend._clients.within(10)  # which takes long to make
 threading.Thread(target=tier.holds, args=(KEYS[:1], soon(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()

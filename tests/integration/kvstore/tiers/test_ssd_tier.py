@@ -51,7 +51,7 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 def abandon(tier: SsdTier) -> None:
     """Let a tier's directories go as a killed process does: nothing more is written."""
-    tier._crew.close()
+    tier._disk_threads.close()
     for volume in tier._volumes:
         for segment in volume.segments:
             segment.file.close()
@@ -376,7 +376,7 @@ def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_c
     a_tier(*places, faults=faults).close()
 
     (warning,) = warnings_of(caplog)
-    assert warning.message.startswith("capacity_bytes: the file system has less left")
+    assert warning.message.startswith("capacity_bytes: the file system has less space")
     assert (warning.capacity_bytes, warning.left_bytes) == (2 << 20, (1 << 20) + folders * SEGMENT_BYTES)
     assert warning.folders == ", ".join(map(str, places))
 
@@ -696,7 +696,7 @@ def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path, monkeypatch
 
     put(tier, keys_of(30))
     assert get(tier, keys_of(30)) == [MOVED] * 30
-    assert sum("no direct I/O" in record.getMessage() for record in caplog.records) == 1
+    assert sum("direct I/O not supported" in record.getMessage() for record in caplog.records) == 1
     tier.close()
 
 

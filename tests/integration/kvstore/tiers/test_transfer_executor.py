@@ -17,7 +17,7 @@ from kvstore.hierarchy import promotions as loads
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
 from kvstore.messages import BlockOutcome, FetchResult, TierStatus
-from kvstore.service import transfer_executor as mover
+from kvstore.service import transfer_executor as executor
 from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
 from kvstore.service.worker_threads import WorkerThreads
 from kvstore.system_clock import MonotonicClock
@@ -74,14 +74,14 @@ class ExecutorNode:
         self.clock = MonotonicClock()
         rule = TierRule(name=self.disk.name, admission=AdmitEverything(), finds_in_memory=True)
         self.hierarchy = Hierarchy(self.store.machine, [rule])
-        self.mover = TransferExecutor(self.hierarchy, [self.disk], ZeroPool(), self.clock, tasks, self._settle)
+        self.executor = TransferExecutor(self.hierarchy, [self.disk], ZeroPool(), self.clock, tasks, self._settle)
 
     def prefetch(self, chain, max_wait=MAX_WAIT):
         self.hierarchy.prefetch(self.store.digest, chain, 0, max_wait, self.clock.now())
-        self.mover.settle()
+        self.executor.settle()
 
     def _settle(self):
-        self.mover.settle()
+        self.executor.settle()
 
     @property
     def reservations(self) -> int:
@@ -95,14 +95,14 @@ async def a_node_on_a_disk() -> AsyncIterator[ExecutorNode]:
         try:
             yield node
         finally:
-            node.mover.close()
+            node.executor.close()
             node.disk.gate.set()
 
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch):
     monkeypatch.setattr(loads, "FETCH_AT_LEAST", MAX_WAIT)
-    monkeypatch.setattr(mover, "LATE_SECONDS", 0.01)
+    monkeypatch.setattr(executor, "LATE_SECONDS", 0.01)
 
 
 async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_at():
@@ -163,7 +163,7 @@ async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog)
         for of in "abc":
             node.store.hold(a_chain(2, of))
             node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
-            node.mover.settle()
+            node.executor.settle()
             node.prefetch(a_chain(2, of * 2))
             while not node.hierarchy.is_idle:
                 await asyncio.sleep(0.001)

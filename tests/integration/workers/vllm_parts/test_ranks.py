@@ -72,7 +72,7 @@ def a_model(seed: int) -> list:
 
 def a_part(model: list, ranks: int, rank: int) -> list:
     """What one rank holds of it."""
-    heads = BlockShape.of(NAMESPACE).share(ranks, rank).heads
+    heads = BlockShape.of(NAMESPACE).shard_box(ranks, rank).heads
     return [layer[:, heads.first : heads.end].contiguous() for layer in model]
 
 
@@ -201,7 +201,7 @@ def test_over_tcp_ranks_read_their_shares_and_write_none(pair, node, client):
     names, empty = a_chain(35), [torch.zeros_like(layer) for layer in a_model(1)]
     pair.save(urgent=[BlockSave("r", names, list(range(35)))])
     found = client.match(names, lease_seconds=10)
-    pair.clients[0]._link.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
+    pair.clients[0].connection.session.transport._mapping.bytes[found.slots[33].offset] ^= 0x10
 
     with an_engine(node, 2, empty, "tcp") as reader:
         assert not reader.clients[0].writes_shards
@@ -458,7 +458,7 @@ def test_a_byte_of_another_ranks_share_that_went_bad_is_seen_by_all_ranks(pair, 
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
-        vandal._link.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
+        vandal.connection.session.transport._mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
             0x10  # of the second rank
         )
 

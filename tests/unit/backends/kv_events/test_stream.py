@@ -12,8 +12,8 @@ import pytest
 
 from fleet.backends.kv_events import stream as event_stream
 from fleet.backends.kv_events.stream import END_OF_REPLAY, EventStreamCounters, read_events
-from fleet.backends.kv_events.translator import salt_of_client
 from fleet.core.work import KvCleared, KvStored
+from fleet.frontend.openai.prompt_keys import client_salt
 from tests.unit.backends.kv_events.published import SALT, SGLANG, VLLM, a_batch, names, removed, some_books, stored
 from workers.cache_view import CacheView
 
@@ -464,7 +464,7 @@ async def test_recorded_sglang_frames_arrive_whole():
             for batch in SGLANG:
                 await publisher.publish(batch)
 
-        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=salt_of_client))
+        told, heard = await read(publisher, 7, drive, books=some_books(100, 16, salt_of=client_salt))
 
     assert [len(events) for events in told] == [1, 1, 1, 1, 1, 2, 1]
     assert heard.batches == 7

@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from fleet.backends.kv_events.formats import UnreadableEngineEvent
-from fleet.backends.kv_events.translator import SkipReason, salt_of_client
+from fleet.backends.kv_events.translator import SkipReason
 from fleet.core.work import KvCleared, KvRemoved, KvStored
+from fleet.frontend.openai.prompt_keys import client_salt
 from tests.unit.backends.kv_events.published import (
     BLOCK_TOKENS,
     PAGE_TOKENS,
@@ -59,8 +60,8 @@ def test_blocks_after_an_unknown_parent_are_skipped():
 
 
 def test_recorded_sglang_events_name_the_prompts_blocks():
-    books = some_books(100, PAGE_TOKENS, salt_of=salt_of_client)
-    tenant, adapter = salt_of_client("", "tenant-a"), salt_of_client("adapter-one", "")
+    books = some_books(100, PAGE_TOKENS, salt_of=client_salt)
+    tenant, adapter = client_salt("", "tenant-a"), client_salt("adapter-one", "")
 
     told = [books.take(batch) for batch in SGLANG]
 
@@ -226,7 +227,7 @@ def test_different_adapters_and_salts_never_share_a_name():
     told = [("", ""), ("a", ""), ("b", ""), ("", "a"), ("", "b"), ("a", "a"), ("b", "a"), ("a", "b")]
     mine: list[bytes] = []
     for number, (adapter, salt) in enumerate(told):
-        books = some_books(salt_of=salt_of_client)
+        books = some_books(salt_of=client_salt)
         lora = {"lora_id": number, "lora_name": adapter} if adapter else {}
         keys = [key for key in (adapter, salt) if key]
         (event,) = books.take(a_batch(stored([1], None, 0, 32, extra_keys=[keys or None], **lora)))

@@ -73,7 +73,7 @@ def schema() -> Schema:
         for field, text in _documented(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
     # Not the field's type, because only the chart knows the values of settings without a default.
-    parts["Operator"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
+    parts["OperatorValues"]["properties"]["settings"] |= {"$ref": "#/definitions/OperatorSettings"}
     for owner, names in OWNED.items():
         for name in names:
             del parts[owner]["properties"][name]

@@ -148,7 +148,7 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
-class Service(_Values, frozen=True):
+class ServiceValues(_Values, frozen=True):
     type: ServiceType = ServiceType.CLUSTER_IP
     annotations: Texts = {}
 
@@ -222,7 +222,7 @@ class Routers(_Values, frozen=True):
     """The time from the decision to end a pod to its end: 5 s until all senders know, 5 s to close, and in between the
     answers that are being streamed are finished."""
 
-    service: Service = Service()
+    service: ServiceValues = ServiceValues()
     ingress: Ingress = Ingress()
     autoscaling: Autoscaling = Autoscaling()
     disruption_budget: DisruptionBudget = DisruptionBudget()
@@ -235,7 +235,7 @@ class Scope(StrEnum):
     CLUSTER = "Cluster"
 
 
-class Operator(_Values, frozen=True):
+class OperatorValues(_Values, frozen=True):
     enabled: bool = True
     replicas: Replicas = 2
     """One leads, by a Lease; the others wait."""
@@ -445,7 +445,7 @@ class Values(_Values, frozen=True):
     crds: Crds = Crds()
     images: ChartImages = ChartImages()
     routers: Routers = Routers()
-    operator: Operator = Operator()
+    operator: OperatorValues = OperatorValues()
     network_policy: NetworkPolicy = NetworkPolicy()
     monitoring: Monitoring = Monitoring()
     tls: Tls = Tls()

@@ -61,11 +61,11 @@ class _Phase(Struct, frozen=True):
     origins: tuple[_Origin, ...] = ()
 
 
-class _Fleet(Struct, frozen=True):
+class _ProbeFleet(Struct, frozen=True):
     kv: tuple[_Phase, ...] = ()
 
 
-class _Choice(Struct, frozen=True):
+class _ProbeChoice(Struct, frozen=True):
     text: str
 
 
@@ -74,18 +74,18 @@ class _Usage(Struct, frozen=True):
 
 
 class _CompletionBody(Struct, frozen=True):
-    choices: tuple[_Choice, ...]
+    choices: tuple[_ProbeChoice, ...]
     usage: _Usage
-    fleet: _Fleet = _Fleet()
+    fleet: _ProbeFleet = _ProbeFleet()
 
 
-class _Error(Struct, frozen=True):
+class _ProbeError(Struct, frozen=True):
     code: Reason
     message: str
 
 
 class _Refusal(Struct, frozen=True):
-    error: _Error
+    error: _ProbeError
 
 
 def router_address(host: str) -> str:

@@ -90,7 +90,7 @@ class Lead:
         while not self._roll.complete:
             self._joined.clear()
             await self._joined.wait()
-        address = str(self._links[1].get_extra_info("sockname")[0])  # as another host knows this one
+        address = str(self._links[1].get_extra_info("sockname")[0])  # the address by which another host knows this one
         ports = self.group.engine_ports or _free_ports(address)
         begin = Begin(address=address, ports=ports)
         self._roll.begin()
@@ -208,7 +208,7 @@ class Follow:
         """The group's settings for the engine."""
 
         self.serving = False
-        """Whether the whole engine runs."""
+        """True if the whole engine runs."""
 
         self.over = asyncio.Event()
         """Set when the leader has drained, so that this rank may end."""

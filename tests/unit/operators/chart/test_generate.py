@@ -1,4 +1,4 @@
-"""What the chart has that is made from types is what they give, and no dashboard asks for what there is not."""
+"""The generated parts of the chart are up to date, and no dashboard queries an unknown metric."""
 
 import re
 import sys
@@ -130,7 +130,7 @@ OWN = {
     "kvstore_tier_bytes",
     "kvstore_tier_capacity_bytes",
 }
-"""Gauges of which every process tells another part, so that they are added up."""
+"""Gauges of which every process reports another part, so that they are summed."""
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

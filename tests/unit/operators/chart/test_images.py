@@ -1,4 +1,4 @@
-"""Promises of the Dockerfiles, as far as they can be kept without building: what they copy, name and install is there, and nobody is root."""
+"""The Dockerfiles, checked without a build: copied files and installed packages exist, and nothing runs as root."""
 
 import fnmatch
 import re
@@ -32,7 +32,7 @@ class Instruction(msgspec.Struct, frozen=True):
 
 
 def instructions(path: Path) -> Iterator[Instruction]:
-    """Comments left out, continued lines joined."""
+    """Return the instructions without comments, with continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, text = line.partition(" ")
@@ -40,7 +40,7 @@ def instructions(path: Path) -> Iterator[Instruction]:
 
 
 def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
-    """Name and instructions of each; what comes before the first is left out."""
+    """Return name and instructions of each stage, without what comes before the first."""
     found: list[tuple[str, list[Instruction]]] = []
     for each in instructions(path):
         if each.name == "FROM":
@@ -52,7 +52,7 @@ def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
 
 
 def copied(path: Path) -> set[str]:
-    """Everything that is copied, as it is written."""
+    """Return everything that is copied, as it is written."""
     return {
         word for _, stage in stages(path) for each in stage if each.name == "COPY" for word in each.text.split()[:-1]
     }
@@ -64,7 +64,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def ignored(path: str) -> bool:
-    """As .dockerignore says; the last line that fits counts."""
+    """Return whether .dockerignore leaves a file out; the last matching line counts."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!")
@@ -132,7 +132,7 @@ def test_installed_packages_are_declared_and_locked(path):
                     next(words)
                 elif not word.startswith("-"):
                     installs += 1
-                    # By its path: an index may have something else of our name.
+                    # By its path, because an index may have another package of our name.
                     own = re.fullmatch(r"(?:\.|\$\(echo /tmp/wheels/\*\.whl\))\[([\w,-]+)\]", word)
                     if own:
                         assert set(own[1].split(",")) <= extras, word
@@ -152,7 +152,7 @@ def test_every_own_package_is_copied_for_the_build(path):
 def test_build_proves_that_extensions_are_compiled(path):
     declared = PROJECT["tool"]["setuptools"]["ext-modules"]
     runs = [each.text for _, stage in stages(path) for each in stage if each.name == "RUN"]
-    # -I: not the sources that lie in the working folder, but what is installed.
+    # -I: import the installed package, not the sources in the working folder.
     (proof,) = (text for text in runs if "-I -c 'import" in text)
 
     assert all(each["name"] in proof for each in declared)

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 
 from operators.rbac import ACCESS
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kube.api.running import an_api_server
 from tests.support.kube.clients import Api
 from tests.support.kube.nodes import Nodes
@@ -50,7 +50,7 @@ REQUEST = {
 
 def a_process(settings, folder):
     """It, and what it announced."""
-    return serve("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
+    return start_service("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
 
 
 def grant(api, namespace, without=""):

@@ -13,7 +13,7 @@ from fleet.planner.messages import PlanWriter, PoolGapReason
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.settings import KubernetesTarget
 from tests.contract.planner.connector_contract import *  # noqa: F403 - they run here
-from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, sees, until
+from tests.contract.planner.connector_contract import DECODE, ROOM, ProcessKilled, a_plan, observed, observed_sizes
 from tests.support.kube.api.running import RunningApiServer
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.planner.connectors import KilledOnWrite, silent_port
@@ -66,7 +66,7 @@ async def a_world(asked, nodes, tmp_path):
         async with an_operator(asked):
             world = KubernetesWorld(asked, nodes, RunningApiServer(f"http://127.0.0.1:{port}"), tmp_path / "silent")
             async with world.open() as planner:
-                await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+                await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
             yield world
 
 
@@ -75,7 +75,7 @@ async def test_planner_leaves_static_roles_alone(a_world):
     async with a_world.open() as planner, a_world.open(PlanWriter.PERSON) as person:
         before = await planner.observe()
         a_world.asked.apply(a_deployment(*roles)).expect(200)
-        seen = await until(planner, lambda seen: all(each.pinned for each in seen.pools))
+        seen = await observed(planner, lambda seen: all(each.pinned for each in seen.pools))
 
         with pytest.raises(PlanRefused, match=r"^decode: scaling\.mode is External"):
             await planner.apply(a_plan("more", decode=2), before)
@@ -83,13 +83,13 @@ async def test_planner_leaves_static_roles_alone(a_world):
             with pytest.raises(PlanRefused, match=r"^prefill: scaling\.mode is Static"):
                 await writer.apply(a_plan("more", prefill=2, decode=2), seen)
         await person.apply(a_plan("more", decode=2), seen)
-        await sees(person, decode=(2, 2, 0), prefill=(1, 1, 0))
+        await observed_sizes(person, decode=(2, 2, 0), prefill=(1, 1, 0))
 
 
 async def test_role_bounds_explain_fewer_replicas(a_world):
     async with a_world.open() as planner:
         await planner.apply(a_plan("many", decode=9), await planner.observe())
-        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.LIMITED)
+        seen = await observed(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.LIMITED)
 
     assert seen.pool(DECODE).wanted == 9
     assert "8" in seen.pool(DECODE).message
@@ -99,7 +99,7 @@ async def test_crash_looping_replica_is_failing(a_world, nodes):
     nodes.crashes["cpu:1"] = nodes.crashes["cuda:1"] = "fleet: model_dir: no such folder"
     async with a_world.open() as planner:
         await planner.apply(a_plan("more", decode=2), await planner.observe())
-        seen = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.FAILING)
+        seen = await observed(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.FAILING)
 
     assert seen.pool(DECODE).wanted == 2
     assert "dd-decode-" in seen.pool(DECODE).message
@@ -153,7 +153,7 @@ async def test_concurrent_status_write_is_no_conflict(a_world):
         seen, behind = await planner.observe(), planner._cluster
         planner._cluster = Meanwhile(behind, lambda: write({"status": {"selector": "a=b"}}, "/status"))
         await planner.apply(a_plan("more", decode=2), seen)
-        seen = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        seen = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
         planner._cluster = Meanwhile(behind, lambda: write({"spec": {"replicas": 0}}))
         with pytest.raises(PlanConflict):
@@ -168,7 +168,7 @@ async def test_replicas_serve_without_known_registrations(a_world, nodes):
         deployment="unheard", namespace=a_world.asked.namespace, kubeconfig=a_world.asked.kubeconfig
     )
     async with connector_of(target, PlanWriter.PLANNER) as planner:
-        await sees(planner, both=(1, 1, 0))
+        await observed_sizes(planner, both=(1, 1, 0))
 
 
 async def test_missing_object_is_reported(a_world, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, LEAST_BATCH_BYTES, DiskThreads, batches
-from tests.support.kvstore.builders import soon
+from tests.support.kvstore.builders import deadline_in
 from tests.support.kvstore.ssd_disks import HoldPoint, ShiftedClock
 
 KIB = 1 << 10
@@ -36,7 +36,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
         return act
 
     calls = [
-        threading.Thread(target=disk_threads.run, args=([job((call, n)) for n in range(10)], soon()))
+        threading.Thread(target=disk_threads.run, args=([job((call, n)) for n in range(10)], deadline_in()))
         for call in range(4)
     ]
     for call in calls:
@@ -51,7 +51,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
 def test_a_single_job_is_done_by_the_caller(disk_threads):
     threads = []
 
-    disk_threads.run([lambda scratch: threads.append(threading.current_thread())], soon())
+    disk_threads.run([lambda scratch: threads.append(threading.current_thread())], deadline_in())
 
     assert threads == [threading.current_thread()]
 
@@ -59,7 +59,7 @@ def test_a_single_job_is_done_by_the_caller(disk_threads):
 def test_after_the_deadline_nothing_begins(disk_threads):
     done = []
 
-    disk_threads.run([lambda scratch: done.append(1)] * 5, soon(-1))
+    disk_threads.run([lambda scratch: done.append(1)] * 5, deadline_in(-1))
 
     assert done == []
 
@@ -72,7 +72,7 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
         gate()
         done.append(1)
 
-    caller = threading.Thread(target=disk_threads.run, args=([hang, hang, hang], soon()))
+    caller = threading.Thread(target=disk_threads.run, args=([hang, hang, hang], deadline_in()))
     caller.start()
     gate.wait()
     clock.advance(3600)
@@ -97,10 +97,10 @@ def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_t
         raise LookupError("injected")
 
     with pytest.raises(LookupError):
-        disk_threads.run([slow, bad], soon())
+        disk_threads.run([slow, bad], deadline_in())
 
     assert ended == [1]
-    disk_threads.run([lambda scratch: ended.append(2)], soon())
+    disk_threads.run([lambda scratch: ended.append(2)], deadline_in())
     assert ended == [1, 2]
 
 

@@ -10,7 +10,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import KvPath
 from tests.support.waiting import until_answered
-from tests.support.workers.engine_driver import driven, fresh_prompt, work
+from tests.support.workers.engine_driver import an_attempt, driven_engines, fresh_prompt
 from workers.engines.simulated.launch import open_engine
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -37,9 +37,9 @@ async def test_vocabulary_and_eos_come_from_the_model_folder(tmp_path):
     config = {"vocab_size": 600, "eos_token_id": [7, 8], "hidden_size": 256}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     told = settings(model_dir=str(tmp_path), simulated={"eos_probability": 0.2})
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         prompt = bytes(4)
-        tokens, end = await one.do(work(prompt, sampling=Sampling(temperature=0, max_tokens=500)))
+        tokens, end = await one.do(an_attempt(prompt, sampling=Sampling(temperature=0, max_tokens=500)))
 
         assert end.finish is Finish.STOP
         assert tokens[-1] in (7, 8)
@@ -70,10 +70,10 @@ async def test_unusable_direct_listen_address_is_refused():
 async def test_engine_starts_without_an_unreachable_store(monkeypatch, kv_paths, left):
     monkeypatch.setattr("workers.engines.simulated.store.CONNECT_SECONDS", 0.2)
     told = settings(store="127.0.0.1:1", kv_paths=kv_paths)
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         assert engine.facts.store_id is None
         assert engine.facts.kv_paths == left
-        tokens, _ = await one.do(work(fresh_prompt(100), 5))
+        tokens, _ = await one.do(an_attempt(fresh_prompt(100), 5))
         assert len(tokens) == 5
 
 
@@ -86,12 +86,12 @@ async def test_callers_exception_passes_unchanged():
 @pytest.mark.parametrize(("speedup", "least", "most"), [(1, 0.1, 0.4), (10, 0.01, 0.15)])
 async def test_latency_follows_the_model_divided_by_the_speedup(speedup, least, most):
     told = settings(simulated={"speedup": speedup})
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
 
         async def was_quick() -> bool:
             """Sooner or later, where the machine is busy with something else."""
             began = asyncio.get_running_loop().time()
-            await one.do(work(fresh_prompt(100), 40))  # 12 ms + 39 steps of 2.4 ms
+            await one.do(an_attempt(fresh_prompt(100), 40))  # 12 ms + 39 steps of 2.4 ms
             took = asyncio.get_running_loop().time() - began
             assert took >= least
             return took < most

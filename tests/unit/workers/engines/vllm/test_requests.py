@@ -6,7 +6,7 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff
-from tests.support.workers.engine_driver import fresh_prompt, work
+from tests.support.workers.engine_driver import an_attempt, fresh_prompt
 from workers.engines.vllm.requests import counts_at_start
 from workers.engines.vllm.store_planner import PromptBlockCounts
 
@@ -28,7 +28,7 @@ def stats(engine: int = 0, store: int = 0, direct: int = 0) -> Stats:
 
 def handed_off(path: KvPath):
     handoff = Handoff(kv_path=path, prefill_worker=WorkerId("p"), fingerprint="f", num_tokens=200, params=b"{}")
-    return work(fresh_prompt(200), phase=Phase.DECODE, handoff=handoff)
+    return an_attempt(fresh_prompt(200), phase=Phase.DECODE, handoff=handoff)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def handed_off(path: KvPath):
     ],
 )
 def test_cached_tokens_beyond_the_engine_count_as_store(tokens, counts):
-    assert counts_at_start(work(fresh_prompt(200)), tokens, BLOCK) == counts
+    assert counts_at_start(an_attempt(fresh_prompt(200)), tokens, BLOCK) == counts
 
 
 @pytest.mark.parametrize(

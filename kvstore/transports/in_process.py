@@ -1,4 +1,4 @@
-"""The way between two ends in one process: for an embedded store, and for tests."""
+"""In-process transport: for an embedded store with its client in the same thread, and for tests."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from kvstore.transports.checksums import put_with_checksums
 
 
 class InProcessTransport:
-    """Asks the machine, then the tier. Not for several threads, since the machine is not."""
+    """Asks the machine for the place, then reads or writes the pool. Not thread-safe, as the machine is not."""
 
     def __init__(self, machine: BlockMachine, tier: MemoryTier, digest: bytes):
-        """Binds to a namespace.
+        """Bind to a namespace.
 
         Raises:
-            NamespaceUnknown: It was never opened.
+            NamespaceUnknown: The namespace was never opened.
         """
         machine.namespace(digest)
         self._machine = machine

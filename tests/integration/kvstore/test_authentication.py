@@ -84,7 +84,7 @@ async def test_who_has_the_secret_reads_blocks():
     [
         (SECRET, OTHER, "has another secret"),
         (SECRET, b"", "asks for a proof"),
-        (b"", SECRET, "proves nothing"),
+        (b"", SECRET, "has no secret"),
     ],
 )
 async def test_two_ends_of_which_one_has_not_the_secret_do_not_speak(nodes, clients, says):

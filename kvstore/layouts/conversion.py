@@ -1,12 +1,12 @@
-"""The blocks of one engine as a store keeps them, and back.
+"""Conversion: turns the blocks of one engine into the store's layout, and back.
 
 Rules:
 
-1. A store keeps whole-model blocks in one layout, `kvstore.namespace.AT_REST`. What an engine keeps of a block is one object
-   a rank, in a layout of its own. Neither is part of a block's name, so engines of any layout and number of ranks share
-   their blocks, and each converts its own.
-2. What cannot be converted is refused when the conversion is made, by the name of the field, before any byte moves.
-3. Bytes are put elsewhere and never changed, and every byte of the destination is written.
+1. A store holds whole-model blocks in one layout, `kvstore.namespace.AT_REST`. An engine holds one object of a block on
+   each rank, in its own layout. The block hash depends on neither, so engines with different layouts and numbers of ranks
+   share their blocks, and each engine converts its own.
+2. An impossible conversion is an error when the `Conversion` is made, before any byte moves. The error names the field.
+3. Bytes are moved and never changed, and every byte of the destination is written.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,13 @@ from kvstore.namespace import AT_REST
 
 
 class Conversion:
-    """Between the blocks of an engine and the same ones at rest. Has no state: for any number of threads."""
+    """Converts between the blocks of an engine and those at rest. Thread-safe, because it has no mutable state."""
 
     def __init__(self, engine: Fingerprint):
         """Make the plans for both directions.
 
-        Args:
-            engine: What its blocks are, and how they lie in its memory.
-
         Raises:
-            LayoutMismatch: The layout is none, or the heads cannot be shared out among its ranks; names the field.
+            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks; names the field.
         """
         stored = replace(engine, layout=AT_REST, tp=1)
         self._reading = _agreed(stored, engine)
@@ -41,14 +38,14 @@ class Conversion:
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Of a block in the engine, all ranks together: more than at rest where ranks hold the same heads."""
+        """Bytes of a block on all ranks of the engine together; more than at rest if ranks hold the same heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """A block of the store as the engine has it: the objects of all ranks, one after the other."""
+        """Convert a block of the store to the engine's form: the objects of all ranks, in order."""
         source = _bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
@@ -58,7 +55,7 @@ class Conversion:
         return held
 
     def write(self, held: Piece) -> ByteArray:
-        """A block of the engine, its ranks one after the other, as the store keeps it."""
+        """Convert a block of the engine (the objects of all ranks, in order) to the store's form."""
         source = _bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()
@@ -69,7 +66,7 @@ class Conversion:
 
 
 def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
-    """The plan of each reading rank; none where there is nothing to do."""
+    """Return a plan for each reading rank; no plans if the forms are identical."""
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():
@@ -85,5 +82,5 @@ def _agreed(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
 def _bytes(block: Piece, expected: int) -> ByteArray:
     (found,) = pieces(block)
     if found.nbytes != expected:
-        raise LayoutMismatch("block_bytes", f"block_bytes: a block of {found.nbytes} bytes, not {expected}")
+        raise LayoutMismatch("block_bytes", f"block_bytes: a block has {found.nbytes} bytes instead of {expected}")
     return found

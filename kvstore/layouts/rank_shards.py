@@ -1,16 +1,16 @@
-"""What one of several ranks holds of a block, moved between its own memory and the one block that all of them share.
+"""Rank shards: moves the part of a block that one rank holds between the rank's memory and the shared block.
 
 Rules:
 
-1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Ranks that write it do so together: one reserves its
-   place, each puts its own runs there, and the one that reserved publishes it when it has heard of all of them.
-2. Whoever puts its runs tells what they add to the checksum, summed up from the bytes as it has them. The block's checksum
-   is made of those sums alone, and never of what lies in the place. So a run that did not arrive, or that somebody
-   overwrote, makes the block corrupt for its readers, and never wrong.
+1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Several ranks write it together: one rank
+   reserves its place, each rank writes its own runs, and the first rank publishes the block when all have reported.
+2. Each rank reports what its runs add to the checksum, computed from its own bytes. The block's checksum is made from
+   these sums only, and never from the bytes in the pool. So a run that is missing or was overwritten makes the block
+   corrupt for its readers, and readers never get wrong bytes.
 3. A rank reads its own runs and verifies the whole block, in one pass over it.
 
-CRC-32C is linear: with every register at zero, the sum of a block is the exclusive or of the sums of its parts, each with
-zeros where the others are. Zeros are passed over by a table for each length, and not one by one.
+CRC-32C is linear: if the register begins at zero, the sum of a block is the exclusive or of the sums of its shards, each
+with zeros in place of the others. A table for each length skips the zeros at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,19 +28,19 @@ from kvstore.namespace import AT_REST
 from kvstore.native import checksums
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
-ONES = 0xFFFFFFFF  # what a checksum begins with, and is inverted by at its end
+ONES = 0xFFFFFFFF  # the initial register, and the mask that inverts the result
 
 Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class WriteGrant(Struct, frozen=True, kw_only=True):
-    """Places that one rank reserved, for the others to write to. Can be encoded by msgspec."""
+    """Places that one rank has reserved for all ranks to write to. msgspec can encode it."""
 
     incarnation: str  # of the node
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
-        """Of those places only; the reservation stays one."""
+        """Return a grant for some of the places, under the same reservation."""
         places = self.places
         return WriteGrant(
             incarnation=self.incarnation,
@@ -54,15 +54,16 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""One piece of a run that lies in one part of the rank's memory. A tuple, since there are hundreds a block: where the piece
-before ends, what the zeros from there do, where this one begins and ends; index of the part, and what of it (None: all)."""
+"""One piece of a run within one part of the rank's memory. It is a tuple for speed, since a block has hundreds: the end of
+the piece before, the table for the zeros after that, start and end of this piece, index of the part, and the slice of the
+part (None: all of it)."""
 
 
 class RankShard:
-    """The runs of one rank within a block at rest. Its bytes are these runs in order. For any number of threads."""
+    """The runs of one rank within a block at rest; the shard's bytes are these runs in order. Thread-safe."""
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
-        """Of a block of `block_bytes`: where each run begins and how long it is, in order, none empty."""
+        """Describe a shard of a block by the start and length of each run, in order, none empty."""
         self.block_bytes = block_bytes
         self.runs = tuple(runs)
         self.bytes = sum(length for _, length in self.runs)
@@ -76,10 +77,10 @@ class RankShard:
 
     @classmethod
     def of_rank(cls, shape: BlockShape, *, tp: int, rank: int) -> Self:
-        """What that rank holds of a block, its layers and heads in the order of the store.
+        """Return the shard of a rank, with its layers and heads in the order of the store.
 
         Raises:
-            LayoutMismatch: The heads cannot be shared out among `tp` ranks, or there is no such rank.
+            LayoutMismatch: The heads cannot be divided among `tp` ranks, or there is no such rank.
         """
         plan = read_shard(shape, AT_REST, [BlockShard(AT_REST, shape.shard_box(tp, rank))])
         start, there, length = (RUN_FIELDS.index(name) for name in ("source_offset", "destination_offset", "length"))
@@ -87,7 +88,7 @@ class RankShard:
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; what they add to its checksum (`whole_checksums`)."""
+        """Copy this rank's runs into a block; return what they add to its checksum (`whole_checksums`)."""
         register = 0
         for _, gap, start, end, index, within in self._cut(parts):
             if gap is not None:
@@ -97,7 +98,7 @@ class RankShard:
         return _passed(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block; the checksum of all of it, this rank's bytes as they arrived."""
+        """Copy this rank's runs out of a block; return the whole block's checksum, taken from the copied bytes."""
         checksum = 0
         for before, gap, start, end, index, within in self._cut(parts):
             if gap is not None:
@@ -112,7 +113,7 @@ class RankShard:
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
     def _cut(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """The runs, cut where the parts end. The same for all blocks of an engine."""
+        """Divide the runs where the parts end; cached, because all blocks of an engine have the same part sizes."""
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
         if steps is None:
@@ -136,7 +137,7 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """The checksum of a block, from what all of its shares add to it."""
+    """Return the checksum of a block from what each of its shards adds to it."""
     checksum = _passed(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
@@ -144,7 +145,7 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
 
 
 def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Checksums of the blocks that every rank has put, by index, from what each told of its own."""
+    """Return the checksums, by index, of the blocks that all ranks have written; `sums_by_rank` holds their reports."""
     return {
         index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
         for index in sums_by_rank[0]
@@ -153,15 +154,15 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
 
 
 def _passed(register: int, zeros: Tables) -> int:
-    """The register after zero bytes."""
+    """Return the register after zero bytes."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # lengths of gaps: a few a layout and number of ranks
+@lru_cache(maxsize=256)  # there are a few lengths for each layout and number of ranks
 def _zeros(count: int) -> Tables:
-    """What so many zero bytes do to a register, for each of its bytes."""
-    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # what one zero bit makes of each bit of the register
+    """Return tables for the effect of `count` zero bytes on each byte of the register."""
+    power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # the effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count
     while bits:

@@ -66,7 +66,7 @@ def test_the_key_is_authenticated_and_not_only_derived_from():
 def test_another_secret_does_not_open():
     sealed = a_seal(OLD).encode(a_key(NAMESPACE), BLOCK)
 
-    with pytest.raises(UndecodableBlock, match="not among ours"):
+    with pytest.raises(UndecodableBlock, match="which this node does not have"):
         opened(a_seal(OTHER), a_key(NAMESPACE), sealed)
 
 

@@ -56,7 +56,7 @@ def test_ranks_that_hold_the_same_head_hold_the_same_runs():
 
 
 def test_heads_that_cannot_be_shared_out_are_refused():
-    with pytest.raises(LayoutMismatch, match="4 heads cannot be shared out among 3 ranks"):
+    with pytest.raises(LayoutMismatch, match="4 heads cannot be divided among 3 ranks"):
         RankShard.of_rank(SHAPE, tp=3, rank=0)
 
 

@@ -151,7 +151,7 @@ def test_a_layout_that_is_none_is_refused_by_field(field, layout):
 def test_keys_apart_from_values_need_an_even_number_of_elements():
     shape = BlockShape(layers=1, kv_heads=1, block_tokens=1, head_dim=5, element_bytes=2)
 
-    with pytest.raises(LayoutMismatch, match="head_dim is 5"):
+    with pytest.raises(LayoutMismatch, match="head_dim 5 is odd"):
         read_shard(shape, "LKHND", [BlockShard("LHND", shape.everything)])
 
 
@@ -169,7 +169,7 @@ def test_heads_that_cannot_be_shared_out_are_refused_by_field(heads, tp, rank, f
 def test_what_no_source_holds_is_refused_before_anything_moves():
     shape = a_shape(kv_heads=4)
 
-    with pytest.raises(LayoutMismatch, match="sources do not have"):
+    with pytest.raises(LayoutMismatch, match="the sources lack"):
         plan_fill(shape, shards_by_rank(shape, "LHND", 4)[:3], [BlockShard("LHND", shape.everything)])
     with pytest.raises(LayoutMismatch, match="is not within"):
         plan_fill(

@@ -33,7 +33,7 @@ def finite(half: HalfFormat, patterns: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("half", HalfFormat)
-def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
+def test_16_bit_patterns_match_another_implementation(half):
     patterns = finite(half, EVERY_PATTERN)
 
     assert np.array_equal(half.numbers(patterns), patterns.view(THEIRS[half]).astype(np.float32))
@@ -42,14 +42,14 @@ def test_patterns_of_16_bits_mean_what_others_take_them_for(half):
 
 @pytest.mark.parametrize("half", HalfFormat)
 @given(bits=st.lists(st.integers(0, 0x7F7FFFFF), min_size=1, max_size=50))
-def test_numbers_are_rounded_to_16_bits_as_others_round_them(half, bits):
+def test_16_bit_rounding_matches_another_implementation(half, bits):
     largest = float(half.numbers(np.array([half.largest], np.uint16))[0])
     numbers = np.clip(np.array(bits, np.uint32).view(np.float32), -largest, largest)
 
     assert np.array_equal(half.patterns(numbers), numbers.astype(THEIRS[half]).view(np.uint16))
 
 
-def test_codes_of_e4m3_mean_what_others_take_them_for():
+def test_e4m3_codes_match_another_implementation():
     codes = np.arange(256, dtype=np.uint8)
     theirs = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     known = ~np.isnan(theirs)
@@ -60,14 +60,14 @@ def test_codes_of_e4m3_mean_what_others_take_them_for():
 
 @pytest.mark.parametrize("half", HalfFormat)
 @pytest.mark.parametrize("exponent", [-9, 0, 3])
-def test_numbers_are_rounded_to_e4m3_as_others_round_them(half, exponent):
+def test_e4m3_rounding_matches_another_implementation(half, exponent):
     numbers = half.numbers(finite(half, EVERY_PATTERN)).astype(np.float64) * 2.0**-exponent
     within = np.clip(numbers, -448, 448)
 
     assert np.array_equal(e4m3_encoder(half, exponent), within.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
-def test_what_is_beyond_e4m3_becomes_its_largest():
+def test_values_beyond_e4m3_become_its_largest():
     assert e4m3_codes(np.array([449.0, 1e300, -1e300])).tolist() == [0x7E, 0x7E, 0xFE]
 
 
@@ -100,7 +100,7 @@ CODECS = {
     spread=st.sampled_from([1, 64, 1024, 8192, 1 << 15]),
     tokens=st.sampled_from([1, 5, 16]),
 )
-def test_no_value_is_off_by_more_than_the_bound_says(make, half, seed, around, spread, tokens):
+def test_error_of_every_value_is_within_the_bound(make, half, seed, around, spread, tokens):
     """For any finite values: of one magnitude or of all, subnormal or the largest there are."""
     namespace = a_typed_namespace(half.value, block_tokens=tokens, head_dim=8)
     shape = (namespace.layers, namespace.kv_heads, tokens, namespace.head_dim)
@@ -127,7 +127,7 @@ def test_no_value_is_off_by_more_than_the_bound_says(make, half, seed, around, s
 
 @pytest.mark.parametrize("make", CODECS)
 @pytest.mark.parametrize("layout", ["LNHD", "HLND", "LKNHD", "NLKHD"])
-def test_scales_are_of_a_layer_and_head_in_every_layout(make, layout):
+def test_scales_do_not_depend_on_the_layout(make, layout):
     """The same values, arranged differently, are decoded to the same."""
     plain, other = a_typed_namespace(head_dim=8), a_typed_namespace(head_dim=8, layout=layout)
     block = kv_like_block(plain)
@@ -145,7 +145,7 @@ def test_scales_are_of_a_layer_and_head_in_every_layout(make, layout):
 
 
 @pytest.mark.parametrize("make", CODECS)
-def test_powers_of_two_and_zeros_lose_nothing_to_a_scale_of_their_own(make):
+def test_powers_of_two_and_zeros_are_decoded_exactly(make):
     namespace = a_typed_namespace("bfloat16", head_dim=8)
     values = np.zeros((namespace.layers, namespace.kv_heads, 16, 8), np.uint16)
     values[1] = HalfFormat.BFLOAT16.patterns(np.full((4, 16, 8), 127 * 2.0**-10, np.float32))  # 127 steps of INT8
@@ -160,7 +160,7 @@ def test_powers_of_two_and_zeros_lose_nothing_to_a_scale_of_their_own(make):
     assert np.array_equal(back, block)
 
 
-def test_even_a_block_that_was_kept_as_it_is_belongs_to_one_codec():
+def test_verbatim_block_of_another_codec_is_rejected():
     namespace = a_typed_namespace("bfloat16")
     block = np.full(namespace.block_bytes, 0xFF, np.uint8)  # NaN everywhere
     key = a_key(namespace)
@@ -169,7 +169,7 @@ def test_even_a_block_that_was_kept_as_it_is_belongs_to_one_codec():
         Int8Codec(namespace).decode(key, Fp8Codec(namespace).encode(key, block), np.empty_like(block))
 
 
-def test_a_layout_that_is_none_is_refused_by_field():
+def test_invalid_layout_is_refused_by_field():
     with pytest.raises(LayoutMismatch) as refused:
         Fp8Codec(a_typed_namespace(layout="NHD"))
 
@@ -195,7 +195,7 @@ def a_bomb(namespace, compressor, plane: bytes):
     ],
     ids=["zstd that says so", "zstd that does not say", "lz4"],
 )
-def test_a_payload_that_expands_without_end_is_refused_within_the_blocks_size(compressor, plane):
+def test_decompression_bomb_is_rejected_with_little_memory(compressor, plane):
     namespace = a_typed_namespace()
     codec, block_bytes = SplitCodec(namespace, compressor), namespace.block_bytes
     bomb = a_bomb(namespace, compressor, plane)
@@ -212,7 +212,7 @@ def test_a_payload_that_expands_without_end_is_refused_within_the_blocks_size(co
 
 
 @pytest.mark.parametrize("lengths", [(1 << 31, 1 << 31), (0, 0), (1 << 14, 1 << 15), (1 << 15, 1 << 14)])
-def test_planes_that_do_not_add_up_are_refused(lengths):
+def test_planes_with_wrong_lengths_are_rejected(lengths):
     namespace = a_typed_namespace()
     table = b"".join(length.to_bytes(4, "little") for length in lengths)
     payload = pack(1, a_key(namespace), [table, bytes(1 << 14)], form=PayloadForm.PACKED, bound=EXACT)
@@ -221,7 +221,7 @@ def test_planes_that_do_not_add_up_are_refused(lengths):
         SplitCodec(namespace, Zstd()).decode(a_key(namespace), payload, np.empty(namespace.block_bytes, np.uint8))
 
 
-def test_a_dtype_that_nobody_knows_is_compressed_as_bytes():
+def test_unknown_dtype_is_compressed_as_bytes():
     namespace = a_typed_namespace("mx6", block_bytes=12_345)
     block = np.random.default_rng(0).integers(0, 4, 12_345, np.uint8)
     codec, back = SplitCodec(namespace, Zstd()), np.empty_like(block)
@@ -245,7 +245,7 @@ def test_a_dtype_that_nobody_knows_is_compressed_as_bytes():
         (Int8Codec, (1.7, 1.8), (0.003, 0.007)),
     ],
 )
-def test_figures_say_what_a_codec_gains_and_loses(make, ratio, rms):
+def test_benchmark_reports_size_error_and_speed(make, ratio, rms):
     namespace = a_typed_namespace(layers=4)
     ticks = iter(range(0, 1 << 30, 1000))
 
@@ -269,7 +269,7 @@ class ScribbledOver:
         self._place[:] = 0
 
 
-def test_the_checksum_is_of_what_was_decoded_whatever_is_written_there_meanwhile():
+def test_checksum_covers_the_decoded_bytes():
     content = np.arange(64, dtype=np.uint8)
     place = np.full(64, 7, np.uint8)
 

@@ -38,12 +38,12 @@ def a_fingerprint(**fields) -> Fingerprint:
     return msgspec.structs.replace(describe(a_typed_namespace("fp8_e4m3")), **fields)
 
 
-def test_equal_descriptions_need_no_conversion():
+def test_equal_fingerprints_are_identical():
     assert negotiate(writer=a_fingerprint(tp=2), reader=a_fingerprint(tp=2)) == Identical()
 
 
 @pytest.mark.parametrize("field", MUST_BE_EQUAL)
-def test_values_that_are_not_the_same_are_refused_by_field(field):
+def test_different_values_are_incompatible(field):
     answer = negotiate(writer=a_fingerprint(), reader=a_fingerprint(**{field: OTHERS[field]}))
 
     assert isinstance(answer, Incompatible)
@@ -52,7 +52,7 @@ def test_values_that_are_not_the_same_are_refused_by_field(field):
     assert str(OTHERS[field]) in answer.reason
 
 
-def test_every_field_either_must_be_equal_or_can_be_converted():
+def test_every_field_must_be_equal_or_convertible():
     assert set(Fingerprint.__struct_fields__) == {*MUST_BE_EQUAL, "layout", "tp"}
     assert set(OTHERS) == set(MUST_BE_EQUAL)
 
@@ -62,7 +62,7 @@ def test_every_field_either_must_be_equal_or_can_be_converted():
     [("layout", "NHD"), ("layout", ""), ("tp", 3), ("tp", 0), ("tp", -4), ("tp", MAX_TP + 1), ("tp", 1 << 60)],
 )
 @pytest.mark.parametrize("side", ["writer", "reader"])
-def test_a_description_that_cannot_be_is_refused_by_field(side, field, value):
+def test_invalid_layout_or_rank_count_is_incompatible(side, field, value):
     sides = {"writer": a_fingerprint(), "reader": a_fingerprint(), side: a_fingerprint(**{field: value})}
 
     answer = negotiate(**sides)
@@ -89,7 +89,7 @@ def test_an_unknown_version_on_both_sides_is_refused():
 @pytest.mark.parametrize(("written", "read"), [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (8, 2), (8, 8), (2, 16)])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000))
-def test_the_plans_of_an_answer_give_each_rank_its_bytes(written, read, seed):
+def test_plans_give_each_rank_its_bytes(written, read, seed):
     writer, reader = a_fingerprint(tp=written, layout="LNHD"), a_fingerprint(tp=read, layout="LKHND")
     shape = writer.shape
     whole = np.random.default_rng(seed).integers(0, 256, shape.bytes_of(shape.everything), np.uint8)
@@ -108,7 +108,7 @@ def test_the_plans_of_an_answer_give_each_rank_its_bytes(written, read, seed):
         assert np.array_equal(found, wanted)
 
 
-def test_the_cost_is_what_the_plans_do():
+def test_cost_matches_the_plans():
     writer, reader = a_fingerprint(), a_fingerprint(tp=8, layout="LNHD")  # 4 heads: two ranks hold each
     shape = writer.shape
 
@@ -121,20 +121,20 @@ def test_the_cost_is_what_the_plans_do():
     assert answer.cost.seconds(bytes_per_second=a_share, seconds_per_run=2.0) == 1 + 2 * runs
 
 
-def test_ranks_that_need_the_same_head_take_it_from_different_replicas():
+def test_ranks_read_a_shared_head_from_different_replicas():
     answer = negotiate(writer=a_fingerprint(tp=8), reader=a_fingerprint(tp=8, layout="HLND"))
 
     assert isinstance(answer, Convertible)
     assert [{copy.source for copy in plan.copies} for plan in answer.plans] == [{rank} for rank in range(8)]
 
 
-def test_a_description_travels_as_json():
+def test_fingerprint_survives_json():
     described = a_fingerprint(tp=4)
 
     assert msgspec.json.decode(msgspec.json.encode(described), type=Fingerprint) == described
 
 
-def test_heads_outermost_cost_one_run_a_rank():
+def test_heads_outermost_cost_one_run_for_each_rank():
     namespace = a_typed_namespace(layout="HLND")
     answer = negotiate(writer=describe(namespace), reader=describe(namespace, tp=4))
 

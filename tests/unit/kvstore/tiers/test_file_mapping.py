@@ -16,7 +16,7 @@ SIZE = 3 * PAGE_BYTES
 FILES = Path("/proc/self/fd")
 
 
-def test_all_of_a_pool_is_there_before_it_is_used():
+def test_all_pages_of_a_pool_are_allocated_at_once():
     file, memory, _ = take(64 << 20, HugePages.NEVER)
 
     assert os.fstat(file).st_blocks * 512 >= 64 << 20
@@ -24,7 +24,7 @@ def test_all_of_a_pool_is_there_before_it_is_used():
     os.close(file)
 
 
-def test_an_older_kernel_has_all_of_it_there_too(monkeypatch):
+def test_pages_are_allocated_without_populate_support(monkeypatch):
     monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 9999)
 
     file, _, got = take(4 << 20, HugePages.NEVER)
@@ -34,7 +34,7 @@ def test_an_older_kernel_has_all_of_it_there_too(monkeypatch):
     os.close(file)
 
 
-def test_a_pool_cannot_be_cut_short_by_who_maps_it():
+def test_pool_file_cannot_be_shrunk():
     file, _, _ = take(SIZE, HugePages.AUTO)
 
     with pytest.raises(PermissionError):
@@ -42,7 +42,7 @@ def test_a_pool_cannot_be_cut_short_by_who_maps_it():
     os.close(file)
 
 
-def test_what_is_written_in_one_view_is_read_in_another():
+def test_two_mappings_share_the_bytes():
     file, memory, _ = take(SIZE, HugePages.AUTO)
 
     memory.bytes[PAGE_BYTES] = 7
@@ -51,21 +51,21 @@ def test_what_is_written_in_one_view_is_read_in_another():
     os.close(file)
 
 
-def test_huge_pages_that_are_required_and_not_free_are_refused_by_field(monkeypatch):
+def test_too_few_required_huge_pages_are_an_error(monkeypatch):
     meminfo(monkeypatch, HugePages_Free=1, Hugepagesize=2 << 20)
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: 2 pages are needed, and 1 are free"):
         take((2 << 20) + 1, HugePages.REQUIRE)
 
 
-def test_a_system_without_huge_pages_refuses_them_by_field(monkeypatch):
+def test_required_huge_pages_without_support_are_an_error(monkeypatch):
     meminfo(monkeypatch)
 
     with pytest.raises(StoreNotStarted, match=r"^huge_pages: .*: the system has none"):
         take(SIZE, HugePages.REQUIRE)
 
 
-def test_huge_pages_that_turn_out_not_to_be_there_leave_small_ones_and_no_file(monkeypatch):
+def test_failed_huge_pages_fall_back_to_small_pages(monkeypatch):
     """As in a control group that may use fewer than the machine has."""
     before = len(list(FILES.iterdir()))
     real = pages._meminfo
@@ -80,7 +80,7 @@ def test_huge_pages_that_turn_out_not_to_be_there_leave_small_ones_and_no_file(m
     assert len(list(FILES.iterdir())) == before
 
 
-def test_more_than_there_is_is_refused_before_anything_is_taken(monkeypatch):
+def test_pool_larger_than_free_memory_is_refused_at_once(monkeypatch):
     meminfo(monkeypatch, MemAvailable=SIZE - 1)
 
     with pytest.raises(StoreNotStarted, match=r"^capacity_bytes: 12288 bytes are needed, and 12287 bytes"):
@@ -88,7 +88,7 @@ def test_more_than_there_is_is_refused_before_anything_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize("advice", [pages.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
-def test_a_pool_that_is_given_up_is_not_taken_to_its_end_and_leaves_no_file(monkeypatch, advice):
+def test_cancelled_allocation_leaves_no_file(monkeypatch, advice):
     before, given_up, chunks = len(list(FILES.iterdir())), Event(), []
     monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", advice)
     monkeypatch.setattr(pages, "CHUNK_BYTES", PAGE_BYTES)
@@ -112,7 +112,7 @@ def test_a_pool_that_is_given_up_is_not_taken_to_its_end_and_leaves_no_file(monk
 
 
 @pytest.mark.skipif(pages._meminfo("HugePages_Free") < 2, reason="no huge pages are reserved on this machine")
-def test_reserved_huge_pages_are_used_and_mapped_by_others():
+def test_reserved_huge_pages_are_used_by_all_mappings():
     capacity_bytes = (2 << 20) - PAGE_BYTES  # with its stamps it fills no huge page, so that the file is longer
     tier = SharedMemoryTier(capacity_bytes, HugePages.REQUIRE)
     address = Address(key=BlockKey(b"d" * 16, b"n" * 16), offset=PAGE_BYTES, length=PAGE_BYTES, generation=9)

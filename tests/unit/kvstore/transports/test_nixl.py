@@ -95,7 +95,7 @@ def a_transport(pool: Pool, *agents, renew=lambda deadline: None) -> NixlTranspo
 
 
 @pytest.mark.parametrize(("chunk_bytes", "batch"), [(8 << 20, 1024), (3 * BLOCK_BYTES, 5), (1, 1)])
-def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_bytes, batch):
+def test_chunk_and_batch_sizes_do_not_change_the_bytes(pool, monkeypatch, chunk_bytes, batch):
     monkeypatch.setattr(nixl, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(nixl, "BATCH", batch)
     agent = CopyingAgent()
@@ -110,7 +110,7 @@ def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_by
     assert list(agent.registered) == [0], "only its own memory stays registered"
 
 
-def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
+def test_blocks_are_written_only_where_the_stamp_matches(pool):
     transport = a_transport(pool, CopyingAgent())
     old, new = a_block(1), a_block(99)
     slots = [pool.slot(0), Slot(BLOCK_BYTES, 7, 0), pool.slot(2)]
@@ -121,7 +121,7 @@ def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
     assert np.array_equal(pool.bytes[BLOCK_BYTES : 2 * BLOCK_BYTES], old)
 
 
-def test_the_stamp_is_looked_at_after_the_bytes_have_come(pool):
+def test_stamp_is_checked_after_the_bytes_have_moved(pool):
     """Even where the checksum is right by chance."""
 
     class TakenOverMeanwhile(CopyingAgent):
@@ -151,7 +151,7 @@ class Stuck(CopyingAgent):
 
 
 @pytest.mark.parametrize("seconds", [0.4, 0.02])
-def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, seconds):
+def test_late_block_is_gone_and_its_agent_closed(pool, seconds):
     agent = Stuck()
     transport = a_transport(pool, agent)
 
@@ -163,7 +163,7 @@ def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, se
         assert transport.get([pool.slot(0)], empty(1), soon(100)) == [BlockOutcome.GONE]
 
 
-def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):
+def test_slow_peer_is_nudged_once(pool):
     agent = Stuck()
     transport = a_transport(pool, agent)
 
@@ -172,7 +172,7 @@ def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):
     assert agent.nudges == 1
 
 
-def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
+def test_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
     monkeypatch.setattr(nixl, "BATCH", 2)
 
     class FailsLater(CopyingAgent):
@@ -194,7 +194,7 @@ def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeyp
     assert not agent.is_open
 
 
-def test_a_bug_in_the_middle_closes_the_agent_too(pool):
+def test_unexpected_exception_closes_the_agent(pool):
     class Interrupted(CopyingAgent):
         def move(self, way, here, there, length):
             if length == BLOCK_BYTES:
@@ -209,7 +209,7 @@ def test_a_bug_in_the_middle_closes_the_agent_too(pool):
     assert not agent.is_open
 
 
-def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
+def test_new_agent_uses_the_renewed_offer_after_a_failure(pool):
     first, second = Stuck(), CopyingAgent()
     asked = []
 
@@ -228,7 +228,7 @@ def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
     assert not second.is_open
 
 
-def test_a_node_that_cannot_be_reached_is_found_out_at_once(pool):
+def test_unreachable_node_is_reported_when_connecting(pool):
     agents = [CopyingAgent(), Stuck()]
     agents[1].transfers = 1
 
@@ -239,11 +239,11 @@ def test_a_node_that_cannot_be_reached_is_found_out_at_once(pool):
     assert not any(agent.is_open for agent in agents)
 
 
-def test_a_failed_call_leaves_time_to_end_the_agent_before_its_deadline():
+def test_failed_call_leaves_time_to_close_the_agent():
     assert nixl.CLOSING >= 200 * MILLISECOND, "what closing an agent takes"
 
 
-def test_spans_that_touch_or_overlap_are_registered_as_one():
+def test_touching_and_overlapping_spans_are_merged():
     table = spans([(100, 10), (200, 5), (110, 20), (120, 5), (205, 1), (300, 1)])
 
     assert joined(table).tolist() == [[100, 30, 0], [200, 6, 0], [300, 1, 0]]

@@ -48,7 +48,7 @@ def servers() -> Iterator[Servers]:
         end.close()
 
 
-def test_a_connection_without_unread_bytes_is_used_again(servers):
+def test_connection_without_unread_bytes_is_reused(servers):
     def ask(pipe: RedisPipeline) -> bytes:
         pipe.send([b"request\r\n"])
         servers.ends[0].sendall(b"+again\r\n")
@@ -60,7 +60,7 @@ def test_a_connection_without_unread_bytes_is_used_again(servers):
     assert len(servers.ends) == 1
 
 
-def test_bytes_received_behind_a_reply_end_the_connection(servers):
+def test_extra_bytes_after_a_reply_close_the_connection(servers):
     def leave_half_a_value(pipe: RedisPipeline) -> bytes:
         servers.ends[0].sendall(HALF_A_VALUE)
         return pipe.status()
@@ -71,7 +71,7 @@ def test_bytes_received_behind_a_reply_end_the_connection(servers):
     assert servers.has_closed(0)
 
 
-def test_bytes_that_arrive_between_turns_end_the_connection(servers):
+def test_bytes_between_two_turns_close_the_connection(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].sendall(HALF_A_VALUE)
 
@@ -80,7 +80,7 @@ def test_bytes_that_arrive_between_turns_end_the_connection(servers):
     assert servers.has_closed(0)
 
 
-def test_a_connection_that_the_server_has_closed_is_replaced(servers):
+def test_connection_closed_by_the_server_is_replaced(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].close()
 

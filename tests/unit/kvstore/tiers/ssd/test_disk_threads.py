@@ -19,7 +19,7 @@ def disk_threads():
     disk_threads.close()
 
 
-def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
+def test_all_jobs_run_within_the_thread_limit(disk_threads):
     running, most, done, lock = set(), [0], [], threading.Lock()
 
     def job(number):
@@ -48,7 +48,7 @@ def test_all_jobs_are_done_and_no_more_than_so_many_at_a_time(disk_threads):
     assert 2 <= most[0] <= 3
 
 
-def test_a_single_job_is_done_by_the_caller(disk_threads):
+def test_single_job_runs_in_the_calling_thread(disk_threads):
     threads = []
 
     disk_threads.run([lambda scratch: threads.append(threading.current_thread())], soon())
@@ -56,7 +56,7 @@ def test_a_single_job_is_done_by_the_caller(disk_threads):
     assert threads == [threading.current_thread()]
 
 
-def test_after_the_deadline_nothing_begins(disk_threads):
+def test_no_job_begins_after_the_deadline(disk_threads):
     done = []
 
     disk_threads.run([lambda scratch: done.append(1)] * 5, soon(-1))
@@ -64,7 +64,7 @@ def test_after_the_deadline_nothing_begins(disk_threads):
     assert done == []
 
 
-def test_what_has_begun_is_waited_for_beyond_the_deadline():
+def test_running_job_is_waited_for_after_the_deadline():
     clock, gate, done = ShiftedClock(), HoldPoint(), []
     disk_threads = DiskThreads("test", 2, clock)
 
@@ -85,7 +85,7 @@ def test_what_has_begun_is_waited_for_beyond_the_deadline():
     disk_threads.close()
 
 
-def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_threads):
+def test_job_error_is_raised_after_running_jobs_end(disk_threads):
     gate, ended = HoldPoint(), []
 
     def slow(scratch):
@@ -116,7 +116,7 @@ def test_what_a_job_raises_reaches_the_caller_after_the_others_have_ended(disk_t
         ([10] * 600, 4, [BATCH_RECORDS, BATCH_RECORDS, 600 - 2 * BATCH_RECORDS]),
     ],
 )
-def test_calls_are_cut_so_that_each_thread_has_something_to_do(sizes, threads, cuts):
+def test_batches_give_every_thread_work(sizes, threads, cuts):
     slices = batches(sizes, 4096 * KIB, threads)
 
     assert [each.stop - each.start for each in slices] == cuts

@@ -1,3 +1,5 @@
+"""The codec registry: which codec a namespace gets, and which settings and namespaces are refused."""
+
 import sys
 
 import msgspec

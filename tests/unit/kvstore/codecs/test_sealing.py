@@ -1,3 +1,5 @@
+"""Sealing: a block opens only under its own key, namespace, codec and secret."""
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,7 @@ def test_ciphertexts_swapped_between_two_namespaces_do_not_open():
 
 
 def test_namespace_is_authenticated():
-    """Were the keys of two blocks the same, the name and the namespace would still have to be right."""
+    """A payload does not open under another namespace digest, even with the same block key."""
     codec = a_seal()
     key = a_key(NAMESPACE)
     sealed = codec.encode(key, BLOCK)
@@ -106,7 +108,7 @@ def test_changed_byte_of_a_payload_is_detected(position):
 def test_payload_of_another_codec_does_not_open():
     key = a_key(NAMESPACE)
     sealed = a_seal(inner=Fp8Codec(NAMESPACE)).encode(key, np.zeros_like(BLOCK)).copy()
-    sealed[1] = 0  # says that it is plain
+    sealed[1] = 0  # the id of the plain codec
 
     with pytest.raises(UndecodableBlock, match="broken"):
         opened(a_seal(), key, sealed)
@@ -119,7 +121,7 @@ def test_sealing_twice_gives_different_bytes():
 
 
 def test_sealed_format_has_not_changed():
-    """Golden: another version, or another language, must open it."""
+    """Other versions and other languages must be able to open these bytes."""
     key = BlockKey(bytes(range(16)), bytes(range(16, 32)))
     codec = a_seal(bytes(range(32)), digest=key.digest, nonces=bytes)
 

@@ -1,4 +1,4 @@
-"""An engine's blocks as the store keeps them, against the definition of a layout."""
+"""Conversion of an engine's blocks to the store's layout, compared with the definition of a layout."""
 
 import msgspec
 import numpy as np
@@ -17,17 +17,17 @@ def an_engine(**fields) -> Fingerprint:
 
 
 def a_block(engine: Fingerprint, seed: int = 0) -> np.ndarray:
-    """At rest: layers, heads, tokens, bytes of a head and token."""
+    """Make a block at rest with the axes layers, heads, tokens, bytes of one head and token."""
     width = engine.head_dim * engine.element_bytes
     axes = (engine.layers, engine.kv_heads, engine.block_tokens, width)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def as_held(block: np.ndarray, layout: str, tp: int) -> np.ndarray:
-    """What the ranks hold, one after the other, where no rank holds another's heads."""
+    """Return the objects of all ranks in order, if no two ranks hold the same head."""
     tokens_first = layout == "LNHD"
-    shares = np.split(block, tp, axis=1)
-    return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shares])
+    shards = np.split(block, tp, axis=1)
+    return np.concatenate([(each.transpose(0, 2, 1, 3) if tokens_first else each).reshape(-1) for each in shards])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -1,3 +1,5 @@
+"""Repacking: plans between all layouts and rank counts, compared with the definition of a layout."""
+
 import itertools
 
 import numpy as np
@@ -26,13 +28,13 @@ shapes = st.builds(
 
 
 def a_whole_block(shape: BlockShape, seed: int = 0) -> np.ndarray:
-    """Bytes in the order L, H, N, D: [layers, heads, tokens, elements, bytes of an element]."""
+    """Make a block with the axes [layers, heads, tokens, elements, bytes of an element]."""
     axes = (shape.layers, shape.kv_heads, shape.block_tokens, shape.head_dim, shape.element_bytes)
     return np.random.default_rng(seed).integers(0, 256, axes, np.uint8)
 
 
 def index_by_index(shape: BlockShape, block: np.ndarray, part: BlockShard) -> np.ndarray:
-    """A part's bytes, found the slow way: for each element, where it lies, by the definition of a layout."""
+    """Return a shard's bytes, found element by element from the definition of a layout."""
     half = shape.head_dim // 2
     sizes = {"L": part.box.layers.count, "H": part.box.heads.count, "N": shape.block_tokens, "K": 2, "D": half}
     axes = part.layout if "K" in part.layout else part.layout.replace("D", "KD")

@@ -1,4 +1,4 @@
-"""When a server whose answers are damaged is left alone, and for how long."""
+"""When a fence closes because of damaged answers, and for how long."""
 
 from kvstore.clock import SECOND, Nanos
 from kvstore.tiers.fence import DAMAGE, FIRST_PAUSE, LIMIT, LONGEST_PAUSE, Fence

@@ -1,4 +1,4 @@
-"""The value that a remote tier keeps: its format, and that nothing but the block itself comes out of it."""
+"""The value that a remote tier stores: its format, and that only the block itself comes out of it."""
 
 import google_crc32c
 import numpy as np
@@ -17,7 +17,7 @@ BLOCK = np.arange(100, dtype=np.uint8)
 
 
 class Buffered:
-    """A value that is at hand."""
+    """A value in memory."""
 
     def __init__(self, content: bytes):
         self._content = content
@@ -88,7 +88,7 @@ def test_value_of_another_block_is_corrupt(name):
     outcome, into, _ = take(a_value(other))
 
     assert (outcome is BlockOutcome.MOVED) == (other == KEY)
-    assert outcome is BlockOutcome.MOVED or not into.any(), "nothing was received in place before the head was judged"
+    assert outcome is BlockOutcome.MOVED or not into.any(), "the head is checked before the payload is received"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ RECORDS = RecordFramer(lambda _: PlainCodec(), TierStatistics("test"))
 Damage = Callable[[bytes], bytes]
 
 
-class Lying:
-    """A value, and what its answers become on their way."""
+class DamagedReading:
+    """A reading of a value whose answers are damaged in transit."""
 
     def __init__(self, content: bytes, damage: Damage):
         self._content = content
@@ -33,19 +33,19 @@ class Lying:
     def read(self, start: int, stop: int) -> bytes:
         answer = self._damage(self._content[start:stop])
         if len(answer) != stop - start:
-            raise ConnectionError("cut short")
+            raise ConnectionError("incomplete answer")
         return answer
 
 
 def verdict(*contents: bytes | None, damages: tuple[Damage, ...] = ()) -> ReadingVerdict:
-    """Of readings that find these contents, one after the other."""
+    """Judge readings that find these contents, one after the other."""
     found = iter(contents)
     damaging = iter(damages)
 
     @contextmanager
-    def open_reading() -> Iterator[Lying | None]:
+    def open_reading() -> Iterator[DamagedReading | None]:
         content = next(found)
-        yield None if content is None else Lying(content, next(damaging, bytes))
+        yield None if content is None else DamagedReading(content, next(damaging, bytes))
 
     return judge(open_reading, lambda length, read: RECORDS.proof(KEY, BLOCK.nbytes, length, read))
 

@@ -1,4 +1,4 @@
-"""The NIXL transport on an agent that copies within one process, or misbehaves."""
+"""The NIXL transport with fake agents that copy within one process, hang or fail."""
 
 import ctypes
 import threading
@@ -28,7 +28,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 class Pool:
-    """The node's memory, which holds block i under generation 100 + i."""
+    """The node's pool, which holds block i with generation 100 + i."""
 
     def __init__(self):
         self.bytes = np.concatenate([a_block(index) for index in range(BLOCKS)])
@@ -43,7 +43,7 @@ class Pool:
 
 
 class CopyingAgent:
-    """Moves the bytes at the start of a transfer. Checks that what it is told fits together."""
+    """An agent that moves the bytes when a transfer starts, and checks its arguments."""
 
     def __init__(self, name: str = "client"):
         self.registered: dict[int, list[tuple[int, int]]] = {}
@@ -62,17 +62,17 @@ class CopyingAgent:
             raise NixlAgentFailed("unknown metadata")
         return "node"
 
-    def start(self, way, local, remote, peer, memory=NixlMemoryKind.DRAM) -> int:
+    def start(self, direction, local, remote, peer, memory=NixlMemoryKind.DRAM) -> int:
         assert self.is_open
         assert local[:, 1].tolist() == remote[:, 1].tolist()
         mine = [span for each in self.registered.values() for span in each]
         for (here, length, _), (there, _, _) in zip(local.tolist(), remote.tolist(), strict=True):
             assert any(begin <= here and here + length <= end for begin, end in mine), "not registered"
-            self.move(way, here, there, length)
+            self.move(direction, here, there, length)
         return 0
 
-    def move(self, way, here: int, there: int, length: int) -> None:
-        ctypes.memmove(*((here, there) if way is TransferDirection.READ else (there, here)), length)
+    def move(self, direction, here: int, there: int, length: int) -> None:
+        ctypes.memmove(*((here, there) if direction is TransferDirection.READ else (there, here)), length)
 
     def is_done(self, transfer: int) -> bool:
         return True
@@ -122,11 +122,11 @@ def test_blocks_are_written_only_where_the_stamp_matches(pool):
 
 
 def test_stamp_is_checked_after_the_bytes_have_moved(pool):
-    """Even where the checksum is right by chance."""
+    """The stamp decides even if the checksum matches."""
 
     class TakenOverMeanwhile(CopyingAgent):
-        def move(self, way, here, there, length):
-            super().move(way, here, there, length)
+        def move(self, direction, here, there, length):
+            super().move(direction, here, there, length)
             if length == BLOCK_BYTES:
                 pool.stamps[:] = 999
 
@@ -138,13 +138,13 @@ def test_stamp_is_checked_after_the_bytes_have_moved(pool):
 
 
 class Stuck(CopyingAgent):
-    """From the second transfer on, the first of which proves the way, nothing ever arrives."""
+    """An agent that completes only its first transfer, which is the connection test."""
 
     transfers = 0
 
-    def start(self, *told):
+    def start(self, *arguments):
         self.transfers += 1
-        return super().start(*told) if self.transfers == 1 else 1
+        return super().start(*arguments) if self.transfers == 1 else 1
 
     def is_done(self, transfer):
         return transfer == 0
@@ -159,7 +159,7 @@ def test_late_block_is_gone_and_its_agent_closed(pool, seconds):
         assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [BlockOutcome.GONE]
 
     assert not agent.is_open, "it could still write to the destination"
-    with at_most(10):  # and nobody waits for it again
+    with at_most(10):  # the next call does not wait for the closed agent
         assert transport.get([pool.slot(0)], empty(1), soon(100)) == [BlockOutcome.GONE]
 
 
@@ -178,11 +178,11 @@ def test_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
     class FailsLater(CopyingAgent):
         moved = 0
 
-        def move(self, way, here, there, length):
+        def move(self, direction, here, there, length):
             self.moved += length == BLOCK_BYTES
             if self.moved > 2:
                 raise NixlAgentFailed("REMOTE_DISCONNECT")
-            super().move(way, here, there, length)
+            super().move(direction, here, there, length)
 
     agent = FailsLater()
     transport = a_transport(pool, agent)
@@ -196,10 +196,10 @@ def test_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeypatch):
 
 def test_unexpected_exception_closes_the_agent(pool):
     class Interrupted(CopyingAgent):
-        def move(self, way, here, there, length):
+        def move(self, direction, here, there, length):
             if length == BLOCK_BYTES:
                 raise KeyboardInterrupt
-            super().move(way, here, there, length)
+            super().move(direction, here, there, length)
 
     agent = Interrupted()
     transport = a_transport(pool, agent)
@@ -215,7 +215,7 @@ def test_new_agent_uses_the_renewed_offer_after_a_failure(pool):
 
     def renew(deadline):
         asked.append(threading.current_thread())
-        return pool.offer if len(asked) > 1 else None  # at first the node has none
+        return pool.offer if len(asked) > 1 else None  # at first, the node has no offer
 
     transport = a_transport(pool, first, second, renew=renew)
     assert transport.get([pool.slot(0)], empty(1), soon(0.01)) == [BlockOutcome.GONE]
@@ -223,7 +223,7 @@ def test_new_agent_uses_the_renewed_offer_after_a_failure(pool):
     eventually(lambda: transport.get([pool.slot(0)], empty(1), soon()) == [BlockOutcome.MOVED])
 
     assert len(asked) == 2
-    assert threading.current_thread() not in asked, "no caller waits for it"
+    assert threading.current_thread() not in asked, "a new thread asks for the offer"
     transport.close()
     assert not second.is_open
 
@@ -240,7 +240,7 @@ def test_unreachable_node_is_reported_when_connecting(pool):
 
 
 def test_failed_call_leaves_time_to_close_the_agent():
-    assert nixl.CLOSING >= 200 * MILLISECOND, "what closing an agent takes"
+    assert nixl.CLOSING >= 200 * MILLISECOND, "closing an agent takes that long"
 
 
 def test_touching_and_overlapping_spans_are_merged():

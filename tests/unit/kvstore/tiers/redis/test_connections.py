@@ -1,4 +1,4 @@
-"""Connections to Redis that are kept for the next turn: only those on which no unread bytes lie are used again."""
+"""Redis connections are kept for the next turn only if no unread bytes have arrived on them."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ HALF_A_VALUE = b"$9064\r\nFKVR"
 
 
 class Servers:
-    """The far ends of the connections that were opened."""
+    """The server's ends of the connections that were opened."""
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []
@@ -35,7 +35,7 @@ class Servers:
         self.ends[index].settimeout(5)
         try:
             return self.ends[index].recv(1) == b""
-        except ConnectionResetError:  # the system's answer where bytes were left unread
+        except ConnectionResetError:  # the kernel resets a connection that is closed with unread bytes
             return True
 
 

@@ -1,4 +1,4 @@
-"""The search for the end of a prefix, when asking costs requests."""
+"""The search for the end of a stored prefix with few requests."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_end_of_any_prefix_is_found_in_few_rounds(count, width):
 
         assert leading(count, width, are_there) == held
         most = 1
-        while width > 1 and (width + 0) ** most < count:
+        while width > 1 and width**most < count:
             most += 1
         assert len(rounds) <= (most + 1 if width > 1 else count)
 

@@ -1,4 +1,4 @@
-"""Threads that work on disks: how many at a time, what does not begin any more, what is waited for."""
+"""Disk threads: the number of parallel jobs, deadlines, errors, and how calls are divided into batches."""
 
 import threading
 
@@ -21,6 +21,7 @@ def disk_threads():
 
 def test_all_jobs_run_within_the_thread_limit(disk_threads):
     running, most, done, lock = set(), [0], [], threading.Lock()
+    pairs = threading.Barrier(2)
 
     def job(number):
         def act(scratch):
@@ -28,7 +29,7 @@ def test_all_jobs_run_within_the_thread_limit(disk_threads):
                 assert id(scratch) not in running, "two jobs have the same buffers"
                 running.add(id(scratch))
                 most[0] = max(most[0], len(running))
-            threading.Event().wait(0.002)
+            pairs.wait(60)
             with lock:
                 running.discard(id(scratch))
                 done.append(number)
@@ -81,7 +82,7 @@ def test_running_job_is_waited_for_after_the_deadline():
     gate.open()
     caller.join(60)
 
-    assert 1 <= len(done) <= 2, "the third had not begun"
+    assert 1 <= len(done) <= 2, "the third job had not begun"
     disk_threads.close()
 
 
@@ -109,10 +110,10 @@ def test_job_error_is_raised_after_running_jobs_end(disk_threads):
     [
         ([], 4, []),
         ([100], 4, [1]),
-        ([128 * KIB] * 4, 4, [2, 2]),  # less than the least is not worth a thread
+        ([128 * KIB] * 4, 4, [2, 2]),  # a batch has at least LEAST_BATCH_BYTES
         ([1024 * KIB] * 8, 4, [1] * 8),
         ([128 * KIB] * 64, 4, [8] * 8),
-        ([8192 * KIB] * 2, 4, [1, 1]),  # larger than a batch, and still whole
+        ([8192 * KIB] * 2, 4, [1, 1]),  # a block larger than a batch is not divided
         ([10] * 600, 4, [BATCH_RECORDS, BATCH_RECORDS, 600 - 2 * BATCH_RECORDS]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The index of the SSD tier: which record counts, and what it costs."""
+"""The index of the SSD tier: which record of a block counts, and how much memory a block takes."""
 
 import random
 import tracemalloc
@@ -9,7 +9,7 @@ from kvstore.tiers.ssd.segments.segment import Segment
 
 
 class NoFile:
-    """A segment's file, where nothing is read or written."""
+    """The file of a segment that is neither read nor written."""
 
     size_bytes = 128 << 20
 

@@ -1,4 +1,4 @@
-"""Settings of the SSD tier that cannot be obeyed are refused by name."""
+"""Settings of the SSD tier: an error names the field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which segment goes first."""
+"""The scores that decide which segment is evicted first."""
 
 import math
 
@@ -17,7 +17,7 @@ def a_use(*, idle: float = 100, hits: int = 0, blocks: int = 1000, live_share: f
 
 
 @pytest.mark.parametrize(
-    ("goes", "stays"),
+    ("evicted", "kept"),
     [
         (a_use(idle=200), a_use(idle=100)),
         (a_use(idle=100), a_use(idle=150, hits=1000)),
@@ -28,8 +28,8 @@ def a_use(*, idle: float = 100, hits: int = 0, blocks: int = 1000, live_share: f
     ],
     ids=["unused for longer", "read less often", "busy long ago", "mostly dead", "without a block", "not the newest"],
 )
-def test_reuse_weighs_hits_against_idle_time(goes, stays):
-    assert reuse(goes, NOW) < reuse(stays, NOW)
+def test_reuse_weighs_hits_against_idle_time(evicted, kept):
+    assert reuse(evicted, NOW) < reuse(kept, NOW)
 
 
 def test_reuse_has_no_time_constant():

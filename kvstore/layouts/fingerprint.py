@@ -103,7 +103,7 @@ class ConversionCost(Struct, frozen=True, kw_only=True):
 
 
 class Identical(Struct, frozen=True):
-    """Rank r of the reader uses the object of rank r of the writer as it is."""
+    """Rank r of the reader uses the object of the writer's rank r as it is."""
 
 
 class Convertible(Struct, frozen=True):
@@ -112,7 +112,7 @@ class Convertible(Struct, frozen=True):
 
 
 class Incompatible(Struct, frozen=True):
-    field: str  # of `Fingerprint`
+    field: str  # name of a field of `Fingerprint`
     reason: str
 
     def error(self) -> LayoutMismatch:

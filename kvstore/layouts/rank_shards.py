@@ -36,7 +36,7 @@ Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...
 class WriteGrant(Struct, frozen=True, kw_only=True):
     """Places that one rank has reserved for all ranks to write to. msgspec can encode it."""
 
-    incarnation: str  # of the node
+    incarnation: str  # incarnation of the node
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
@@ -69,7 +69,7 @@ class RankShard:
         self.bytes = sum(length for _, length in self.runs)
         end = 0
         for start, length in self.runs:
-            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: they are in order
+            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: the runs are in order
             end = start + length
         assert end <= block_bytes, (end, block_bytes)
         self._end = end
@@ -108,7 +108,7 @@ class RankShard:
         return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
-        """Copy this rank's runs out of a block that has been verified."""
+        """Copy this rank's runs out of a verified block."""
         for _, _, start, end, index, within in self._cut(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 

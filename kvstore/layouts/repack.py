@@ -34,11 +34,11 @@ RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "l
 class StridedCopy(Struct, frozen=True, kw_only=True):
     """Runs of equal length between two objects, evenly spaced along some axes. All sizes are in bytes."""
 
-    source: int  # index of the object
+    source: int  # index of the source object
     destination: int
     source_offset: int
     destination_offset: int
-    counts: tuple[int, ...]  # runs along each axis, outermost of the destination first; empty: one run
+    counts: tuple[int, ...]  # runs along each axis, from the outermost of the destination on; empty: one run
     source_strides: tuple[int, ...]
     destination_strides: tuple[int, ...]
     run_bytes: int
@@ -58,7 +58,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
     """The copies that move one block from some objects into others."""
 
-    source_bytes: tuple[int, ...]  # sizes of the objects
+    source_bytes: tuple[int, ...]  # sizes of the source objects
     destination_bytes: tuple[int, ...]
     copies: tuple[StridedCopy, ...]
 

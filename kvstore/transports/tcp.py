@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import Block, ByteArray, MutableBlock, crc32c, pieces, size_of
+from kvstore.buffers import Block, BufferRun, ByteArray, MutableBlock, crc32c, pieces, size_of
 from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable

@@ -20,8 +20,7 @@ from collections.abc import Callable, Generator
 from enum import Enum, auto
 from typing import TypeVar
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import crc32c
+from kvstore.buffers import BufferRun, crc32c
 from kvstore.clock import SECOND, Clock, Nanos
 from kvstore.errors import NamespaceUnknown, StoreNotStarted
 from kvstore.messages import Slot

@@ -14,7 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable
 
-from kvstore.buffer_runs import BufferRun
+from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
 BUFFER_BYTES = 4096  # for lines and the heads of values; payloads bypass the buffer

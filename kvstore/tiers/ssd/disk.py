@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 from msgspec import Struct
 
-from kvstore.buffer_runs import BufferRun
-from kvstore.buffers import ByteArray
+from kvstore.buffers import BufferRun, ByteArray
 from kvstore.pool.extents import PAGE_BYTES
 
 SEGMENT = re.compile(r"segment-\d{6}")

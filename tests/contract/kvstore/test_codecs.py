@@ -1,4 +1,4 @@
-"""What every codec promises."""
+"""Contract tests of all codecs."""
 
 import threading
 
@@ -19,7 +19,7 @@ SECRET = "5e" * 32
 
 
 def a_codec(name: str, dtype: str = "bfloat16", **fields):
-    """By name, "zstd" or "sealed zstd", and the namespace that it is for."""
+    """Return the codec of that name, such as "zstd" or "sealed zstd", for the namespace."""
     compression = Compression(name.removeprefix("sealed "))
     secrets = (SECRET,) if name.startswith("sealed") else ()
     namespace = a_typed_namespace(dtype, **fields)
@@ -49,8 +49,8 @@ def test_exact_codecs_give_back_the_same_bytes(name, dtype):
 @every(*Compression)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_bytes_can_be_kept(name, seed):
-    """Infinities and NaN of every kind among them; exact codecs and blocks of such values come back as they were."""
+def test_any_bytes_can_be_encoded(name, seed):
+    """Include infinities and every kind of NaN; exact codecs return such blocks unchanged."""
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = some_bytes(namespace, seed)
 
@@ -63,7 +63,7 @@ def test_any_bytes_can_be_kept(name, seed):
 
 
 @every(*Compression)
-def test_what_was_cut_short_or_made_longer_is_refused(name):
+def test_truncated_or_extended_payload_is_rejected(name):
     codec, namespace = a_codec(name)
     block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block)
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
         back = decoded(codec, a_key(namespace), encoded, block)
     except UndecodableBlock:
         return
-    assert name == "zstd"  # whose format has a few bits without meaning
+    assert name == "zstd"  # the format of zstd has a few meaningless bits
     assert np.array_equal(back, block)
 
 
@@ -173,7 +173,7 @@ def test_encoding_changes_nothing_of_the_block(name):
 
 
 @pytest.mark.parametrize("name", ["zstd", "lz4"])
-def test_what_is_kept_says_that_nothing_is_lost(name):
+def test_exact_codec_reports_no_loss(name):
     codec, namespace = a_codec(name)
 
     bound = bound_of(codec.encode(a_key(namespace), kv_like_block(namespace)))

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.ssd.disk_threads import BATCH_RECORDS, LEAST_BATCH_BYTES, DiskThreads, batches
-from tests.support.kvstore.builders import soon
+from tests.support.kvstore.builders import deadline_in
 from tests.support.kvstore.ssd_disks import HoldPoint, ShiftedClock
 
 KIB = 1 << 10
@@ -37,7 +37,7 @@ def test_all_jobs_run_within_the_thread_limit(disk_threads):
         return act
 
     calls = [
-        threading.Thread(target=disk_threads.run, args=([job((call, n)) for n in range(10)], soon()))
+        threading.Thread(target=disk_threads.run, args=([job((call, n)) for n in range(10)], deadline_in()))
         for call in range(4)
     ]
     for call in calls:
@@ -52,7 +52,7 @@ def test_all_jobs_run_within_the_thread_limit(disk_threads):
 def test_single_job_runs_in_the_calling_thread(disk_threads):
     threads = []
 
-    disk_threads.run([lambda scratch: threads.append(threading.current_thread())], soon())
+    disk_threads.run([lambda scratch: threads.append(threading.current_thread())], deadline_in())
 
     assert threads == [threading.current_thread()]
 
@@ -60,7 +60,7 @@ def test_single_job_runs_in_the_calling_thread(disk_threads):
 def test_no_job_begins_after_the_deadline(disk_threads):
     done = []
 
-    disk_threads.run([lambda scratch: done.append(1)] * 5, soon(-1))
+    disk_threads.run([lambda scratch: done.append(1)] * 5, deadline_in(-1))
 
     assert done == []
 
@@ -73,7 +73,7 @@ def test_running_job_is_waited_for_after_the_deadline():
         gate()
         done.append(1)
 
-    caller = threading.Thread(target=disk_threads.run, args=([hang, hang, hang], soon()))
+    caller = threading.Thread(target=disk_threads.run, args=([hang, hang, hang], deadline_in()))
     caller.start()
     gate.wait()
     clock.advance(3600)
@@ -98,10 +98,10 @@ def test_job_error_is_raised_after_running_jobs_end(disk_threads):
         raise LookupError("injected")
 
     with pytest.raises(LookupError):
-        disk_threads.run([slow, bad], soon())
+        disk_threads.run([slow, bad], deadline_in())
 
     assert ended == [1]
-    disk_threads.run([lambda scratch: ended.append(2)], soon())
+    disk_threads.run([lambda scratch: ended.append(2)], deadline_in())
     assert ended == [1, 2]
 
 

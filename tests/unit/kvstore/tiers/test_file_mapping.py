@@ -1,5 +1,6 @@
 """The memory behind a pool: its pages, its errors, and its cancellation."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -16,7 +17,6 @@ from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier, file_bytes
 from tests.support.kvstore.builders import a_block
 
 SIZE = 3 * PAGE_BYTES
-FILES = Path("/proc/self/fd")
 MEMINFO = file_mapping.MEMINFO.read_text(encoding="ascii")
 
 
@@ -38,6 +38,11 @@ def meminfo(monkeypatch, tmp_path):
         monkeypatch.setattr(file_mapping, "MEMINFO", tmp_path / "meminfo")
 
     return replace
+
+
+def open_files() -> int:
+    gc.collect()  # closes the files of earlier tests
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def free_huge_pages() -> int:
@@ -96,7 +101,7 @@ def test_required_huge_pages_without_support_are_an_error(meminfo):
 
 def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
     """A control group may have fewer huge pages than /proc/meminfo reports."""
-    before = len(list(FILES.iterdir()))
+    before = open_files()
     meminfo(re.sub(r"HugePages_Free: *\d+", "HugePages_Free: 1073741824", MEMINFO))
 
     file, memory, got = take(SIZE, HugePages.AUTO)
@@ -105,7 +110,7 @@ def test_failed_huge_pages_fall_back_to_small_pages(meminfo):
     assert memory.bytes.nbytes >= SIZE
     os.close(file)
     del memory
-    assert len(list(FILES.iterdir())) == before
+    assert open_files() == before
 
 
 def test_pool_larger_than_free_memory_is_refused_at_once(meminfo):
@@ -117,14 +122,14 @@ def test_pool_larger_than_free_memory_is_refused_at_once(meminfo):
 
 @pytest.mark.parametrize("advice", [file_mapping.MADV_POPULATE_WRITE, 9999], ids=["populated", "written"])
 def test_cancelled_allocation_leaves_no_file(monkeypatch, advice):
-    before = len(list(FILES.iterdir()))
+    before = open_files()
     monkeypatch.setattr(file_mapping, "MADV_POPULATE_WRITE", advice)
     monkeypatch.setattr(file_mapping, "CHUNK_BYTES", PAGE_BYTES)
 
     with pytest.raises(StoreNotStarted, match="cancelled while the memory was being allocated"):
         take(1000 * PAGE_BYTES, HugePages.NEVER, CancelledAfterOneChunk())
 
-    assert len(list(FILES.iterdir())) == before
+    assert open_files() == before
 
 
 @pytest.mark.skipif(free_huge_pages() < 2, reason="no huge pages are reserved on this machine")

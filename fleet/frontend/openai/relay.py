@@ -102,9 +102,8 @@ class RelayedRequest:
         self.request_id = request_id
         self.path = head.path
         self.head = forwarded_headers(head) if head.forwarded_headers is None else head.forwarded_headers
-        self.authorization = (
-            b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
-        )  # Fleet's own keys stay here
+        # Keys that authenticate clients here are not forwarded.
+        self.authorization = b"" if relay.takes_keys else head.headers.get(b"authorization", b"")
         self.body = request.body
         self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size; empty for embeddings
         self.began_at = began_at
@@ -120,7 +119,7 @@ class RelayedRequest:
 
     @property
     def began(self) -> bool:
-        """Whether a byte of an answer was relayed, so that no other server can answer."""
+        """Return whether a byte of an answer was relayed, so that no other server can answer."""
         return self._began
 
     # From the worker

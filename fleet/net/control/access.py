@@ -37,7 +37,7 @@ class ControlAccess:
 
     @property
     def asks(self) -> bool:
-        """Whether callers over TCP must prove who they are."""
+        """Return whether callers over TCP must prove who they are."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
     def server(self, *, shared: bool = False) -> grpc.aio.Server:

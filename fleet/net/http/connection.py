@@ -48,9 +48,7 @@ from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
-_MEANINGFUL_HEADERS = frozenset(
-    {b"transfer-encoding", b"expect", b"upgrade"}
-)  # headers that change how a message is read
+_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # change how a message is read
 PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = 256  # refused newcomers that get an answer; others are closed without one
@@ -108,9 +106,7 @@ class HttpConnection(asyncio.Protocol):
         self._overhead_bytes = 0  # bytes since the last piece of the body: chunk sizes, trailers
         self._body = BodyBuffer()
         self._raw_head: bytes | None = None  # the raw head if it arrived in one piece
-        self._known_head: tuple[HttpHead, int] | None = (
-            None  # head and content length of a request whose body arrives unparsed
-        )
+        self._known_head: tuple[HttpHead, int] | None = None  # and content length, while a body arrives unparsed
         self._waiting: deque[HttpRequest | MalformedRequest] = deque()
         self._unparsed = b""  # bytes that follow the waiting requests
         self._served = 0  # requests served in this turn, approximately
@@ -326,7 +322,6 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_expired(self) -> bool:
-        """Whether the client should open another connection."""
         return self._expires_at is not None and self._clock.now() >= self._expires_at
 
     def expire(self, now: Nanos) -> None:
@@ -374,11 +369,6 @@ class HttpConnection(asyncio.Protocol):
         self._stage = ConnectionStage.CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
-        """Return the transport for the bytes of `source`, which pauses while the client does not read.
-
-        Raises:
-            ClientDisconnected: The connection is closed.
-        """
         if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._source = source
@@ -387,21 +377,11 @@ class HttpConnection(asyncio.Protocol):
         return self._transport
 
     def write(self, pieces: Sequence[bytes]) -> None:
-        """Write all pieces at once.
-
-        Raises:
-            ClientDisconnected: The connection is closed.
-        """
         if self._lost or self._transport.is_closing():
             raise ClientDisconnected
         self._transport.write(b"".join(pieces))
 
     async def drained(self) -> None:
-        """Wait while the client does not read.
-
-        Raises:
-            ClientDisconnected: The client did not read for too long, or closed the connection.
-        """
         while (paused := self._paused) is not None:  # until the client reads or `expire` disconnects it
             await asyncio.shield(paused)
         if self._lost:
@@ -519,7 +499,6 @@ class HttpConnection(asyncio.Protocol):
         self._reading = not behind
 
     def finished(self, *, keep_alive: bool) -> None:
-        """Note that the request has been served, whether its answer is complete or not."""
         if self._source is not None and self._paused is not None:
             self._source.resume_reading()  # the next answer of the source goes to another client
         if self._exchange is not None and not self._lost:

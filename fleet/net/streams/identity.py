@@ -39,19 +39,19 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     """The key from the shared secret; None if no secret is proven."""
 
     certified: bool = False
-    """Whether both ends show certificates."""
+    """True if both ends show certificates."""
 
     insecure: bool = False
-    """Whether the network is declared to be free of strangers."""
+    """True if the network is declared to be free of strangers."""
 
     @property
     def protects(self) -> bool:
-        """Whether both ends prove who they are."""
+        """Return whether both ends prove who they are."""
         return self.key is not None or self.certified
 
     @property
     def is_open(self) -> bool:
-        """Whether streams start without a handshake."""
+        """Return whether streams start without a handshake."""
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:

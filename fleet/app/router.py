@@ -360,9 +360,9 @@ class _Fronts(Struct, frozen=True, kw_only=True):
 
     def drain(self, tasks: asyncio.TaskGroup, within: Nanos) -> None:
         """Take no more requests; tasks wait for the answers that are being streamed, at most so long."""
-        self.grpc.door.drain()
+        self.grpc.drain()
         if self.kserve is not None:
-            self.kserve.door.drain()
+            self.kserve.drain()
         if self.picker is not None:
             tasks.create_task(self.picker.drain(within))
         tasks.create_task(self.http.drain(within / SECOND))
@@ -376,7 +376,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
         ConfigurationRefused: An address is in use.
     """
     from fleet.frontend.control.port import open_control_port  # noqa: PLC0415 - each process loads its own part only
-    from fleet.frontend.grpc.service import open_grpc_frontend  # noqa: PLC0415
+    from fleet.frontend.grpc.service import GrpcFrontend  # noqa: PLC0415
     from fleet.frontend.openai.service import open_http_frontend  # noqa: PLC0415
     from fleet.gateway.selection import SERVICE as SELECTION  # noqa: PLC0415
     from fleet.membership.registry import SERVICE, GrpcRegistry  # noqa: PLC0415
@@ -396,7 +396,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
         ) as http,
-        open_grpc_frontend(
+        GrpcFrontend.open(
             settings.grpc_listen,
             parts.generation,
             parts.clock,
@@ -409,7 +409,7 @@ async def _fronts(settings: RouterSettings, parts: _RouterParts) -> AsyncIterato
             settings.control_listen,
             parts.control_access,
             parts.router,
-            grpc.door.ready,
+            grpc.ready,
             grpc_address=grpc.address,
             services={SERVICE: registry.add, SELECTION: parts.selection.add},
             store=settings.store,
@@ -435,9 +435,9 @@ async def _kserve(
     if not settings.kserve_listen:
         yield None
         return
-    from fleet.frontend.kserve.service import open_kserve_frontend  # noqa: PLC0415 - most routers have none
+    from fleet.frontend.kserve.service import KserveFrontend  # noqa: PLC0415 - most routers have none
 
-    async with open_kserve_frontend(
+    async with KserveFrontend.open(
         settings.kserve_listen,
         generation,
         clock,

@@ -1,15 +1,19 @@
-"""Request intake of the gRPC frontends: draining, memory for messages, and deadlines."""
+"""gRPC port for clients: listening, draining, memory for messages and deadlines, for any service."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import ClassVar, Protocol, Self
+
+import grpc
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import draining_rejection
 from fleet.frontend.generation import Generation
 from fleet.net.grpc.calls import Context
 from fleet.net.grpc.errors import long_message_rejection
-from fleet.net.settings import ORDINARY_BODY_BYTES
+from fleet.net.grpc.http2 import Http2Server
+from fleet.net.grpc.port import open_port
+from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSettings
 
 
 class MessageMemory(Protocol):
@@ -19,21 +23,57 @@ class MessageMemory(Protocol):
     max_held_bytes: int
 
 
-class RequestIntake:
-    """Admits requests until `drain`."""
+class ClientPort:
+    """Base class of the gRPC frontends. Requests are admitted until `drain`."""
 
-    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        """Create an open intake.
+    SERVICE: ClassVar[str]
+    """The full name of the service."""
 
-        Args:
-            generation: Serves the requests.
-            clock: For deadlines.
-            server: Counts the bytes of messages that arrive or are being served.
-        """
+    def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory) -> None:
+        self.address = ""  # with the port that was taken
+        self.memory = memory
         self._generation = generation
-        self._server = server
         self._clock = clock
         self._draining = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        listen: str,
+        generation: Generation,
+        clock: Clock,
+        *,
+        max_held_bytes: int,
+        limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
+        shared: bool = False,
+        connection_seconds: float = 0,
+    ) -> AsyncIterator[Self]:
+        """Listen and serve until the context ends; then cancel running calls.
+
+        Args:
+            listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
+            generation: Serves the requests.
+            clock: For deadlines.
+            max_held_bytes: The limit for the messages of requests that arrive or run; beyond it long ones are refused.
+            limits: Limits of connections.
+            shared: Whether other processes may listen on the same port.
+            connection_seconds: The lifetime of a client's connection; 0 sets no limit.
+
+        Raises:
+            ConfigurationRefused: The address is malformed or in use.
+        """
+        server = Http2Server(
+            shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
+        )
+        frontend = cls(generation, clock, server)
+        server.add_generic_rpc_handlers(frontend.handlers())
+        async with open_port(server, listen, (cls.SERVICE,), frontend.ready) as frontend.address:
+            yield frontend
+
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Return the handlers of the service, whose methods take bytes."""
+        raise NotImplementedError
 
     def drain(self) -> None:
         """Admit no more requests; running ones continue."""
@@ -43,7 +83,7 @@ class RequestIntake:
         """Return whether a request would find a worker now."""
         return bool(self._generation.models()) and not self._draining
 
-    def check(self) -> None:
+    def check_admitted(self) -> None:
         """Check that requests are admitted.
 
         Raises:
@@ -54,25 +94,19 @@ class RequestIntake:
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Count a message as held while its request runs.
-
-        Args:
-            size: The size of the message in bytes.
+        """Count a message of `size` bytes as held while its request runs.
 
         Raises:
             RequestRejected: QUEUE_FULL, because the message is a long one and the memory for messages is full.
         """
-        server = self._server
-        if size > ORDINARY_BODY_BYTES and server.held_bytes + size > server.max_held_bytes:
+        memory = self.memory
+        if size > ORDINARY_BODY_BYTES and memory.held_bytes + size > memory.max_held_bytes:
             raise long_message_rejection()
-        server.held_bytes += size
+        memory.held_bytes += size
         try:
             yield
         finally:
-            server.held_bytes -= size
-
-    def now(self) -> Nanos:
-        return self._clock.now()
+            memory.held_bytes -= size
 
     def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
         """Return the instant after which nobody waits: the earlier one of the call's and the message's deadline.

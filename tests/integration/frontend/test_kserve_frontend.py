@@ -17,7 +17,7 @@ from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.frontend.kserve import service as kserve_frontend
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
@@ -43,7 +43,7 @@ needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tri
 
 def a_kserve(fronts, max_held_bytes=1 << 30, **limits):
     generation = fronts.generation
-    return open_kserve_frontend(
+    return KserveFrontend.open(
         "127.0.0.1:0",
         generation,
         generation._clock,
@@ -451,7 +451,7 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await call.write(streaming(a_message(id="short")))
     assert (await call.read()).infer_response.id == "short", "which are always taken"
     call.cancel()
-    await until(lambda: kserve.door._server.held_bytes == 0)
+    await until(lambda: kserve.memory.held_bytes == 0)
 
 
 async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
@@ -551,7 +551,7 @@ async def test_methods_that_are_not_served_say_so_and_which_are(channel):
 
 
 async def test_a_draining_front_is_not_ready_and_takes_nothing_new(fronts, kserve, stub):
-    kserve.door.drain()
+    kserve.drain()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -591,7 +591,7 @@ async def test_the_service_can_be_found_by_reflection(channel):
 
 async def test_a_port_in_use_is_refused_with_its_address(fronts, kserve):
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with open_kserve_frontend(kserve.address, fronts.generation, SimpleNamespace(), max_held_bytes=1):
+        async with KserveFrontend.open(kserve.address, fronts.generation, SimpleNamespace(), max_held_bytes=1):
             pass
 
 

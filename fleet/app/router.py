@@ -310,9 +310,9 @@ def _expectations(settings: RouterSettings) -> "PredictionMetrics | None":
     """
     if not settings.profiles:
         return None
-    from fleet.frontend.metrics.predictions import open_prediction_metrics  # noqa: PLC0415 - few routers predict
+    from fleet.frontend.metrics.predictions import PredictionMetrics, profile_lookup  # noqa: PLC0415 - few routers predict
 
-    return open_prediction_metrics(settings.profiles)
+    return PredictionMetrics(profile_lookup(settings.profiles))
 
 
 def _machine(

@@ -34,9 +34,9 @@ IDLE_NODE = NodeSnapshot(
         expired=0,
         pinned=0,
     ),
-    movements=(),
+    transfers=(),
     refused_loads=0,
-    shadows=(),
+    ghost_caches=(),
 )
 
 

@@ -137,7 +137,12 @@ class CompletionFormatter:
         self._token_text = token_text
         self._model = model
         self._offset = 0  # offset of the next token in characters
-        self._head = {"id": f"cmpl-{parsed.request.id}", "object": "text_completion", "created": created, "model": model}
+        self._head = {
+            "id": f"cmpl-{parsed.request.id}",
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
         self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":0,"text":'
         self._chunk_tail = b"}]" + _null_usage(parsed)
 

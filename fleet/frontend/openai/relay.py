@@ -50,8 +50,7 @@ from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.server import RequestListener
-from fleet.router.shared_limits import admit_with_peers, await_settle
-from fleet.router.tenants import Tenants
+from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +316,7 @@ class Relay:
             read = read_prompt(body, reader, path)
         await admit_with_peers(self._tenants, tenant, len(read.tokens) // TOKEN_BYTES, self._clock)
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
-        return structs.replace(arrived, second_hand=True)
+        return structs.replace(arrived, external=True)
 
     # From requests
 

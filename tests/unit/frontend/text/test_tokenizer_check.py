@@ -5,7 +5,8 @@ import logging
 import pytest
 from msgspec import structs
 
-from fleet.backends.external.workers import AllBackends, ExternalBackends
+from fleet.backends.combined import CombinedBackends
+from fleet.backends.external.workers import ExternalBackends
 from fleet.core.work import TokenizerDigests
 from fleet.frontend.text import tokenizer_check as golden
 from fleet.frontend.text.codec import load_codec
@@ -75,7 +76,7 @@ def test_block_names_are_stable_between_versions():
 
 def test_refused_worker_never_joins(codec):
     heard: list = []
-    workers = AllBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
+    workers = CombinedBackends(None, ExternalBackends((), 1.0, None), TokenizerCheck({MODEL: codec}))
     hear = workers.only_acceptable(heard.append)
     strange = structs.replace(tokenizer_digests(codec, 32), tokens="0" * 32)
     for told in (strange, tokenizer_digests(codec, 32)):

@@ -86,12 +86,7 @@ class ConnectionAdmission(Struct, Generic[Client], frozen=True):
 
 class ConnectionTable(Generic[Client]):
     def __init__(self, most: int, address_share: float) -> None:
-        """Create an empty table.
-
-        Args:
-            most: Largest number of connections.
-            address_share: Largest part of `most` for one client address, above 0; 1 means all.
-        """
+        """Create an empty table for `most` connections; one client address may have the part `address_share` of them."""
         assert 0 < address_share <= 1
         self.displaced = 0  # connections that gave way since the start
         self.refused = 0  # newcomers that were refused since the start
@@ -107,10 +102,7 @@ class ConnectionTable(Generic[Client]):
     def admit(self, client: Client, address: str, now: float) -> ConnectionAdmission[Client]:
         """Admit a connection as a silent one if there is a slot or one can be freed.
 
-        Args:
-            client: The connection.
-            address: The client's key from `client_key`.
-            now: The present time in seconds by a monotonic clock.
+        `address` comes from `client_key`; `now` is in seconds by a monotonic clock.
         """
         known = self._addresses.get(address)
         if known is not None and known.connections >= self._per_address:

@@ -115,13 +115,7 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Yield the requests of one agent.
-
-        Args:
-            rows: The rows of the agent.
-            field: Their path, for errors.
-            start: The start of the agent in seconds.
-            parent: The agent that started it.
+        """Yield the requests of one agent, which started at `start` seconds; `field` is the path of its rows.
 
         Raises:
             ValueError: A row is malformed; the message names the field.

@@ -24,17 +24,10 @@ def is_header(line: bytes) -> bool:
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
 ) -> Iterator[TraceRequest]:
-    """Yield a request for each row, with arrivals from the first one.
-
-    Args:
-        path: The file.
-        header: Its first line.
-        lines: The other lines.
-        chain: Makes names for the blocks of prompts.
-        ordered: Whether rows must be in the order of their arrival.
+    """Yield a request for each row, with arrivals from the first one. `chain` makes names for the blocks of prompts.
 
     Raises:
-        TraceError: A row is malformed.
+        TraceError: A row is malformed, or out of order where `ordered` is set.
     """
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):

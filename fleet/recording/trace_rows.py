@@ -87,13 +87,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
 
 
 def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
-    """Return the selected rows.
-
-    Args:
-        path: The file.
-        cut: The selection; shares require counting the lines first.
-        header: Lines at the start that are no rows.
-    """
+    """Return the selected rows after `header` lines. Shares require counting the lines first."""
     lines = read_lines(path)
     for _ in range(header):
         next(lines, None)

@@ -98,11 +98,7 @@ class _Record(Struct, frozen=True):
 
 
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
-    """Return all requests of a file.
-
-    Args:
-        path: The file.
-        live_sessions: Concurrent sessions, for formats with sessions.
+    """Return all requests of a file, with `live_sessions` concurrent sessions in formats with sessions.
 
     Raises:
         TraceError: The file cannot be read, or a row is malformed.

@@ -295,11 +295,7 @@ class Relay:
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
         """Return the event for a request that another program sends; None if the model is not external.
 
-        Args:
-            path: One of `fleet.frontend.openai.relay_requests.PATHS`.
-            content: The body.
-            request_id: The router's id for the request.
-            authorization: The client's authorization header.
+        `path` is one of `relay_requests.PATHS`; `authorization` is the client's header.
 
         Raises:
             RequestRejected: The request is not to be placed.

@@ -49,11 +49,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "") -> str:
-        """Return the conversation as text, up to the start of the assistant's turn.
-
-        Args:
-            messages: Valid messages.
-            tools: Valid JSON list; empty if there are none.
+        """Return the conversation as text, up to the start of the assistant's turn. `tools` is a JSON list, or empty.
 
         Raises:
             RequestRejected: The template cannot render these messages, or would silently drop tools or tool calls

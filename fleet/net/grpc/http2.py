@@ -79,8 +79,8 @@ class Http2Server:
 
         Args:
             shared: Whether other processes may listen on the same port.
-            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; running
-                calls continue. 0 sets no limit.
+            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; 0 sets no
+                limit.
             limits: Limits of connections.
             max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
         """
@@ -366,11 +366,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
-        """Ask the client to open another connection.
-
-        Args:
-            at_once: Whether calls that are under way are no longer accepted.
-        """
+        """Ask the client to open another connection; `at_once` refuses further calls immediately."""
         if self._gone:
             return
         with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already

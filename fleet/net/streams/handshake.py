@@ -242,8 +242,8 @@ async def dial(
         accept: Called once with the connection after the handshake; it may send from then on.
         identity: The identity of this end.
         kind: The kind of the stream.
-        limit: See `kvstore.frames.connect`.
-        send_limit: See `kvstore.frames.connect`.
+        limit: Longest received payload, see `kvstore.transports.frames.connect`.
+        send_limit: Limit of unsent bytes, see there.
 
     Raises:
         OSError: The address cannot be reached, or one end has not proven who it is; the message says which and why.

@@ -40,12 +40,7 @@ class ProofVerifier:
     """The listener's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Wait for a caller.
-
-        Args:
-            identity: An identity with a key.
-            kind: The kind of the stream.
-        """
+        """Wait for a caller. The identity has a key."""
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
         self._field = identity.field

@@ -88,7 +88,7 @@ class RelayStage(Enum):
 class RelayedRequest:
     """One request between its client and its server.
 
-    Implements `ExchangeTask` for the client's connection and `Listener` for the router.
+    Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
     """
 
     def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:

@@ -3,7 +3,7 @@
 Rules:
 
 1. A Unix socket requires no proof: the modes of its file and folder keep other users out.
-2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.call_proofs`). Routers and
+2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and
    workers refuse to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings declare the
    network as trusted.
 3. Health checks and reflection need no proof. They reveal only whether the process serves and the public .proto files.

@@ -3,7 +3,7 @@
 Rules:
 
 1. A listener accepts at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`.
-   One more evicts the oldest of the host with the most of them (`kvstore.newcomers`). An authenticated connection no
+   One more evicts the oldest of the host with the most of them (`kvstore.net.unproven_connections`). An authenticated connection no
    longer counts.
 2. Only the handshake is read from them, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver owns the connection, so a proof costs nothing per message.
@@ -40,7 +40,7 @@ RejectionPayload = Callable[[str], bytes]
 
 
 class StreamAuthenticator:
-    """The listener's end of handshakes. Implements `kvstore.frames.Door`."""
+    """The listener's end of handshakes. Implements `kvstore.net.frames.ConnectionGuard`."""
 
     def __init__(
         self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
@@ -242,7 +242,7 @@ async def dial(
         accept: Called once with the connection after the handshake; it may send from then on.
         identity: The identity of this end.
         kind: The kind of the stream.
-        limit: Longest received payload, see `kvstore.transports.frames.connect`.
+        limit: Longest received payload, see `kvstore.net.frames.connect`.
         send_limit: Limit of unsent bytes, see there.
 
     Raises:

@@ -1,14 +1,16 @@
-"""HTTP connections with a transport made by hand: relayed answers, and the cache of heads."""
+"""HTTP connections with a transport made by hand: relayed answers, the cache of heads, and the lifetime."""
 
 import httptools
 import pytest
 
+from fleet.core.clock import SECOND
 from fleet.core.system_clock import SystemClock
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
 from fleet.net.http.messages import HeadCache, HeldBodyBytes, HttpHead
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import HttpSettings
+from tests.support.kvstore.builders import ManualClock
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -54,24 +56,24 @@ class Work:
         raise AssertionError("the client is still there")
 
 
-def a_connection(transport, held=None):
+def a_connection(transport, held=None, clock=None, lasts_seconds=0):
     exchanges = []
 
     def serve(exchange):
         exchanges.append(exchange)
         return Work()
 
-    table = ConnectionTable(1, 1.0)
     connection = HttpConnection(
         HttpSettings(),
-        SystemClock(),
+        clock or SystemClock(),
         serve,
         lambda _: b"",
         {},
-        table,
+        ConnectionTable(1, 1.0),
         HeadCache(),
         held or HeldBodyBytes(),
         SlowClientLog(HttpSettings()),
+        lasts_seconds,
     )
     connection.connection_made(transport)
     return connection, exchanges
@@ -198,3 +200,31 @@ async def test_long_body_after_known_head_is_refused_without_memory():
     assert exchanges == []
     assert b" 503 " in client.written
     assert held.bytes == others
+
+
+def is_kept_alive(connection, client, exchanges) -> bool:
+    """Send and answer one request; return whether another one may follow."""
+    client.written = b""
+    served(connection, exchanges, REQUEST)
+    return b"connection: close" not in client.written.lower()
+
+
+async def test_first_answer_after_the_lifetime_closes():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock, lasts_seconds=4)
+
+    assert is_kept_alive(connection, client, exchanges)
+    clock.move(4 * SECOND - 1)
+    assert is_kept_alive(connection, client, exchanges)
+    assert not client.closed
+    clock.move(1)
+    assert not is_kept_alive(connection, client, exchanges)
+    assert client.closed
+
+
+async def test_connection_without_lifetime_stays_open():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock)
+    clock.move(3600 * SECOND)
+
+    assert is_kept_alive(connection, client, exchanges)

@@ -145,7 +145,7 @@ class _SessionReader:
             if len(names) % self._gathered:
                 chain.append(names[-1])
             if len(set(chain)) < len(chain):
-                raise ValueError(f"{place}.hash_delta: an id is there twice, so it cannot name a prefix")
+                raise ValueError(f"{place}.hash_delta: an id occurs twice, so it cannot name a prefix")
             arrival = Nanos(round((start + row.t) * SECOND))
             request = TraceRequest(arrival, row.prompt_tokens, tuple(chain), row.output_tokens, self._session)
             yield _TimedRequest(request, Nanos(arrival + round(row.api_time * SECOND)), agent, parent)

@@ -66,7 +66,7 @@ class FlightRecorder:
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
         if path.exists() and not path.is_file():  # for example a device, which rotation would rename
-            raise ConfigurationRefused(f"record: {path}: Is no regular file; name another")
+            raise ConfigurationRefused(f"record: {path}: Is not a regular file; name another")
         try:
             _new_path(path).touch(mode=0o600)
             file = _new_path(path).open("wb", buffering=0)

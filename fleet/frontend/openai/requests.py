@@ -106,7 +106,7 @@ def read_chat(body: bytes, request_id: RequestId, now: Nanos) -> OpenAiRequest:
     is_newer_name = chat.max_completion_tokens is not None
     tools = chat.tools if chat.tool_choice != "none" else None
     if tools and chat.parallel_tool_calls is False:
-        raise invalid("parallel_tool_calls", "only true is supported: how many tools a model calls is up to it")
+        raise invalid("parallel_tool_calls", "only true is supported: the model decides how many tools it calls")
     return _build_request(
         chat,
         request_id,
@@ -185,7 +185,7 @@ def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
     demanded = dict(_structured_outputs(body))
     if len(demanded) > 1:
         first, second, *_ = demanded
-        raise invalid(second, f"says what the answer must be, as {first} does; send one of them")
+        raise invalid(second, f"demands structured output, as {first} does; send one of them")
     for field, form in demanded.items():
         return form, field
     return None, ""

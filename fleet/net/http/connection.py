@@ -91,7 +91,7 @@ class HttpConnection(asyncio.Protocol):
         self._explain = explain
         self._connections = connections
         self._table = table
-        self._place: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
+        self._slot: ConnectionSlot[HttpConnection] | None = None  # the slot in the table; None if the table was full
         self._heads = heads
         self._held = held
         self._slow_log = slow_log
@@ -136,8 +136,8 @@ class HttpConnection(asyncio.Protocol):
         admission = self._table.admit(self, address, self._clock.now() / SECOND)
         if admission.displaced is not None:
             admission.displaced.displace()
-        self._place = admission.place
-        if self._place is not None:
+        self._slot = admission.slot
+        if self._slot is not None:
             return
         if len(self._connections) - len(self._table) > MAX_LINGERING:
             self._transport.abort()
@@ -147,9 +147,9 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
         self._lost = True
         self._connections.pop(self, None)
-        if self._place is not None:
-            self._table.remove(self._place)
-            self._place = None  # break the reference cycle
+        if self._slot is not None:
+            self._table.remove(self._slot)
+            self._slot = None  # break the reference cycle
         self._hold(-self._held_bytes)
         self._drop_waiting()
         del self._parser  # break the reference cycle
@@ -465,8 +465,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _start(self, request: HttpRequest) -> None:
         """Start to serve a request; no other one is being served."""
-        if self._place is not None:
-            self._place.served = True
+        if self._slot is not None:
+            self._slot.served = True
         exchange = self._exchange = Exchange(self, request)
         self._starting = True
         serving = self._serve(exchange)
@@ -543,8 +543,8 @@ class HttpConnection(asyncio.Protocol):
             group = WaitingFor.BODY
         else:
             group = WaitingFor.CLOSING
-        if self._place is not None:
-            self._table.waits(self._place, group, self._clock.now() / SECOND)
+        if self._slot is not None:
+            self._table.mark_waiting(self._slot, group, self._clock.now() / SECOND)
 
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
@@ -571,7 +571,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _reject_overhead(self) -> None:
         limit = self._settings.max_head_bytes
-        message = f"the request's body has more than {limit} bytes that are no content: sizes of chunks, trailers"
+        message = f"the request's body has more than {limit} bytes of chunk sizes and trailers"
         self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _reject_body(self) -> None:
@@ -581,8 +581,8 @@ class HttpConnection(asyncio.Protocol):
     def _linger(self) -> None:
         """Close after the answer was sent and the rest of the request was dropped."""
         self._stage = ConnectionStage.CLOSING
-        if self._place is not None:
-            self._table.waits(self._place, WaitingFor.CLOSING, self._clock.now() / SECOND)
+        if self._slot is not None:
+            self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)
         if self._half_closed or not self._transport.can_write_eof():
             self._transport.close()
             return

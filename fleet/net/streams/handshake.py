@@ -198,7 +198,7 @@ class _UnprovenCaller:
         assert self._connection is not None
         assert self._verifier is not None
         if self.proven.is_set():
-            raise ConnectionError("it has said more before it was let in")
+            raise ConnectionError("it sent data before the handshake ended")
         try:
             self._connection.send(self._verifier.received(payload))
         except ProofFailed as error:

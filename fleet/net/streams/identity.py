@@ -85,7 +85,7 @@ def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if not credentials.certificate and credentials.authority:
-        raise ConfigurationRefused(f"{field}.authority: certificates are looked at within TLS: set certificate and key")
+        raise ConfigurationRefused(f"{field}.authority: needs TLS: set certificate and key")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if credentials.key else None
     return _identity(field, credentials, context)
 
@@ -97,7 +97,7 @@ def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
         ConfigurationRefused: A file cannot be used, or fields contradict each other.
     """
     if credentials.certificate and not credentials.authority:
-        raise ConfigurationRefused(f"{field}.authority: is needed to know a listener's certificate")
+        raise ConfigurationRefused(f"{field}.authority: is needed to verify a listener's certificate")
     return _identity(field, credentials, ssl.create_default_context() if credentials.authority else None)
 
 

@@ -103,7 +103,7 @@ class Prover:
             raise ProofFailed(f"it has another secret than the one in {self._field}.secret_file")
         given = payload.removeprefix(MAGIC + VERIFIED)
         if len(given) != PROOF_BYTES or not self._key.proves(given, ProofSide.NODE, *self._words):
-            raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file: it is somebody else")
+            raise ProofFailed(f"it does not prove the secret in {self._field}.secret_file")
         self.proven = True
         return b""
 

@@ -27,10 +27,11 @@ from fleet.app.hub_download import (
     DownloadRequest,
     Event,
 )
-from fleet.config import SIMULATED, Topology, child_environment, default_cache_dir
+from fleet.config import child_environment, default_cache_dir
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings, Repository, parse_repository
+from fleet.local.settings import SIMULATED, Topology
 from fleet.router.settings.router import RouterSettings
 from workers.settings import WorkerSettings
 

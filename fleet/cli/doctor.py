@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from fleet.config import Topology, child_environment
+from fleet.config import child_environment
+from fleet.local.settings import Topology
 
 PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores
 CONNECT_SECONDS = 0.5

@@ -10,10 +10,11 @@ from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.generate import summary
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.client import AsyncClient, FleetError
-from fleet.config import PoolSection, Topology, build_settings, load
+from fleet.config import build_settings, load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.local.processes import ClusterFailed
+from fleet.local.settings import PoolSection, Topology
 from fleet.local.topology import addresses
 
 DEMO_TOKENS = 48

@@ -5,9 +5,9 @@ import argparse
 from fleet.client import Client, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.client.errors import NO_CLIENTS_PORT
-from fleet.config import Topology
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.runs import run_at
+from fleet.local.settings import Topology
 from fleet.net.control.access import load_control_access
 from kvstore.security.credentials import Credentials
 

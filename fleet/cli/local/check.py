@@ -20,12 +20,12 @@ from msgspec import Struct, structs
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, say, with_cluster
 from fleet.cli.local.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
-from fleet.config import PoolSection, StorePlace, Topology
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement, Role
 from fleet.core.system_clock import SystemClock
 from fleet.local.processes import ClusterFailed
+from fleet.local.settings import PoolSection, StorePlace, Topology
 
 ANSWER_TOKENS = 56
 AT_A_TIME = 8

@@ -13,21 +13,13 @@ from msgspec import Struct, structs
 from fleet.app.hub import fetch_topology_model
 from fleet.cli.console.files import whole_file
 from fleet.client import AsyncClient, FleetError
-from fleet.config import (
-    SIMULATED,
-    TINY,
-    Topology,
-    adapter_folders,
-    child_environment,
-    default_cache_dir,
-    model_folder,
-    served_name,
-)
+from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
 from fleet.local.pools import LocalPools, drain
 from fleet.local.processes import ClusterFailed, LocalProcesses
 from fleet.local.runs import PARTS, local_runs, runtime_folder
+from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
 from kvstore.clock import nanos

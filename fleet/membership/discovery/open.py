@@ -6,8 +6,7 @@ from typing import Protocol, Self, assert_never
 
 from fleet.core.discovery import Discovery, EtcdDiscovery, FileDiscovery, KubernetesDiscovery
 from fleet.core.errors import missing_package
-from fleet.membership.ports import Directory
-from workers.ports import Registry
+from fleet.membership.ports import Directory, Registry
 
 
 class OpenDirectory(Directory, Registry, Protocol):

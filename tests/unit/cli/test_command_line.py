@@ -13,6 +13,7 @@ from fleet.cli import doctor, up
 from fleet.cli.main import run
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
+from fleet.local.settings import Topology
 
 
 def options(*argv):
@@ -202,7 +203,7 @@ def test_a_file_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch, c
         config.save(settings, path)
 
     full = os.open("/dev/full", os.O_WRONLY)
-    monkeypatch.setattr(doctor, "run", lambda _: save(config.Topology(), tmp_path / "router.json"))
+    monkeypatch.setattr(doctor, "run", lambda _: save(Topology(), tmp_path / "router.json"))
     assert run(["doctor"]) == 1
     os.close(full)
     assert capsys.readouterr() == ("", f"fleet: {tmp_path}/router.json: No space left on device\n")

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from msgspec import structs
 
-from fleet.config import ClusterSection, PoolSection, Topology
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import KvPath, Role
 from fleet.local.pools import DRAIN, LocalPools
+from fleet.local.settings import ClusterSection, PoolSection, Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPlan, LocalPool, pool_names
 from fleet.planner.connectors.folder import FolderRecords

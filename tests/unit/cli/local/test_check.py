@@ -3,10 +3,10 @@
 import pytest
 
 from fleet.cli.local.check import WITHIN, CheckedCompletion, blocks_received, complaint, disaggregated, judge
-from fleet.config import Topology
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.requests import KvOrigin, KvPhase, KvReport, Source
 from fleet.core.roles import KvPath, Phase
+from fleet.local.settings import Topology
 
 BLOCK = 32
 

@@ -365,8 +365,6 @@ def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
 
 
 def test_held_blocks_outlive_the_tier(case: BackingTierCase):
-    if not case.keeps:
-        pytest.skip("this tier forgets when it is closed")
     tier = case.open(plain)
     keys = keys_of(10)
     put(tier, keys)

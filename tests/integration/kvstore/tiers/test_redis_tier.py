@@ -465,7 +465,7 @@ def test_more_bytes_than_a_head_are_refused_and_not_waited_for():
     with a_scripted_server(Script((*HANDSHAKE, b"$8256\r\nFKVR"), hold=True)) as port:
         tier = open_tier(f"redis://127.0.0.1:{port}")
 
-        with pytest.raises(TierFailed, match="8256 bytes, where 64 at most were asked for"):
+        with pytest.raises(TierFailed, match="sent 8256 bytes; at most 64 were asked for"):
             tier.holds(KEYS, deadline_in(5))
 
         tier.close()

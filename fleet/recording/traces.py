@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.recording import agentic_traces, azure_traces
 from fleet.recording import traffic as recorded_traffic
-from fleet.recording.agentic_traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession
 from fleet.recording.trace_rows import (
     Count,
     RowSelection,
@@ -39,18 +39,6 @@ from fleet.recording.trace_rows import (
 )
 from kvstore.block import blocks_for
 from kvstore.eviction.trace_replay import TraceRequest
-
-__all__ = [
-    "LIVE_SESSIONS",
-    "RowSelection",
-    "Trace",
-    "TraceError",
-    "TraceFile",
-    "TraceSession",
-    "TraceTurn",
-    "open_trace",
-    "read_trace",
-]
 
 BLOCK_TOKENS = agentic_traces.BLOCK_TOKENS
 LIVE_SESSIONS = 64

@@ -7,7 +7,8 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.recording.format import RecordingHead, entry_line, head_line
-from fleet.recording.traces import RowSelection, TraceError, open_trace
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import open_trace
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.kernel import Kernel
 from kvstore.eviction.trace_replay import TraceRequest

@@ -21,7 +21,7 @@ from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
-from fleet.recording.traces import TraceSession
+from fleet.recording.agentic_traces import TraceSession
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest
 from fleet.sim.world import World

@@ -14,7 +14,9 @@ from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
-from fleet.recording.traces import LIVE_SESSIONS, RowSelection, TraceError, TraceFile, TraceSession, open_trace
+from fleet.recording.agentic_traces import TraceSession
+from fleet.recording.trace_rows import RowSelection, TraceError
+from fleet.recording.traces import LIVE_SESSIONS, TraceFile, open_trace
 from fleet.sim.workload.drawn import DrawnWorkload, drawn_requests, drawn_sessions
 from kvstore.eviction.trace_replay import TraceRequest
 

@@ -11,7 +11,7 @@ from fleet.app.agreement.production_world import keys_from_tokens, tokens_from_k
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import Role
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.sim.cluster.faults import NetworkCut, NodeLost, RoleFlip, StoreLost, WorkerLost, WorkerSlow
 from fleet.sim.cluster.node_store import StoreProfile
 from fleet.sim.cluster.store_tiers import TierProfile

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
-from fleet.recording.traces import TraceSession, TraceTurn
+from fleet.recording.agentic_traces import TraceSession, TraceTurn
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, RunOutcome
 from fleet.sim.run import RunPlan, simulate

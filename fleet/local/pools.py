@@ -18,12 +18,12 @@ from pathlib import Path
 import grpc
 from msgspec import structs
 
-from fleet.config import Topology
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import WorkerId
 from fleet.local.processes import ChildEndpoints, LocalProcesses
 from fleet.local.runs import PLANS
+from fleet.local.settings import Topology
 from fleet.local.supervision import ChildState
 from fleet.local.topology import LocalPlan, LocalPool, worker_process
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS

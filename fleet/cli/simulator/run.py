@@ -1,4 +1,4 @@
-"""`fleet sim run`: one run of a scenario, its figures, rows and report."""
+"""`fleet sim run`: runs a scenario once, with figures, rows and a report."""
 
 import argparse
 import sys
@@ -80,5 +80,5 @@ def _write_report(
         with ProgressBar(len(LOADS)) as progress:
             known = LoadPoint(load=1.0, rate=history.rate, users=waiting_users(scenario), outcome=run_.outcome)
             load_curve(scenario, arguments.scenario.parent, known=known, tried=tried, processes=arguments.processes)
-    with path.open("w", encoding="utf-8", errors="replace") as file:  # a file's name may be any bytes
+    with path.open("w", encoding="utf-8", errors="replace") as file:  # file names may contain any bytes
         write_report(file, arguments.scenario.name, scenario, run_, windows=history.windows(), curve=points)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.config import Topology
+from fleet.local.settings import Topology
 from fleet.planner.connectors.virtual import Intent, Report
 from fleet.planner.settings import EtcdTarget, FolderTarget, PlanConnectorSettings
 from fleet.router.settings.router import RouterSettings

@@ -84,7 +84,7 @@ def limit_by_looking(answer, demand, ttft, tpot, role, percentile=0.9):
 
 
 TABLE = [
-    # requests a second, prompt, answer, share cached, TTFT, TPOT: which pools of which cut
+    # requests per second, prompt, answer, cached share, TTFT, TPOT: pools and sharding
     (0.1, 2048, 256, 0.0, 1.0, 0.050),
     (1, 2048, 256, 0.0, 1.0, 0.050),
     (5, 2048, 256, 0.0, 1.0, 0.050),

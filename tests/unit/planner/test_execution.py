@@ -224,7 +224,7 @@ async def test_a_plan_that_is_overtaken_again_and_again_is_given_up_in_the_time_
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
 
     async def overtaken(intent: Intent, over: Kept) -> bool:
-        await asyncio.sleep(0.03)  # two of them are more than a call may take
+        await asyncio.sleep(0.03)  # two of these exceed the limit of a call
         return False
 
     monkeypatch.setattr(records, "_stumble", lambda: None)

@@ -1,4 +1,4 @@
-"""Production's servers on a virtual loop and the simulation decide alike, line by line and to the nanosecond."""
+"""Agreement test: production's servers on a virtual loop and the simulator make the same decisions."""
 
 import gc
 from random import Random
@@ -24,7 +24,7 @@ REQUESTS = 80
 
 
 def requests(count=REQUESTS, rate=20.0, seed=1):
-    """Requests of some sessions that share four beginnings, at instants and of lengths of no common measure."""
+    """Return requests of several sessions with four shared prefixes, at instants without a common measure."""
     luck = Random(seed)
     beginnings = [tuple(luck.randrange(1 << 62) for _ in range(6 + index)) for index in range(4)]
     instant = 0
@@ -37,7 +37,7 @@ def requests(count=REQUESTS, rate=20.0, seed=1):
 
 
 def sessions(count=20, seed=2):
-    """Conversations: turns that wait for an answer, or for two, and for a time of no common measure."""
+    """Return conversations whose turns wait for one or two answers, and for a time without a common measure."""
     luck = Random(seed)
     for _ in range(count):
         turns, chain = [], tuple(luck.randrange(1 << 62) for _ in range(8))
@@ -132,7 +132,7 @@ MORE = {"a queue and refusals": ("refuse",), "deadlines": ("refuse", "cancel")}
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation(name):
+def test_production_and_simulator_decide_alike(name):
     plan = PLANS[name]
 
     offered = sessions if isinstance(plan.clients, SessionClients) else requests
@@ -159,7 +159,7 @@ def test_a_scenario_gives_the_same_decisions_in_production_and_in_the_simulation
         ),
     ],
 )
-def test_what_comes_while_a_worker_changes_its_role_is_decided_alike(seed, faults):
+def test_decisions_agree_while_worker_changes_role(seed, faults):
     plan = pairs(*faults)
 
     there, here = served(plan, requests(seed=seed)), simulated(plan, requests(seed=seed))
@@ -168,18 +168,18 @@ def test_what_comes_while_a_worker_changes_its_role_is_decided_alike(seed, fault
     assert difference is None, (there.lines[difference : difference + 3], here.lines[difference : difference + 3])
 
 
-def test_a_log_has_candidates_with_their_costs_and_hits_bookings_releases_and_hand_offs():
+def test_log_has_candidates_reservations_and_handoffs():
     lines = [line.partition(" ")[2] for line in simulated(PLANS["prefill and decode"], requests(40)).lines]
     pair = next(line for line in lines if " with prefill-" in line and "/6" in line)
     assert " prompt_long_uncached, compute " in pair
-    assert pair.count("=") == 4  # candidates of both kinds, with cost and hits
+    assert pair.count("=") == 4  # prefill and decode candidates, with cost and hits
     work = next(line for line in lines if line.startswith("send ") and ", of which " in line)
     assert " from prefill-" in work
     assert any(line.startswith("book decode-") and "1 requests" in line for line in lines)
     assert any(line.startswith("book prefill-") and line.endswith(": nothing") for line in lines)
 
 
-def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
+def test_one_nanosecond_of_delay_changes_log():
     plan = three()
     later = structs.replace(plan, message_delay=Nanos(plan.message_delay + 1))
     some = simulated(plan, requests(10)).lines
@@ -187,7 +187,7 @@ def test_a_message_that_takes_a_nanosecond_longer_shows_in_the_log():
     assert first_difference(some, some[:-1]) == len(some) - 1
 
 
-def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
+def test_token_ids_contain_block_keys():
     keys = (0, 1, (1 << 64) - 2, 12345)
     tokens = tokens_from_keys(keys, BLOCK, 4 * BLOCK + 5)
     assert len(tokens) == 4 * (4 * BLOCK + 5)
@@ -196,11 +196,11 @@ def test_prompts_spell_the_keys_of_their_blocks_and_go_on_with_an_answer():
     assert keys_from_tokens(tokens_from_keys((), BLOCK, 3), BLOCK, b"") == ()
 
 
-def test_a_run_that_is_broken_off_leaves_nothing_behind_that_complains():
+def test_aborted_run_leaves_no_pending_task():
     def interrupted():
         yield from requests(20)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         served(pairs(), interrupted())
-    gc.collect()  # what is said then of tasks and coroutines is an error, in tests
+    gc.collect()  # warnings about pending tasks and coroutines are errors in tests

@@ -102,7 +102,7 @@ def test_an_estimate_says_whose_measurements_it_rests_on():
     assert on("mi300x").tpot_error > on("a100").tpot_error > on("h100").tpot_error
 
 
-PUBLISHED = {  # tokens a second of Llama-3.1-70B in fp8 on eight MI300X, by prompt tokens, with 2,048 of answer (AMD's ROCm performance page)
+PUBLISHED = {  # tokens per second of Llama-3.1-70B in fp8 on eight MI300X, by prompt tokens, with answers of 2,048 (AMD's ROCm performance page)
     128: 13_212,
     2048: 7_252,
 }

@@ -8,11 +8,11 @@ from loadtests.kvstore.prefix_figures import LENGTHS, PrefixLine, PrefixOrigin, 
 @pytest.mark.parametrize(
     ("loaded", "tokens"),
     [
-        ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50
+        ({32: 20.0, 64: 20.0, 128: 20.0}, 48.0),  # computing takes 10, 30 and 50 ms
         ({32: 5.0, 64: 6.0, 128: 7.0}, 32.0),
         ({32: 99.0, 64: 99.0, 128: 99.0}, None),
-        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # a length that did not pay counts, though a shorter one did
-        ({64: 10.0, 128: 20.0}, 64.0),  # the shortest was declined
+        ({32: 5.0, 64: 31.0, 128: 40.0}, 64 + 64 / 11),  # loading does not pay at 64, although it pays at 32
+        ({64: 10.0, 128: 20.0}, 64.0),  # the shortest length was declined
         ({32: 10.0, 64: 30.0, 128: 49.0}, 64.0),  # a draw
         ({}, None),
     ],

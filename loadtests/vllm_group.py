@@ -28,7 +28,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.local.tiny_model import build_tiny_model
 from kvstore.security.credentials import Credentials
 from tests.support.builders import token_bytes
-from tests.support.workers.engine_driver import work
+from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import a_router_stream
 from workers.settings import GroupSettings, VllmSettings, WorkerSettings
 
@@ -123,7 +123,7 @@ def a_worker(model: Path, name: str, extra: dict[str, Any], group: GroupSettings
 
 async def answers(stream_address: str) -> list[list[int]]:
     async with a_router_stream(stream_address) as stream, asyncio.timeout(ANSWER_SECONDS):
-        return [list((await stream.do(work(token_bytes(prompt), TOKENS)))[0]) for prompt in PROMPTS]
+        return [list((await stream.do(an_attempt(token_bytes(prompt), TOKENS)))[0]) for prompt in PROMPTS]
 
 
 async def on_one_node(model: Path, folder: Path) -> list[list[int]]:

@@ -28,7 +28,6 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.core.roles import Phase
 from fleet.core.work import Start
-from fleet.router.candidates import Rows
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     CacheDriftChanged,
@@ -44,6 +43,7 @@ from fleet.router.messages import (
     request_of,
 )
 from fleet.router.placement.decision import CostTerms, Decision
+from fleet.router.policy import Rows
 
 
 class DecisionLog:
@@ -110,7 +110,7 @@ def _placed(decision: Decision) -> str:
     where = f"on {placed.decode}"
     if placed.prefill is not None:
         where += f" with {placed.prefill} by {placed.kv_path}"
-    line = f"{where}: {placed.why}, compute {placed.prefill_tokens} of {decision.asked.prompt_tokens} tokens"
+    line = f"{where}: {placed.why}, compute {placed.prefill_tokens} of {decision.request.prompt_tokens} tokens"
     line += f", {_candidates(placed.candidates, decision, decision.rows)}"
     if decision.prefill_rows is not None:
         line += f", prefill {_candidates(placed.prefill_candidates, decision, decision.prefill_rows)}"
@@ -118,7 +118,7 @@ def _placed(decision: Decision) -> str:
 
 
 def _candidates(terms: Sequence[CostTerms], decision: Decision, rows: Rows) -> str:
-    hits = decision.standings.candidates(rows).held_blocks().tolist()
+    hits = decision.candidate_table.candidates(rows).held_blocks().tolist()
     return " ".join(f"{each.worker_id}={each.cost:.9g}/{blocks:.0f}" for each, blocks in zip(terms, hits, strict=True))
 
 

@@ -26,12 +26,12 @@ from prometheus_client import CollectorRegistry
 from fleet.core.system_clock import SystemClock, utc_now
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.client import open_api_client
-from fleet.net.kubernetes.leader import LeaseLeader
+from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.views import CustomObject
 from operators.observed.observe import conditions_of
 from operators.probes.evidence import Probe, ProbeCompletion
 from operators.server import Operator
-from operators.settings import LeaseSettings, OperatorSettings
+from operators.settings import OperatorSettings
 from operators.telemetry import OperatorMetrics
 from tests.support.kube.api.running import RunningApiServer, an_api_server
 from tests.support.kube.clients import Api

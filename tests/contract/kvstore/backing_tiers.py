@@ -1,4 +1,4 @@
-"""The backing tiers that the contract is held against. A new tier is a new entry of `CASES`."""
+"""Backing tiers that the contract suite tests. Add an entry to `CASES` for a new tier."""
 
 import contextlib
 import uuid
@@ -27,11 +27,11 @@ Codecs = Callable[[bytes], Codec]
 
 @dataclass
 class BackingTierCase:
-    """One way to have a tier, with room for at least 64 blocks of `BLOCK_BYTES`."""
+    """One kind of tier, with room for at least 64 blocks of `BLOCK_BYTES`."""
 
-    open: Callable[[Codecs], BackingTier]  # a tier that holds nothing; after `close`, what the last one held
-    damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a block that is held, where it lies
-    keeps: bool = False  # what is held outlives `close`
+    open: Callable[[Codecs], BackingTier]  # opens an empty tier; after `close`, the former content
+    damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a stored block
+    keeps: bool = False  # the content outlives `close`
     name: str = ""  # of the kind of tier
 
 
@@ -109,7 +109,7 @@ def s3(folder: Path) -> Iterator[BackingTierCase]:
 
 
 def flip_on_disk(folder: Path, key: BlockKey) -> None:
-    """Flip a bit in the payload of a block, wherever it lies in the folder's segments."""
+    """Flip a bit in the payload of a block in the folder's segments."""
     for path in sorted(folder.glob("segment-*")):
         content = path.read_bytes()
         at = content.find(key.digest + key.name)

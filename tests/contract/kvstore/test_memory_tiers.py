@@ -1,4 +1,4 @@
-"""What every pool promises; see `kvstore.ports.MemoryTier`."""
+"""Contract tests of all pools; see `kvstore.ports.MemoryTier`."""
 
 import os
 
@@ -28,7 +28,7 @@ def an_address(place: int = 0, generation: int = 1, length: int = BLOCK_BYTES) -
     return Address(key=key, offset=place * BLOCK_BYTES, length=length, generation=generation)
 
 
-def test_what_was_written_is_read(tier):
+def test_written_bytes_are_read(tier):
     addresses = [an_address(place, generation=place + 1) for place in range(8)]
     for seed, address in enumerate(addresses):
         tier.claim(address)
@@ -75,7 +75,7 @@ def test_a_former_generation_is_neither_read_nor_written(tier):
 
     assert not tier.write(former, a_block(1))
     assert not tier.read(former, np.zeros(BLOCK_BYTES, np.uint8))
-    tier.discard(former)  # late, and without effect
+    tier.discard(former)  # late and without effect
     into = np.zeros(BLOCK_BYTES, np.uint8)
     assert tier.read(present, into)
     assert np.array_equal(into, a_block(2))

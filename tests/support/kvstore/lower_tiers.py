@@ -1,4 +1,4 @@
-"""The tiers' side of a hierarchy for tests: what each holds, and commands performed when the test says so."""
+"""Driver of a store hierarchy for tests: it knows what each tier holds, and performs commands on request."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ CRC = 77
 
 
 class HierarchyDriver:
-    """See the module."""
+    """A hierarchy over its machine, with tiers that answer when the test says so."""
 
     def __init__(
         self,
@@ -43,22 +43,22 @@ class HierarchyDriver:
         self.collect()
 
     def lose(self, chain):
-        """The pool has these no more."""
+        """Remove these blocks from the pool."""
         for name in chain:
             slot = self.store.slot(name)
             assert self.store.machine.condemn(self.store.digest, name, slot.generation, self.now)
 
     def collect(self):
         self.store.machine.commands()
-        for movement in self.hierarchy.commands():
-            self.waiting.append(movement)
-            self.asked.append(movement)
+        for transfer in self.hierarchy.commands():
+            self.waiting.append(transfer)
+            self.asked.append(transfer)
 
-    def perform(self, movement=None):
-        """Answer one command as a healthy tier would."""
-        movement = movement or self.waiting.popleft()
-        held = self.held[movement.tier]
-        match movement:
+    def perform(self, transfer=None):
+        """Answer one command like a healthy tier."""
+        transfer = transfer or self.waiting.popleft()
+        held = self.held[transfer.tier]
+        match transfer:
             case Find(promotion_id=promotion_id, keys=keys):
                 count = next((i for i, key in enumerate(keys) if key.name not in held), len(keys))
                 self.hierarchy.found(promotion_id, count, self.now)
@@ -76,9 +76,9 @@ class HierarchyDriver:
         while self.waiting:
             self.perform()
 
-    def fail(self, movement=None):
-        movement = movement or self.waiting.popleft()
-        self.hierarchy.failed(movement, self.now, self.now)
+    def fail(self, transfer=None):
+        transfer = transfer or self.waiting.popleft()
+        self.hierarchy.failed(transfer, self.now, self.now)
         self.collect()
 
     def tick(self, seconds: float):
@@ -87,12 +87,12 @@ class HierarchyDriver:
         self.collect()
 
 
-def kinds(below):
-    return [(type(movement).__name__, movement.tier) for movement in below.asked]
+def movement_kinds(below):
+    return [(type(transfer).__name__, transfer.tier) for transfer in below.asked]
 
 
 class AdmitNothing:
-    """Admits no block."""
+    """Admission policy that admits no block."""
 
     def admits(self, key, size_bytes, now):
         return False

@@ -15,7 +15,7 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.transports import nixl
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_agent import NixlAgentFailed, NixlMemoryKind, TransferDirection, joined, spans
-from tests.support.kvstore.builders import BLOCK_BYTES, a_block, empty, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, a_block, deadline_in, empty_buffers
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
 
@@ -91,7 +91,7 @@ def pool():
 
 def a_transport(pool: Pool, *agents, renew=lambda deadline: None) -> NixlTransport:
     made = iter(agents)
-    return NixlTransport(pool.offer, BLOCK_BYTES, CLOCK, soon(), renew, lambda name: next(made))
+    return NixlTransport(pool.offer, BLOCK_BYTES, CLOCK, deadline_in(), renew, lambda name: next(made))
 
 
 @pytest.mark.parametrize(("chunk_bytes", "batch"), [(8 << 20, 1024), (3 * BLOCK_BYTES, 5), (1, 1)])
@@ -100,10 +100,10 @@ def test_however_the_work_is_cut_the_same_bytes_move(pool, monkeypatch, chunk_by
     monkeypatch.setattr(nixl, "BATCH", batch)
     agent = CopyingAgent()
     transport = a_transport(pool, agent)
-    into = [[bytearray(1), np.zeros(4000, np.uint8), bytearray(BLOCK_BYTES - 4001)], *empty(BLOCKS - 1)]
+    into = [[bytearray(1), np.zeros(4000, np.uint8), bytearray(BLOCK_BYTES - 4001)], *empty_buffers(BLOCKS - 1)]
 
     order = [3, 0, 7, 1, 2, 6, 5, 4]
-    assert transport.get([pool.slot(index) for index in order], into, soon()) == [BlockOutcome.MOVED] * BLOCKS
+    assert transport.get([pool.slot(index) for index in order], into, deadline_in()) == [BlockOutcome.MOVED] * BLOCKS
 
     assert b"".join(bytes(part) for part in into[0]) == bytes(a_block(3))
     assert all(np.array_equal(copy, a_block(index)) for copy, index in zip(into[1:], order[1:], strict=True))
@@ -115,7 +115,7 @@ def test_blocks_are_written_where_the_stamp_is_right_and_nowhere_else(pool):
     old, new = a_block(1), a_block(99)
     slots = [pool.slot(0), Slot(BLOCK_BYTES, 7, 0), pool.slot(2)]
 
-    assert transport.put(slots, [new] * 3, soon()) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
+    assert transport.put(slots, [new] * 3, deadline_in()) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
     assert np.array_equal(pool.bytes[:BLOCK_BYTES], new)
     assert np.array_equal(pool.bytes[BLOCK_BYTES : 2 * BLOCK_BYTES], old)
@@ -132,9 +132,9 @@ def test_the_stamp_is_looked_at_after_the_bytes_have_come(pool):
 
     transport = a_transport(pool, TakenOverMeanwhile())
 
-    assert transport.get([pool.slot(1)], empty(1), soon()) == [BlockOutcome.GONE]
+    assert transport.get([pool.slot(1)], empty_buffers(1), deadline_in()) == [BlockOutcome.GONE]
     pool.stamps[2] = 101
-    assert transport.put([pool.slot(1)], [a_block(5)], soon()) == [BlockOutcome.GONE]
+    assert transport.put([pool.slot(1)], [a_block(5)], deadline_in()) == [BlockOutcome.GONE]
 
 
 class Stuck(CopyingAgent):
@@ -156,18 +156,18 @@ def test_what_does_not_arrive_is_gone_at_the_deadline_and_its_agent_too(pool, se
     transport = a_transport(pool, agent)
 
     with at_most(20):
-        assert transport.get([pool.slot(0)], empty(1), soon(seconds)) == [BlockOutcome.GONE]
+        assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(seconds)) == [BlockOutcome.GONE]
 
     assert not agent.is_open, "it could still write to the destination"
     with at_most(10):  # and nobody waits for it again
-        assert transport.get([pool.slot(0)], empty(1), soon(100)) == [BlockOutcome.GONE]
+        assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(100)) == [BlockOutcome.GONE]
 
 
 def test_a_peer_whose_processor_moves_the_bytes_is_nudged(pool):
     agent = Stuck()
     transport = a_transport(pool, agent)
 
-    transport.put([pool.slot(0)], [a_block(1)], soon(0.5))
+    transport.put([pool.slot(0)], [a_block(1)], deadline_in(0.5))
 
     assert agent.nudges == 1
 
@@ -187,7 +187,7 @@ def test_blocks_of_earlier_batches_stay_moved_when_the_agent_fails(pool, monkeyp
     agent = FailsLater()
     transport = a_transport(pool, agent)
 
-    assert transport.get([pool.slot(index) for index in range(4)], empty(4), soon()) == [
+    assert transport.get([pool.slot(index) for index in range(4)], empty_buffers(4), deadline_in()) == [
         *[BlockOutcome.MOVED] * 2,
         *[BlockOutcome.GONE] * 2,
     ]
@@ -205,7 +205,7 @@ def test_a_bug_in_the_middle_closes_the_agent_too(pool):
     transport = a_transport(pool, agent)
 
     with pytest.raises(KeyboardInterrupt):
-        transport.get([pool.slot(0)], empty(1), soon())
+        transport.get([pool.slot(0)], empty_buffers(1), deadline_in())
     assert not agent.is_open
 
 
@@ -218,9 +218,9 @@ def test_after_a_failure_another_agent_takes_up_what_the_node_offers_then(pool):
         return pool.offer if len(asked) > 1 else None  # at first the node has none
 
     transport = a_transport(pool, first, second, renew=renew)
-    assert transport.get([pool.slot(0)], empty(1), soon(0.01)) == [BlockOutcome.GONE]
+    assert transport.get([pool.slot(0)], empty_buffers(1), deadline_in(0.01)) == [BlockOutcome.GONE]
 
-    eventually(lambda: transport.get([pool.slot(0)], empty(1), soon()) == [BlockOutcome.MOVED])
+    eventually(lambda: transport.get([pool.slot(0)], empty_buffers(1), deadline_in()) == [BlockOutcome.MOVED])
 
     assert len(asked) == 2
     assert threading.current_thread() not in asked, "no caller waits for it"
@@ -233,9 +233,9 @@ def test_a_node_that_cannot_be_reached_is_found_out_at_once(pool):
     agents[1].transfers = 1
 
     with pytest.raises(StoreUnreachable, match="unknown metadata"):
-        NixlTransport(NixlOffer(b"?", 0, 0), BLOCK_BYTES, CLOCK, soon(), lambda _: None, lambda _: agents[0])
+        NixlTransport(NixlOffer(b"?", 0, 0), BLOCK_BYTES, CLOCK, deadline_in(), lambda _: None, lambda _: agents[0])
     with pytest.raises(StoreUnreachable, match="deadline"):
-        NixlTransport(pool.offer, BLOCK_BYTES, CLOCK, soon(0.05), lambda _: None, lambda _: agents[1])
+        NixlTransport(pool.offer, BLOCK_BYTES, CLOCK, deadline_in(0.05), lambda _: None, lambda _: agents[1])
     assert not any(agent.is_open for agent in agents)
 
 

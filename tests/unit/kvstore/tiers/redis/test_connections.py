@@ -10,7 +10,7 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.redis.connections import RedisConnections
 from kvstore.tiers.redis.resp import RedisPipeline
 from kvstore.tiers.redis.settings import RedisSettings
-from tests.support.kvstore.builders import soon
+from tests.support.kvstore.builders import deadline_in
 
 HALF_A_VALUE = b"$9064\r\nFKVR"
 
@@ -29,7 +29,7 @@ class Servers:
         return RedisPipeline(near, near.close, MonotonicClock())
 
     def next_status(self) -> bytes:
-        return self.connections.turn(lambda pipe: pipe.status(), soon(5))
+        return self.connections.turn(lambda pipe: pipe.status(), deadline_in(5))
 
     def has_closed(self, index: int) -> bool:
         self.ends[index].settimeout(5)
@@ -55,7 +55,7 @@ def test_a_connection_without_unread_bytes_is_used_again(servers):
         return pipe.status()
 
     assert servers.next_status() == b"first"
-    assert servers.connections.turn(ask, soon(5)) == b"again"
+    assert servers.connections.turn(ask, deadline_in(5)) == b"again"
 
     assert len(servers.ends) == 1
 
@@ -65,7 +65,7 @@ def test_bytes_received_behind_a_reply_end_the_connection(servers):
         servers.ends[0].sendall(HALF_A_VALUE)
         return pipe.status()
 
-    assert servers.connections.turn(leave_half_a_value, soon(5)) == b"first"
+    assert servers.connections.turn(leave_half_a_value, deadline_in(5)) == b"first"
     assert servers.next_status() == b"second"
 
     assert servers.has_closed(0)

@@ -8,7 +8,7 @@ import pytest
 from fleet.core.clock import SECOND, Nanos
 from fleet.planner import server
 from fleet.planner.connectors import virtual as connector_virtual
-from fleet.planner.connectors.virtual import Intent, Kept, PoolReport, Report, VirtualConnector
+from fleet.planner.connectors.virtual import Intent, PlanReport, PoolReport, RecordsSnapshot, VirtualConnector
 from fleet.planner.execution import PlanOutcome, forbidden, rollback, settled, to_write
 from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGapReason, PoolName, PoolObservation
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
@@ -103,14 +103,14 @@ class Memory:
 
     def __init__(self, **pools: PoolReport) -> None:
         self.intent = Intent()
-        self.report = Report(pools={PoolName(name): pool for name, pool in pools.items()})
+        self.report = PlanReport(pools={PoolName(name): pool for name, pool in pools.items()})
         self.calls = 0
 
-    async def read(self) -> Kept:
+    async def read(self) -> RecordsSnapshot:
         self._stumble()
-        return Kept(intent=self.intent, report=self.report, token=self.intent.revision)
+        return RecordsSnapshot(intent=self.intent, report=self.report, token=self.intent.revision)
 
-    async def write(self, intent: Intent, over: Kept) -> bool:
+    async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
         if over.token != self.intent.revision:
             return False
         self.intent = intent
@@ -123,7 +123,7 @@ class Memory:
             raise ConnectorUnreachable("for once")
 
     def says(self, **pools: PoolReport) -> None:
-        self.report = Report(
+        self.report = PlanReport(
             revision=self.intent.revision, pools={PoolName(name): pool for name, pool in pools.items()}
         )
 
@@ -223,7 +223,7 @@ async def test_repeatedly_overtaken_plan_is_given_up_in_one_call(monkeypatch):
     before = await connector.observe()
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
 
-    async def overtaken(intent: Intent, over: Kept) -> bool:
+    async def overtaken(intent: Intent, over: RecordsSnapshot) -> bool:
         await asyncio.sleep(0.03)  # two of these exceed the limit of a call
         return False
 

@@ -92,11 +92,11 @@ def run_scenario(
     scenario: Scenario,
     folder: Path,
     *,
-    told: Callable[[EndedRequest], None] | None = None,
+    on_end: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResult:
     """Plan and run a scenario; see `plan`, `traffic` and `simulate`."""
-    return simulate(plan(scenario, folder), traffic(scenario, folder), told=told, progress=progress)
+    return simulate(plan(scenario, folder), traffic(scenario, folder), on_end=on_end, progress=progress)
 
 
 def _store(section: SimulatedStoreSection, block_tokens: int, model: ModelSizes) -> StoreProfile:

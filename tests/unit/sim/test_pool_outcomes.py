@@ -46,7 +46,7 @@ def a_pool(role=Role.BOTH, **changes):
     return structs.replace(pool, **changes)
 
 
-def a_run(*pools, requests=1, told=None, **router):
+def a_run(*pools, requests=1, on_end=None, **router):
     plan = RunPlan(
         pools=pools,
         router=RouterSettings(**router),
@@ -58,7 +58,7 @@ def a_run(*pools, requests=1, told=None, **router):
     drawn = DrawnWorkload(
         requests=requests, rate=0.001, arrivals="even", prompt_tokens=100, output_tokens=5, spread=0.0
     )
-    return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), told=told)
+    return simulate(plan, requests_of(drawn, Path(), block_tokens=BLOCK, seed=1), on_end=on_end)
 
 
 def test_energy_sums_power_of_steps_and_idle_time():
@@ -103,8 +103,8 @@ def test_pools_add_up_to_run():
 
 def test_front_time_changes_only_what_clients_see():
     plain, seen = [], []
-    a_run(a_pool(), requests=3, told=plain.append)
-    a_run(a_pool(front=Nanos(30 * MILLISECOND), front_per_token=20_000.0), requests=3, told=seen.append)
+    a_run(a_pool(), requests=3, on_end=plain.append)
+    a_run(a_pool(front=Nanos(30 * MILLISECOND), front_per_token=20_000.0), requests=3, on_end=seen.append)
 
     for without, beside in zip(plain, seen, strict=True):
         assert beside.ttft_ms - without.ttft_ms == pytest.approx(30 + 100 * 0.02, abs=1e-6)

@@ -140,7 +140,7 @@ def test_sessions_and_lengths_reach_router():
         TraceRequest(Nanos(SECOND), 128, chain, 4, 7),
     ]
     ended: list[EndedRequest] = []
-    simulate(a_plan(), iter(requests), told=ended.append)
+    simulate(a_plan(), iter(requests), on_end=ended.append)
     assert [each.cached_tokens for each in ended] == [0, 112]
     assert [each.output_tokens for each in ended] == [4, 4]
 

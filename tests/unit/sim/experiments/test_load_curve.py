@@ -43,7 +43,7 @@ def test_curve_continues_until_it_falls(scenario, tmp_path):
 
 def test_known_point_is_not_run_again(scenario, tmp_path):
     history = History(scenario.slo)
-    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    outcome = run_scenario(scenario, tmp_path, on_end=history.add).outcome
     known = LoadPoint(load=1.0, rate=history.rate, users=0, outcome=outcome)
 
     [point] = [each for each in load_curve(scenario, tmp_path, (1.0,), known=known) if each.load == 1.0]
@@ -56,7 +56,7 @@ def test_known_point_is_not_run_again(scenario, tmp_path):
 
 def test_longer_run_is_not_reused_as_point(scenario, tmp_path):
     history = History(scenario.slo)
-    outcome = run_scenario(scenario, tmp_path, told=history.add).outcome
+    outcome = run_scenario(scenario, tmp_path, on_end=history.add).outcome
     longer = LoadPoint(load=1.0, rate=1.0, users=0, outcome=structs.replace(outcome, requests=1_000_000))
 
     assert longer not in load_curve(scenario, tmp_path, (1.0,), known=longer)

@@ -38,7 +38,7 @@ def test_written_rows_are_an_equivalent_trace(tmp_path):
     ]
     file = tmp_path / "rows.jsonl"
     with row_writer(file, file.name, SLO, BLOCK) as write:
-        first = simulate(a_plan(), iter(requests), told=write).outcome
+        first = simulate(a_plan(), iter(requests), on_end=write).outcome
     trace = read_trace(file)
     assert trace.requests == requests
     assert simulate(a_plan(), iter(trace.requests)).outcome.digest == first.digest

@@ -24,7 +24,7 @@ def with_clients(clients, plan: RunPlan | None = None) -> RunPlan:
 
 def ran(clients, traffic, plan: RunPlan | None = None) -> tuple[RunOutcome, list[EndedRequest]]:
     ended: list[EndedRequest] = []
-    return simulate(with_clients(clients, plan), iter(traffic), told=ended.append).outcome, ended
+    return simulate(with_clients(clients, plan), iter(traffic), on_end=ended.append).outcome, ended
 
 
 def drawn(**fields):

@@ -6,19 +6,19 @@ import pytest
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.hardware.gpus import Number
-from fleet.hardware.known_models import known, model_by_repository, model_from_config
+from fleet.hardware.known_models import known_models, model_by_repository, model_from_config
 from tests.support.sim.model_configs import GPT_OSS, LLAMA_70B
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", known_models())
 def test_known_models_have_stated_parameters(name):
-    entry = known()[name]
+    entry = known_models()[name]
     assert model_from_config(entry.config).model.parameters == pytest.approx(entry.parameters, rel=0.01)
 
 
 def test_no_repository_is_listed_twice():
     every = Counter(
-        each.lower() for entry in known().values() for listed in entry.repositories.values() for each in listed
+        each.lower() for entry in known_models().values() for listed in entry.repositories.values() for each in listed
     )
     assert max(every.values()) == 1
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fleet.hardware.gpus import gpu
-from fleet.hardware.known_models import known, model_by_repository
+from fleet.hardware.known_models import known_models, model_by_repository
 from fleet.hardware.latency.open_loop import RequestShape
 from fleet.hardware.sizing import Demand, GpuSupply, LatencyGoals, Sizing, size
 from fleet.sim.run_plan import run_scenario
@@ -36,7 +36,7 @@ def test_proposed_sizing_keeps_goals_in_simulation(
     goals = LatencyGoals(ttft=ttft_ms / 1000, tpot=tpot_ms / 1000, percentile=0.9)
     got = size(sized, demand, goals, GpuSupply(gpu=gpu(on), gpus=256, per_node=8))
     assert isinstance(got, Sizing)
-    config = dict(known()[name].config)
+    config = dict(known_models()[name].config)
     if model is FP8:
         config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "model.json").write_text(json.dumps(config))

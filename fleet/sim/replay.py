@@ -119,7 +119,7 @@ class RecordingReplay:
             decided: Called with the decisions of each event, as lines of `fleet.sim.decision_log`.
 
         Raises:
-            RecordingRefused: A line cannot be understood.
+            RecordingError: A line cannot be understood.
         """
         recording = self._recording
         first = last = recording.head.began

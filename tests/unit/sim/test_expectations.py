@@ -9,6 +9,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.core.work import Progress
+from fleet.hardware.latency.step_model import pairs
 from fleet.router.latency_predictions import LatencyPredictions, PredictionKind, WorkerProfile
 from fleet.router.messages import Undelivered, WorkerLeft, WorkerStepped
 from fleet.router.observer import ObservedMachine
@@ -133,10 +134,12 @@ def test_undelivered_prompt_delays_no_prediction():
     lost = the(Dispatch, machine.handle(an_arrival(request_id="lost", tokens=a_prompt(1000)), START))
 
     machine.handle(Undelivered(request_id=lost.start.request_id, worker_id=lost.worker_id), START)
-    machine.handle(an_arrival(request_id="next", tokens=a_prompt(100, first=5000)), START)
+    sent = the(Dispatch, machine.handle(an_arrival(request_id="next", tokens=a_prompt(100, first=5000)), START))
 
-    (waiting,) = expectations._workers[WorkerId("w1")]._prompts.values()
-    assert (waiting.tokens, waiting.expected) == (100, waiting.profile)
+    alone = LinearStepTimes().seconds(100, pairs(100, 0), 0, 0)
+    progress = (Progress(request_id=sent.start.request_id, token_ids=(1,)),)
+    expectations(Nanos(START + round(alone * SECOND)), WorkerStepped(worker_id=sent.worker_id, progress=progress), [])
+    assert [(each.predictions, each.error) for each in expectations.expected()] == [(1, 0.0)]
 
 
 def test_departed_worker_keeps_only_its_results():

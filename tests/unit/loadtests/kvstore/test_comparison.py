@@ -2,8 +2,8 @@
 
 import pytest
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.comparison import BenchmarkLine, LineDirection, measure, table
-from loadtests.unavailable import SystemUnavailable
 
 
 def a_line(**fields) -> BenchmarkLine:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.tiny_model import build_tiny_model
 from loadtests.router.load.prompts import Conversations, NewPrompts, Vocabulary
-from loadtests.router.mock_workers.prefix_cache import BLOCK_BYTES, PrefixCache
+from loadtests.router.mock_workers.workers import BLOCK_BYTES, PrefixCache
 from loadtests.router.scenarios import SCENARIOS, PrefixSharing, RouterScenario, quick
 from loadtests.router.systems.targets import targets
 

@@ -8,7 +8,7 @@ from fleet.core.requests import TOKEN_BYTES, Sampling
 from fleet.core.roles import Phase
 from fleet.core.work import Start
 from loadtests.router.soak.answers import AnswerDifference, AnswerOracle, difference
-from loadtests.router.soak.requests import ANSWER_TOKENS, wishes
+from loadtests.router.soak.requests import ANSWER_TOKENS, soak_requests
 from loadtests.router.soak.trend import FLAT_MB_PER_HOUR, MEBIBYTE, TrendSample, grows, slope_mb_per_hour
 from workers.engines.simulated.layout import EngineLayout
 from workers.engines.simulated.memory import BlockMemory
@@ -78,7 +78,7 @@ def test_missing_and_extra_tokens_are_counted_separately(received, whole, found)
 
 def test_requests_are_of_all_kinds_and_reproducible():
     def some() -> list:
-        source = wishes(random.Random(7), AnswerOracle(MODEL, BLOCK_TOKENS))
+        source = soak_requests(random.Random(7), AnswerOracle(MODEL, BLOCK_TOKENS))
         return [next(source) for _ in range(200)]
 
     found = some()

@@ -95,15 +95,7 @@ class SimulatedClients(Protocol):
 def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Start clients.
-
-    Args:
-        section: Kind and settings of the clients.
-        kernel: Virtual time.
-        world: The world that they send to.
-        traffic: What they send.
-        ended: Called with each request that is over for its client.
-    """
+    """Start clients; `ended` is called with each request that is over for its client."""
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():

@@ -1,4 +1,4 @@
-"""Fixtures of more than one package's tests."""
+"""Fixtures and pytest hooks for all tests."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.frontend.text_model import write_model
 
-# How long an example takes says how busy the machine is, and nothing else.
+# Test machines are busy, so the duration of an example says nothing.
 settings.register_profile("fleet", deadline=None)
 settings.load_profile("fleet")
 
@@ -23,7 +23,7 @@ ENGINES = (
     "tests/e2e/",
     "tests/integration/workers/vllm/",
     "tests/integration/backends/external/test_real_servers",
-    # They look for what is left in /dev/shm, which engines use.
+    # These tests look for files left in /dev/shm, which engines use too.
     "tests/integration/local/test_processes",
     "tests/integration/local/test_up",
 )
@@ -41,11 +41,14 @@ ON_BOTH_LOOPS = {
     "test_worker_stream_tls.py",
     "test_worker_streams.py",
 }
-"""Tests of what talks to transports directly: routers run on uvloop, whose transports differ in small things."""
+"""Tests that use transports directly. Routers run on uvloop, whose transports differ from asyncio's in details."""
 
 
 def _of_this_test(record: logging.LogRecord) -> bool:
-    """grpc has one poller for all loops of a process: the end of a call that an earlier test left reaches it when that loop is closed."""
+    """Drop poller errors of earlier tests.
+
+    grpc has one poller for all event loops of a process. The end of a call that an earlier test left can reach its closed loop.
+    """
     return "PollerCompletionQueue._handle_events" not in record.getMessage()
 
 
@@ -53,7 +56,7 @@ logging.getLogger("asyncio").addFilter(_of_this_test)
 
 
 class EngineTestScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """With two processes (`make test`), one takes all that starts engines as large as vLLM, in order; the rest fills the other."""
+    """Give all tests that start large engines to one of the two processes of `make test`, in order, and the rest to the other."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "engines" if starts_engines(nodeid) else nodeid.partition("::")[0]
@@ -64,14 +67,17 @@ def starts_engines(nodeid: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first, since they take longest."""
+    """Put the tests that start engines first, since they take longest."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: not starts_engines(item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What runs beside engines leaves them the processor: publishing and loading have deadlines that tests hold them to. And who looks
-    at the log does not find there what an earlier test has left for the collector to say."""
+    """Lower the priority of tests beside engines, and collect garbage before tests that read the log.
+
+    Publishing and loading have deadlines, which the engine tests check. Warnings of the collector about an earlier test
+    must not reach the log of this one.
+    """
     if "caplog" in getattr(item, "fixturenames", ()):
         gc.collect()
     if (
@@ -93,5 +99,5 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights: a byte-level tokenizer of a few hundred tokens, and a chat template."""
+    """Return a model folder without weights: a byte-level tokenizer of a few hundred tokens and a chat template."""
     return write_model(tmp_path_factory.mktemp("model"))

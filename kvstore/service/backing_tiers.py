@@ -118,8 +118,8 @@ class BackingTiers:
     def begin_evacuation(self, tier: int) -> None:
         """Note that blocks are evacuated to this tier. A node that evacuates to its peers leaves their group."""
         evacuation_tier = self.tiers[tier]
-        if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.shelf, PeerBackend):
-            evacuation_tier.shelf.leave()
+        if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):
+            evacuation_tier.backend.leave()
 
     def may_write(self, tier: int, size_bytes: int) -> bool:
         """Charge the tier's write budget; return False if it is used up."""

@@ -1,4 +1,4 @@
-"""Putting blocks whose checksums nobody has taken yet, by ways that need them beforehand."""
+"""Checksums for transports that need them before they write."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,22 +6,22 @@ from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.messages import GONE, AnySlots, BlockOutcome, FetchResult, Slot
 
-MOVED = BlockOutcome.MOVED  # looked up once: a member of an enumeration is slow to find for each block
+MOVED = BlockOutcome.MOVED  # the look-up of an enum member is slow for each block
 
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
-def summed_before(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-    """`Transport.put_summing`, out of `Transport.put`."""
+def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
+    """Implement `Transport.put_summing` by taking the checksums and then calling `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
     ]
     outcomes = put(summed, blocks, deadline)
-    return [told(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
+    return [fetch_result(outcome, slot.crc32c) for outcome, slot in zip(outcomes, summed, strict=True)]
 
 
-def told(outcome: BlockOutcome, checksum: int) -> FetchResult:
-    """What came of one block, with its checksum if it was moved."""
+def fetch_result(outcome: BlockOutcome, checksum: int) -> FetchResult:
+    """Return the result for one block, with its checksum if it was moved."""
     if outcome is MOVED:
         return FetchResult(outcome, checksum)
     return GONE if outcome is GONE.outcome else FetchResult(outcome)

@@ -1,4 +1,4 @@
-"""Every metric that a router, a KV store node and the operator have, by name: read from the very objects that make them."""
+"""Metric catalogue: every metric of a router, a KV store node and the operator, read from their objects."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -11,8 +11,7 @@ from fleet.core.requests import Finish
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.metrics.predictions import PredictionMetrics
 from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.metrics.router import RouterMetrics
-from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.router.state.snapshot import RouterCounters, RouterSnapshot
 from fleet.router.tenants import TenantUsage
 from kvstore.messages import Stats
@@ -81,7 +80,7 @@ def operator_metric_descriptions() -> Mapping[str, MetricDescription]:
 def _described(*collected: Iterable[Metric]) -> dict[str, MetricDescription]:
     found: dict[str, MetricDescription] = {}
     for family in (each for families in collected for each in families):
-        declared = getattr(family, "_labelnames", ())  # which have no sample yet
+        declared = getattr(family, "_labelnames", ())  # labels without a sample yet
         sampled = {label for sample in family.samples for label in sample.labels}
         found[family.name] = MetricDescription(
             name=family.name,

@@ -1,4 +1,4 @@
-"""What routers say of their workers, for the operator: by `fleet.v1.Cluster` on the control port of each router."""
+"""Router registrations: reads a router's workers by `fleet.v1.Cluster` on the router's control port."""
 
 import grpc
 
@@ -13,7 +13,7 @@ SERVING = "serving"
 
 
 class RouterRegistrations:
-    """Implements `fleet.net.kubernetes.ports.RouterReports`."""
+    """Implements `operators.observed.router_poller.RouterReports`."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))

@@ -1,4 +1,4 @@
-"""`fleet up` with real vLLM engines on the CPU."""
+"""Test of `fleet up` with real vLLM engines on the CPU."""
 
 import json
 import os
@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
 ]
 
-READY_SECONDS = 300  # 25 to 60 on two cores that do nothing else
-PROMPT = list(range(100, 700))  # 18 full blocks and a bit
+READY_SECONDS = 300  # 25 to 60 on two idle cores
+PROMPT = list(range(100, 700))  # 18 full blocks and a part
 ASK = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
 
 
@@ -36,7 +36,7 @@ def getpgid(pid):
         return None
 
 
-def test_tokens_are_those_of_one_aggregated_engine_and_blocks_move_both_ways():
+def test_tokens_match_aggregated_engine_on_both_kv_paths():
     before = abandoned_segments()
 
     done = run_fleet("up", "--check", timeout=800)
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_one_aggregated_engine_and_blocks_move_both_ways():
     eventually(lambda: abandoned_segments() <= before)
 
 
-def test_a_killed_decode_worker_comes_back_and_nothing_of_it_stays(tmp_path):
+def test_killed_decode_worker_returns_and_leaves_nothing(tmp_path):
     with fleet_up(tmp_path, engine="vllm", ready_seconds=READY_SECONDS) as up, Client(up.grpc) as client:
         first = client.complete(PROMPT, placement=Placement.DISAGGREGATED, **ASK)
         for placement in (Placement.AGGREGATED, Placement.DISAGGREGATED):

@@ -1,4 +1,4 @@
-"""A vLLM engine that hangs: `kill -STOP` of the process with its scheduler and its model, in a cluster of `fleet up`."""
+"""Test of a hung vLLM engine: `kill -STOP` of the engine core in a cluster of `fleet up`."""
 
 import asyncio
 import os
@@ -34,13 +34,13 @@ watchdog.floor_seconds = 4.0
 
 
 def engine_core(worker: int) -> psutil.Process:
-    """The process with vLLM's scheduler, of a worker process."""
+    """Return the process with vLLM's scheduler of a worker."""
     (core,) = [each for each in psutil.Process(worker).children() if "EngineCore" in " ".join(each.cmdline())]
     return core
 
 
 class Streamed:
-    """One request and what came of it so far."""
+    """One request and its answer so far."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

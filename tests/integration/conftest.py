@@ -1,4 +1,4 @@
-"""What tests of several doors of a router begin with."""
+"""Fixtures of several integration tests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,14 +10,14 @@ from tests.support.frontend.frontends import Frontends, open_frontends
 
 
 @pytest.fixture
-async def fronts(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
-    """Both, over a router whose answers the test writes; with settings, where the test is parametrized with them."""
-    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as fronts:
-        yield fronts
+async def frontends(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Frontends]:
+    """Open both frontends in front of a router whose answers the test writes; parameters of the fixture are settings."""
+    async with asyncio.timeout(100), open_frontends(model_dir, **getattr(request, "param", {})) as frontends:
+        yield frontends
 
 
 @pytest.fixture(autouse=True)
 def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this process do not take a store node that the machine keeps waiting for one that is away."""
+    """Let the engines of this process wait long for their store node, because the machine may be busy."""
     for module in ("workers.store.client_thread", "workers.engines.simulated.store"):
         monkeypatch.setattr(f"{module}.CONNECT_SECONDS", 60.0)

@@ -1,4 +1,4 @@
-"""Values that are valid by default, so that a test shows only what matters to it."""
+"""Builders of requests, workers and messages with valid defaults, so that a test shows only the fields that matter."""
 
 from collections.abc import Iterable, Sequence
 
@@ -36,7 +36,7 @@ def token_ids(tokens: TokenBytes) -> list[int]:
 
 
 def a_prompt(num_tokens: int = 10, *, first: int = 1) -> TokenBytes:
-    """`num_tokens` consecutive ids; prompts with different `first` share no block."""
+    """Return `num_tokens` consecutive ids; prompts with different `first` share no block."""
     return token_bytes(range(first, first + num_tokens))
 
 
@@ -58,7 +58,7 @@ def an_arrival(
     sampling: Sampling = Sampling(temperature=0.0),  # noqa: B008 - immutable
     **fields: object,
 ) -> Arrived:
-    """`tokens` may be a prompt or the length of one."""
+    """Build an arrival; `tokens` is a prompt or the length of one."""
     if isinstance(tokens, int):
         tokens = a_prompt(tokens)
     return Arrived(request_id=RequestId(request_id), model=model, tokens=tokens, sampling=sampling, **fields)  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def a_handoff(
 
 
 def a_kv_report(num_tokens: int = 10, *, cached_blocks: int = 0, source: Source = Source.ENGINE) -> KvReport:
-    """Of a prompt of which `cached_blocks` came from `source`."""
+    """Build the report of a prompt of which `cached_blocks` came from `source`."""
     blocks = blocks_for(num_tokens, BLOCK_TOKENS)
     origins = [KvOrigin(source=Source.COMPUTED, blocks=blocks - cached_blocks)]
     if cached_blocks:

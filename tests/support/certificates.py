@@ -1,4 +1,4 @@
-"""An authority, and certificates that it signs, made on the spot."""
+"""Certificate authority and certificates for tests, made on the spot."""
 
 import datetime as dt
 import ipaddress
@@ -11,7 +11,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1. All files lie in one folder."""
+    """Certificate authority that signs for 127.0.0.1 and keeps all files in one folder."""
 
     def __init__(self, folder: Path, name: str):
         self._folder = folder
@@ -21,11 +21,11 @@ class Authority:
         self.file = self._write(f"{name}.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *, hours: tuple[int, int] = (-1, 1)) -> dict[str, str]:
-        """The fields `certificate` and `key` of `kvstore.security.credentials.Credentials`.
+        """Return the fields `certificate` and `key` of `kvstore.security.credentials.Credentials`.
 
         Args:
-            name: Of the certificate and its files.
-            hours: From when to when it is valid, from now on.
+            name: Name of the certificate and of its files.
+            hours: Start and end of its validity, relative to now.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hours=hours)

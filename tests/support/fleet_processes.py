@@ -1,4 +1,4 @@
-"""The command `fleet` in processes of its own: parts that it serves, and whole clusters of `fleet up`."""
+"""The command `fleet` in its own processes: single services and whole clusters of `fleet up`."""
 
 import json
 import os
@@ -17,28 +17,28 @@ from tests.support.shared_memory import segments_of
 from tests.support.waiting import eventually
 
 FLEET = (sys.executable, "-m", "fleet.cli.main")
-READY_SECONDS = 120.0  # five on an idle machine, which is asserted nowhere: test machines are busy
+READY_SECONDS = 120.0  # about five on an idle machine; test machines are busy
 
 
 def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """One command, which ended by itself."""
+    """Run one command to its end."""
     return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def serve(
+def start_service(
     part: str, settings: Mapping[str, Any], file: Path, *options: str, **started: Any
 ) -> tuple[subprocess.Popen[Any], dict[str, Any]]:
-    """`fleet serve`, as soon as it serves or has ended.
+    """Start `fleet serve` and wait until it serves or has ended.
 
     Args:
-        part: What it is to be: a router, a worker, an operator.
-        settings: Its own.
-        file: Where they are written for it to read.
-        options: More of the command line.
-        started: More for `subprocess.Popen`.
+        part: The service: a router, a worker, an operator.
+        settings: Settings of the service.
+        file: File for the settings.
+        options: Further options of the command.
+        started: Further arguments of `subprocess.Popen`.
 
     Returns:
-        The process, and the addresses that it announced: none where it ended before.
+        The process and the addresses that it announced; no addresses if it ended before.
     """
     file.write_text(json.dumps(settings))
     reading, writing = os.pipe()
@@ -65,11 +65,11 @@ class LocalClusterProcess:
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
 
     def segments(self) -> set[str]:
-        """Names in /dev/shm of what its processes have mapped."""
+        """Return the names in /dev/shm that its processes have mapped."""
         return set().union(*map(segments_of, self.pids()))
 
     def pid_of(self, name: str) -> int:
-        """Of the child that runs now; 0 while none does."""
+        """Return the process id of the running child, or 0 if none runs."""
         for process in psutil.Process(self.process.pid).children():
             if any(part.endswith(f"/{name}.json") for part in command_of(process)):
                 return process.pid
@@ -92,7 +92,7 @@ def fleet_up(
     ports: Iterable[str] = ("--http-port", "0", "--grpc-port", "0"),
     ready_seconds: float = READY_SECONDS,
 ) -> Iterator[LocalClusterProcess]:
-    """A cluster that serves; its log and the file that says where it is are in that folder."""
+    """Run a cluster; its log and its ready file are in that folder."""
     ready, log = folder / "ready.json", folder / "up.log"
     command = [*FLEET, "up", "--engine", engine, *ports, "--ready-file", str(ready), *options]
     with log.open("w") as output:
@@ -108,7 +108,7 @@ def fleet_up(
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Those of them that run; one that has ended and was not waited for does not."""
+    """Return the running processes; a zombie does not run."""
     return [pid for pid in pids if _runs(pid)]
 
 
@@ -120,19 +120,19 @@ def _runs(pid: int) -> bool:
 
 
 def routers_of(parent: int) -> list[int]:
-    """Process ids of the routers that run, of `fleet serve router --processes`."""
+    """Return the process ids of the running routers of `fleet serve router --processes`."""
     children = psutil.Process(parent).children()
     return alive(child.pid for child in children if "router-" in " ".join(command_of(child)))
 
 
-def listens(port: int) -> bool:
+def is_listening(port: int) -> bool:
     with closing(socket.socket()) as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Nothing of one that has ended."""
+    """Return the command line of a process, or an empty list if it has ended."""
     try:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

@@ -1,4 +1,4 @@
-"""What is left in /dev/shm, whoever else uses it meanwhile."""
+"""Shared-memory segments in /dev/shm that processes use or have left."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ FOLDER = Path("/dev/shm")
 
 
 def abandoned_segments() -> set[str]:
-    """Names in /dev/shm that no living process has mapped, so that nobody is going to remove them."""
+    """Return the names in /dev/shm that no living process has mapped, so that nobody will remove them."""
     names = {path.name for path in FOLDER.iterdir()}
     return names - _mapped()
 
 
 def remaining_of(segments: set[str]) -> set[str]:
-    """Those of them that are still there."""
+    """Return the segments that still exist."""
     return segments & {path.name for path in FOLDER.iterdir()}
 
 
 def segments_of(pid: int) -> set[str]:
-    """Names in /dev/shm that a process has mapped."""
+    """Return the names in /dev/shm that a process has mapped."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

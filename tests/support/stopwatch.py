@@ -1,4 +1,4 @@
-"""Time that a process has really had: what a deadline is held against on a machine that may be busy with something else."""
+"""Stopwatch that counts the time that this process really got, for deadlines on busy machines."""
 
 import threading
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ TICK_SECONDS = 0.02
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """What is done inside has to be through within that time, or it is an AssertionError.
+    """Fail if the body takes longer than `seconds`.
 
-    Short sleeps are counted, not the clock: where the machine stands still or gives its time to others, so does the count, while a
-    call that waits for an answer is counted in full.
+    It counts short sleeps instead of the clock. Where the machine stands still, the count does too, but a call that
+    waits for an answer is counted in full.
     """
     through = threading.Event()
     ticks = 0

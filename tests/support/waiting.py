@@ -1,4 +1,4 @@
-"""Waiting for what comes by itself: by looking again and again, until a deadline that nothing comes near on an idle machine."""
+"""Waits for a condition, with a deadline that an idle machine never reaches."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 def eventually(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
-    """What `look` gives once that is true; nothing else runs in this thread meanwhile."""
+    """Wait until `look` returns a true value and return it; the thread is blocked meanwhile."""
     ends = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < ends, "it did not happen in time"
@@ -21,7 +21,7 @@ def eventually(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
 
 
 async def until(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
-    """What `look` gives once that is true; other tasks run meanwhile."""
+    """Wait until `look` returns a true value and return it; other tasks run meanwhile."""
     ends = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < ends, "it did not happen in time"
@@ -30,7 +30,7 @@ async def until(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
 
 
 async def until_answered(ask: Callable[[], Awaitable[Found]], seconds: float = SECONDS) -> Found:
-    """What `ask` answers once that is true. One that does not answer at all is cut off at the deadline."""
+    """Wait until `ask` answers with a true value and return it; cancel a call that outlasts the deadline."""
     async with asyncio.timeout(seconds):
         while not (found := await ask()):
             await asyncio.sleep(BETWEEN_SECONDS)

@@ -1,18 +1,18 @@
-"""The port of a router that speaks the Open Inference Protocol, as KServe's and Triton's clients do.
+"""Port for the Open Inference Protocol, which the clients of KServe and Triton speak.
 
 Rules:
 
-1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends the
-   stream, nor does a message that is none.
-2. Requests of a stream run side by side, `MAX_IN_STREAM` at most; the next one waits until one has ended, and none after it
-   is read, so that a client that sends more is slowed down by its connection.
-3. When a call is cancelled, so is all that it asked for.
+1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends
+   the stream, and neither does a malformed message.
+2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. The next one waits until one has ended, and no
+   further message is read, so the connection slows down a client that sends more.
+3. Cancelling a call cancels all its requests.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from importlib.metadata import version
 from typing import Any, Protocol
 from uuid import uuid4
@@ -20,12 +20,10 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import Message
 
-from fleet.core.clock import Clock
 from fleet.core.errors import Reason, RequestRejected, internal_error, invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, Logprobs, ModelCard
-from fleet.frontend.generation import Generation
-from fleet.frontend.grpc.intake import MessageMemory, RequestIntake
+from fleet.frontend.grpc.client_port import ClientPort
 from fleet.net.grpc.calls import (
     CallerDisconnected,
     Context,
@@ -38,9 +36,6 @@ from fleet.net.grpc.calls import (
     unary_context_handler,
     unary_handler,
 )
-from fleet.net.grpc.http2 import Http2Server
-from fleet.net.grpc.port import open_port
-from fleet.net.settings import DEFAULT_GRPC_LIMITS, GrpcSettings
 from fleet.net.status_codes import rename_field
 from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve import (
@@ -64,50 +59,13 @@ MAX_IN_STREAM = 256
 Messages = AsyncIterator[bytes]
 
 
-@asynccontextmanager
-async def open_kserve_frontend(
-    listen: str,
-    generation: Generation,
-    clock: Clock,
-    *,
-    max_held_bytes: int,
-    limits: GrpcSettings = DEFAULT_GRPC_LIMITS,
-    shared: bool = False,
-    connection_seconds: float = 0,
-) -> AsyncIterator["KserveFrontend"]:
-    """Listen and serve until the context ends; then running calls are cancelled.
+class KserveFrontend(ClientPort):
+    """The Open Inference Protocol."""
 
-    Args:
-        listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
-        generation: Serves the requests.
-        clock: For deadlines.
-        max_held_bytes: Limit of the messages of all requests that arrive or run, beyond which long ones are refused.
-        limits: Limits of connections.
-        shared: Whether other processes may listen on the same port.
-        connection_seconds: How long a client's connection lasts; 0: for as long as the client likes.
-
-    Raises:
-        ConfigurationRefused: Nobody can listen there; the message says why.
-    """
-    server = Http2Server(
-        shared=shared, connection_seconds=connection_seconds, limits=limits, max_held_bytes=max_held_bytes
-    )
-    frontend = KserveFrontend(generation, clock, server)
-    server.add_generic_rpc_handlers(frontend.handlers())
-    async with open_port(server, listen, (SERVICE,), frontend.door.ready) as frontend.address:
-        yield frontend
-
-
-class KserveFrontend:
-    """Made by `open_kserve_frontend`."""
-
-    def __init__(self, generation: Generation, clock: Clock, server: MessageMemory) -> None:
-        self.address = ""  # as clients write it, with the port that was taken
-        self.door = RequestIntake(generation, clock, server)
-        self._generation = generation
+    SERVICE = SERVICE
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """The service's methods, all of which take bytes, and what answers its other ones."""
+        """Return the handlers of the service's methods, which take bytes, and one for all other methods."""
         stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
         methods = {
             "ServerLive": unary_handler(self._server_live),
@@ -126,12 +84,12 @@ class KserveFrontend:
 
     async def _server_ready(self, content: bytes) -> Message:
         parse_message(pb.ServerReadyRequest, content)
-        return pb.ServerReadyResponse(ready=self.door.ready())
+        return pb.ServerReadyResponse(ready=self.ready())
 
     async def _model_ready(self, content: bytes) -> Message:
         asked = parse_message(pb.ModelReadyRequest, content)
         known = self._card(asked.name) is not None and asked.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=known and self.door.ready())
+        return pb.ModelReadyResponse(ready=known and self.ready())
 
     async def _server_metadata(self, content: bytes) -> Message:
         parse_message(pb.ServerMetadataRequest, content)
@@ -157,7 +115,7 @@ class KserveFrontend:
             assert final
             last = response
 
-        with self.door.holding(len(content)):
+        with self.holding(len(content)):
             await self._serve(inference, authorization_of(context), keep)
         assert last is not None
         return last
@@ -167,7 +125,7 @@ class KserveFrontend:
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
-        turns = asyncio.Lock()  # one message at a time
+        turns = asyncio.Lock()  # one write at a time
 
         async def answer(content: bytes, writer: MessageWriter) -> None:
             async def write(message: pb.ModelStreamInferResponse) -> None:
@@ -185,7 +143,7 @@ class KserveFrontend:
                 async for content in messages:
                     await room.acquire()
                     tasks.create_task(answer(content, writer))
-            except grpc.aio.AbortError as error:  # the messages before are answered first
+            except grpc.aio.AbortError as error:  # earlier messages are answered first
                 refused = error
         if refused is not None:
             raise refused
@@ -193,16 +151,16 @@ class KserveFrontend:
     async def _answer(
         self, content: bytes, context: Context, write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]]
     ) -> None:
-        """One request of a stream (rule 1)."""
+        """Answer one request of a stream (rule 1)."""
         message = pb.ModelInferRequest()
 
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        with suppress(CallerDisconnected):  # the library cancels the call as soon as it knows
+        with suppress(CallerDisconnected):  # the library is about to cancel the call
             try:
                 message = parse_message(pb.ModelInferRequest, content)
-                with self.door.holding(len(content)):
+                with self.holding(len(content)):
                     await self._serve(self._read(message, context), authorization_of(context), send_one)
             except RequestRejected as refused:
                 await write(encode_refusal(refused, message.id, message.model_name))
@@ -213,8 +171,8 @@ class KserveFrontend:
                 await write(encode_refusal(internal_error(), message.id, message.model_name))
 
     def _read(self, message: pb.ModelInferRequest, context: Context) -> KServeRequest:
-        self.door.check()
-        return decode_infer(message, RequestId(uuid4().hex), self.door.now(), self.door.deadline(context))
+        self.check_admitted()
+        return decode_infer(message, RequestId(uuid4().hex), self._clock.now(), self.deadline(context))
 
     async def _serve(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         try:
@@ -225,7 +183,7 @@ class KserveFrontend:
     async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         request, form = inference.request, inference.form
         model = request.model
-        text: list[str] = []  # of an answer that is sent whole
+        text: list[str] = []  # of an answer that is not streamed
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
 
@@ -258,7 +216,7 @@ class SendResponse(Protocol):
 
 
 class _UnimplementedMethods(grpc.GenericRpcHandler):
-    """Answers the protocol's other methods: repositories, configurations, statistics, shared memory."""
+    """Answers the protocol's methods that Fleet does not serve: repositories, configurations, statistics, shared memory."""
 
     def __init__(self, served: tuple[str, ...]) -> None:
         self._served = ", ".join(served)
@@ -272,7 +230,7 @@ class _UnimplementedMethods(grpc.GenericRpcHandler):
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, f"{method[:100]} is not served by Fleet; served: {self._served}"
             )
-            raise AssertionError  # aborting raises
+            raise AssertionError  # `abort` raises
 
         handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
         return handler(refuse)

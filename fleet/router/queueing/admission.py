@@ -1,43 +1,55 @@
-"""Requests that cannot be placed now: who may wait, where, and how long that would take.
+"""Admission: which requests may wait when no worker has room, in which position, for how long, and when they are tried again.
 
 Rules:
 
-1. A request that would wait longer than settings allow, or than its deadline, is better refused at once than after it has waited in
-   vain. How long that is follows from the pace at which others have left (`fleet.router.queueing.admission_queue`).
-2. When more wait than may, the last of the tenant that has most waiting goes. Who was admitted before, and lost its worker, stays.
-3. Who is refused for want of room is told when a retry may find some: about when all who wait now have left.
+1. A request that would wait longer than the settings or its deadline allow is rejected at once; that is better than a rejection after
+   a wait. The predicted wait follows from the rate at which other requests have left the queue (`admission_queue`, rule 5).
+2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
+   before and lost its worker stays.
+3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.
+4. The queue hears of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
+   moved. The queue moves after the whole event was processed, until no request can be placed.
+5. A request that waited only for a worker that has gone is rejected then. So after a worker has gone all requests are tried.
 """
 
+from collections.abc import Callable, Mapping
+
 from fleet.core.clock import SECOND, Nanos
-from fleet.core.ids import RequestId
-from fleet.router.messages import Arrived
-from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, rank
+from fleet.core.ids import ModelName, RequestId, WorkerId
+from fleet.router.messages import Arrived, ReservationTotals
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, queue_position
 from fleet.router.queueing.wait_groups import BusyWorkers
+from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import LiveRequest
+from fleet.router.state.worker_registry import WorkerRegistry
+from fleet.router.state.worker_table import RegisteredWorker
 
-MAX_RETRY_AFTER_MS = 60_000  # of a hint; what is known of the load is too old by then
+MAX_RETRY_AFTER_MS = 60_000  # longest retry hint; today's load says little about later
+MAX_FAILED_TRIES = 32  # failed tries after an event; each try is a placement, which takes 35 us with 64 workers
+
+TryPlace = Callable[[RequestId], BusyWorkers | None]
+"""A function that places or rejects a queued request, or returns the workers that it still waits for."""
 
 
 class QueueAdmission:
-    """The queues of one router, and the way into them."""
+    """The admission queue of one router, and the rules for entering and leaving it."""
 
-    def __init__(self, settings: RouterSettings):
-        """Nobody waits.
-
-        Args:
-            settings: The router's.
-        """
+    def __init__(self, settings: RouterSettings, registry: WorkerRegistry):
         self.settings = settings
-        self.room = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
+        self.may_move: dict[ModelName, bool] = {}
+        """Models whose queues may move; True if a worker has gone."""
+
+        self._registry = registry
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
-        """It waits from now on; where it stands is by its arrival, so one that comes back goes before all newer ones.
+        """Add a request to the queue. Its position depends on its arrival, so a request that returns goes before all newer ones.
 
         Args:
             live: The request.
             now: The instant.
-            busy: For whom it waits, as far as that is known.
+            busy: The workers that it waits for, if they are known.
         """
         arrived, prompt_tokens = live.arrived, live.prompt_tokens
         waiting = QueuedRequest(
@@ -48,15 +60,15 @@ class QueueAdmission:
             seq=live.seq,
             tokens=prompt_tokens,
             whole_tokens=prompt_tokens + live.remaining_tokens,
-            wish=live.wish(),
+            wait_key=live.wait_key(),
             session=live.session_key if arrived.session and self.settings.session_affinity == "hard" else None,
             stays=live.failures > 0,
         )
-        self.room.add(waiting, now, busy)
+        self.queue.add(waiting, now, busy)
 
     def _rank(self, live: LiveRequest) -> int:
         settings = self.settings
-        return rank(
+        return queue_position(
             live.since,
             live.arrived.priority,
             live.prompt_tokens,
@@ -65,29 +77,91 @@ class QueueAdmission:
         )
 
     def seconds_to_wait(self, live: LiveRequest, now: Nanos) -> float | None:
-        """Return about how long a request would wait in the queue; None if nobody can say."""
-        return self.room.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
+        """Return about how long a request would wait in the queue; None if too little was measured."""
+        return self.queue.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
-        """Say why a request that would wait so long is better refused at once (rule 1); None: it is not."""
+        """Return why a request with this wait should be rejected at once (rule 1); None if it should not."""
         arrived = live.arrived
         if seconds is None:
             return None
         if seconds > self.settings.max_queue_seconds:
-            return f"it would wait about {seconds:.0f} s for a worker, longer than this router lets requests wait"
+            return f"the request would wait about {seconds:.0f} s for a worker, longer than max_queue_seconds of this router"
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
-            return f"it would wait about {seconds:.0f} s for a worker, past its deadline"
+            return f"the request would wait about {seconds:.0f} s for a worker, past its deadline"
         return None
 
     def too_many(self) -> RequestId | None:
-        """Who has to go (rule 2); None: nobody."""
-        return self.room.supernumerary() if len(self.room) > self.settings.max_queued else None
+        """Return the request that has to go (rule 2), or None."""
+        return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
-        """When a retry may find room (rule 3)."""
-        seconds = self.room.seconds_to_wait(arrived.model, arrived.tenant, now)
+        """Return the retry hint for a request (rule 3)."""
+        seconds = self.queue.seconds_to_wait(arrived.model, arrived.tenant, now)
         return self.settings.retry_after_ms if seconds is None else self.hint_ms(seconds)
 
     def hint_ms(self, seconds: float) -> int:
-        """Return the hint to whom would have to wait so long."""
+        """Return the retry hint for a predicted wait."""
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
+
+    def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
+        """Note that a request has released its place on a worker."""
+        self.queue.changed(model, worker_id)
+        self.may_move.setdefault(model, False)
+
+    def worker_joined(self, model: ModelName) -> None:
+        """Note that a worker of this model takes requests from now on, or can form other pairs than before."""
+        self.queue.set_sizes(model, self._registry.sizes(model))
+        self.queue.all_changed(model)
+        self.may_move.setdefault(model, False)
+
+    def worker_gone(self, worker: RegisteredWorker) -> None:
+        """Note that a worker takes no more requests, or has left."""
+        model = worker.description.model
+        self.queue.set_sizes(model, self._registry.sizes(model))
+        self.queue.gone(model, worker.description.worker_id)
+        self.may_move[model] = True
+
+    def peer_reserved(self, replica: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
+        """Replace the reservations of a peer router."""
+        for worker in self._registry.set_peer_reservations(replica, booked):
+            self.queue.changed(worker.description.model, worker.description.worker_id)
+        self.may_move.update(dict.fromkeys(self.queue.models(), False))
+
+    def tune(self, settings: RouterSettings) -> None:
+        """Apply changed settings; workers may have room now."""
+        self.settings = settings
+        self._registry.tune(settings)
+        models = self.queue.models()
+        self.queue.all_changed(*models)
+        self.may_move.update(dict.fromkeys(models, False))
+
+    def session_moved(self, session: SessionKey) -> None:
+        """Note that the requests of a session may go to another worker than before."""
+        for model in self.queue.session_moved(session):
+            self.may_move.setdefault(model, False)
+
+    def move(self, place: TryPlace) -> None:
+        """Place the queued requests that can be placed since something has changed."""
+        while self.may_move:
+            model = next(iter(self.may_move))
+            gone = self.may_move.pop(model)
+            if self.queue.first(model) is None:
+                continue
+            search = self.queue.search(model, None if gone else MAX_FAILED_TRIES, self._registry.has_room)
+            while (gone or self._registry.worth_trying(model)) and _move_next(search, place):
+                pass
+
+    def check(self) -> None:
+        """Assert that the queue is consistent and has moved."""
+        assert not self.may_move
+        self.queue.check()
+
+
+def _move_next(search: QueueSearch, place: TryPlace) -> bool:
+    """Place or reject the next request that need not wait; return whether there was one."""
+    for request_id in search.candidates():
+        if (busy := place(request_id)) is None:
+            return True
+        search.mark_rejected(busy)
+    return False

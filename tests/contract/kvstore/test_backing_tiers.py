@@ -1,4 +1,4 @@
-"""What every backing tier promises."""
+"""Contract tests of all backing tiers."""
 
 import mmap
 import threading
@@ -13,7 +13,7 @@ from kvstore.errors import NamespaceUnknown, TierFailed, UndecodableBlock
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult
 from kvstore.pool.extents import PAGE_BYTES
 from tests.contract.kvstore.backing_tiers import CASES, BackingTierCase, plain
-from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, keep, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, deadline_in, put_blocks
 
 DIGEST = b"namespace-digest"
 OTHER = b"another-digest.."
@@ -33,7 +33,7 @@ def tier(case):
 
 
 class Reversed:
-    """A codec whose output differs from its input, and that notices garbage."""
+    """Codec whose output differs from its input and that detects garbage."""
 
     def __init__(self, codec_id: int = 9):
         self.codec_id = codec_id
@@ -53,19 +53,19 @@ def keys_of(count: int, of: str = "a", digest: bytes = DIGEST) -> list[BlockKey]
 
 def put(tier, keys, *, first_seed: int = 0, length: int = BLOCK_BYTES, deadline=None):
     blocks = [a_block(first_seed + index, length) for index in range(len(keys))]
-    return keep(tier, keys, blocks, deadline or soon())
+    return put_blocks(tier, keys, blocks, deadline or deadline_in())
 
 
 def get(tier, keys, *, length: int = BLOCK_BYTES, deadline=None):
     into = [np.zeros(length, np.uint8) for _ in keys]
-    return tier.get(keys, into, deadline or soon()), into
+    return tier.get(keys, into, deadline or deadline_in()), into
 
 
 def outcomes(answers: list[FetchResult]) -> list[BlockOutcome]:
     return [answer.outcome for answer in answers]
 
 
-def test_what_was_put_is_got_with_its_checksum(tier):
+def test_stored_block_is_read_with_its_checksum(tier):
     keys = keys_of(20)
     assert put(tier, keys) == [True] * 20
 
@@ -85,7 +85,7 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
         sums = [google_crc32c.value(bytes(block)) for block in blocks]
         blocks[1][7] ^= 1
 
-        assert tier.put(keys, blocks, soon(), sums) == [True, False, True]
+        assert tier.put(keys, blocks, deadline_in(), sums) == [True, False, True]
         assert tier.status().corrupt == 1
         assert outcomes(get(tier, keys)[0]) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
     finally:
@@ -94,16 +94,16 @@ def test_a_block_that_is_not_what_its_checksum_says_is_not_kept(case, codec):
 
 @pytest.mark.parametrize("length", [1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 5 * PAGE_BYTES - 7])
 @pytest.mark.parametrize("shift", [0, 1, 512])
-def test_any_length_at_any_place_in_memory(tier, length, shift):
+def test_blocks_of_any_length_and_alignment_round_trip(tier, length, shift):
     keys = keys_of(3)
-    pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # begins on a page, as a node's does
+    pool = np.frombuffer(mmap.mmap(-1, 40 * PAGE_BYTES), np.uint8)  # page-aligned like a node's pool
     places = [pool[shift + i * 10 * PAGE_BYTES :][:length] for i in range(3)]
     for seed, place in enumerate(places):
         place[:] = a_block(seed, length)
-    assert keep(tier, keys, places, soon()) == [True] * 3
+    assert put_blocks(tier, keys, places, deadline_in()) == [True] * 3
     pool[:] = 0xEE
 
-    assert outcomes(tier.get(keys, places, soon())) == [BlockOutcome.MOVED] * 3
+    assert outcomes(tier.get(keys, places, deadline_in())) == [BlockOutcome.MOVED] * 3
 
     for seed, place in enumerate(places):
         assert np.array_equal(place, a_block(seed, length))
@@ -115,22 +115,22 @@ def test_find_counts_the_leading_blocks(tier):
     keys = keys_of(6)
     put(tier, [*keys[:3], *keys[4:]])
 
-    assert tier.find(keys, soon()) == 3
-    assert tier.find(keys[:2], soon()) == 2
-    assert tier.find(keys[3:], soon()) == 0
-    assert tier.find([], soon()) == 0
+    assert tier.find(keys, deadline_in()) == 3
+    assert tier.find(keys[:2], deadline_in()) == 2
+    assert tier.find(keys[3:], deadline_in()) == 0
+    assert tier.find([], deadline_in()) == 0
 
 
-def test_it_says_of_each_block_whether_it_has_it_whatever_comes_before(tier):
+def test_holds_answers_for_each_block_independently(tier):
     keys = keys_of(6)
     put(tier, [*keys[:2], *keys[3:]])
-    assert tier.holds(keys, soon()) == [True, True, False, True, True, True]
+    assert tier.holds(keys, deadline_in()) == [True, True, False, True, True, True]
 
     tier.discard(keys[3:4])
 
-    assert tier.holds(keys[::-1], soon()) == [True, True, False, False, True, True]
-    assert tier.holds([], soon()) == []
-    assert tier.holds(keys_of(2, digest=OTHER), soon()) == [False, False]
+    assert tier.holds(keys[::-1], deadline_in()) == [True, True, False, False, True, True]
+    assert tier.holds([], deadline_in()) == []
+    assert tier.holds(keys_of(2, digest=OTHER), deadline_in()) == [False, False]
 
 
 def test_a_block_that_was_never_put_is_gone(tier):
@@ -167,7 +167,7 @@ def test_a_block_that_is_there_is_not_written_again(tier):
 def test_a_name_twice_in_one_call_is_one_block(tier):
     (key,) = keys_of(1)
 
-    assert keep(tier, [key, key], [a_block(1), a_block(1)], soon()) == [True, True]
+    assert put_blocks(tier, [key, key], [a_block(1), a_block(1)], deadline_in()) == [True, True]
 
     answers, into = get(tier, [key, key])
     assert outcomes(answers) == [BlockOutcome.MOVED] * 2
@@ -182,7 +182,7 @@ def test_a_discarded_block_is_gone_and_can_be_put_again(tier):
 
     tier.discard([keys[1], *keys_of(1, "unknown")])
 
-    assert tier.find(keys, soon()) == 1
+    assert tier.find(keys, deadline_in()) == 1
     assert outcomes(get(tier, keys)[0]) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
     assert put(tier, keys) == [True] * 3
     answers, into = get(tier, keys)
@@ -190,7 +190,7 @@ def test_a_discarded_block_is_gone_and_can_be_put_again(tier):
     assert np.array_equal(into[1], a_block(1))
 
 
-def test_what_was_let_go_is_told_once(tier):
+def test_eviction_of_a_block_is_reported_once(tier):
     keys = keys_of(2)
     put(tier, keys)
     tier.gone()
@@ -239,7 +239,7 @@ def test_a_buffer_of_another_length_gets_nothing(tier):
 
 def test_after_the_deadline_nothing_is_moved(tier):
     keys = keys_of(3)
-    past = Nanos(soon(0) - 1)
+    past = Nanos(deadline_in(0) - 1)
 
     assert put(tier, keys, deadline=past) == [False] * 3
     assert outcomes(get(tier, keys)[0]) == [BlockOutcome.GONE] * 3
@@ -261,7 +261,7 @@ def test_bytes_are_kept_as_the_codec_makes_them(case: BackingTierCase):
     tier.close()
 
 
-def test_what_another_codec_wrote_is_a_miss_and_can_be_replaced(case: BackingTierCase):
+def test_block_of_another_codec_is_a_miss_and_replaceable(case: BackingTierCase):
     codec = PlainCodec()
     tier = case.open(lambda digest: codec)
     keys = keys_of(2)
@@ -301,8 +301,8 @@ def test_a_namespace_that_nobody_opened_is_a_miss(case: BackingTierCase):
     ours, theirs = keys_of(1), keys_of(1, digest=OTHER)
 
     assert put(tier, [*ours, *theirs]) == [True, False]
-    assert tier.find(theirs, soon()) == 0
-    assert tier.holds([*theirs, *ours], soon()) == [False, True]
+    assert tier.find(theirs, deadline_in()) == 0
+    assert tier.holds([*theirs, *ours], deadline_in()) == [False, True]
     assert outcomes(get(tier, [*theirs, *ours])[0]) == [BlockOutcome.GONE, BlockOutcome.MOVED]
     tier.close()
 
@@ -326,8 +326,10 @@ def test_threads_do_not_disturb_each_other(tier):
     def work(thread: int) -> None:
         mine, shared = keys_of(12, f"t{thread}"), keys_of(12, "shared")
         for first in range(0, 12, 3):
-            keep(tier, mine[first : first + 3], [a_block(100 * thread + first + i) for i in range(3)], soon())
-            keep(tier, shared[first : first + 3], [a_block(first + i) for i in range(3)], soon())
+            put_blocks(
+                tier, mine[first : first + 3], [a_block(100 * thread + first + i) for i in range(3)], deadline_in()
+            )
+            put_blocks(tier, shared[first : first + 3], [a_block(first + i) for i in range(3)], deadline_in())
             for keys, base in ((mine, 100 * thread), (shared, 0)):
                 answers, into = get(tier, keys)
                 wrong.extend(
@@ -358,13 +360,11 @@ def test_a_closed_tier_says_so_and_closes_again(case: BackingTierCase):
     with pytest.raises(TierFailed):
         put(tier, keys_of(1))
     with pytest.raises(TierFailed):
-        tier.holds(keys_of(1), soon())
+        tier.holds(keys_of(1), deadline_in())
     tier.discard(keys_of(1))
 
 
-def test_what_is_held_outlives_the_tier(case: BackingTierCase):
-    if not case.keeps:
-        pytest.skip("this tier forgets when it is closed")
+def test_held_blocks_outlive_the_tier(case: BackingTierCase):
     tier = case.open(plain)
     keys = keys_of(10)
     put(tier, keys)
@@ -380,7 +380,7 @@ def test_what_is_held_outlives_the_tier(case: BackingTierCase):
     again.close()
 
 
-def test_it_says_what_kind_it_is(case: BackingTierCase):
+def test_tier_reports_its_kind(case: BackingTierCase):
     tier = case.open(plain)
 
     assert tier.name == tier.status().name == case.name

@@ -1,4 +1,4 @@
-"""What every codec promises."""
+"""Contract tests of all codecs."""
 
 import threading
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codecs.benchmark import a_kv_like_block
+from kvstore.codecs.benchmark import kv_like_block
 from kvstore.codecs.encoded_block import bound_of
 from kvstore.codecs.registry import Codecs, CodecSettings, Compression
 from kvstore.errors import UndecodableBlock
@@ -19,7 +19,7 @@ SECRET = "5e" * 32
 
 
 def a_codec(name: str, dtype: str = "bfloat16", **fields):
-    """By name, "zstd" or "sealed zstd", and the namespace that it is for."""
+    """Return the codec of that name, such as "zstd" or "sealed zstd", for the namespace."""
     compression = Compression(name.removeprefix("sealed "))
     secrets = (SECRET,) if name.startswith("sealed") else ()
     namespace = a_typed_namespace(dtype, **fields)
@@ -40,7 +40,7 @@ def decoded(codec, key, encoded, block):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_exact_codecs_give_back_the_same_bytes(name, dtype):
     codec, namespace = a_codec(name, dtype)
-    for block in (a_kv_like_block(namespace), np.zeros(namespace.block_bytes, np.uint8), some_bytes(namespace, 1)):
+    for block in (kv_like_block(namespace), np.zeros(namespace.block_bytes, np.uint8), some_bytes(namespace, 1)):
         encoded = codec.encode(a_key(namespace), block)
 
         assert np.array_equal(decoded(codec, a_key(namespace), encoded, block), block)
@@ -49,8 +49,8 @@ def test_exact_codecs_give_back_the_same_bytes(name, dtype):
 @every(*Compression)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_any_bytes_can_be_kept(name, seed):
-    """Infinities and NaN of every kind among them; exact codecs and blocks of such values come back as they were."""
+def test_any_bytes_can_be_encoded(name, seed):
+    """Include infinities and every kind of NaN; exact codecs return such blocks unchanged."""
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
     block = some_bytes(namespace, seed)
 
@@ -63,9 +63,9 @@ def test_any_bytes_can_be_kept(name, seed):
 
 
 @every(*Compression)
-def test_what_was_cut_short_or_made_longer_is_refused(name):
+def test_truncated_or_extended_payload_is_rejected(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block)
 
     for length in {0, 1, 2, 21, 22, 23, 24, 25, 38, 39, 60, encoded.nbytes // 2, encoded.nbytes - 1}:
@@ -81,7 +81,7 @@ def test_what_was_cut_short_or_made_longer_is_refused(name):
 @example(position=305, bit=1)  # padding of a zstd bit stream
 def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
     codec, namespace = a_codec(name, layers=1, kv_heads=2, head_dim=8)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace), block).copy()
     encoded[position % encoded.nbytes] ^= 1 << bit
 
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
         back = decoded(codec, a_key(namespace), encoded, block)
     except UndecodableBlock:
         return
-    assert name == "zstd"  # whose format has a few bits without meaning
+    assert name == "zstd"  # the format of zstd has a few meaningless bits
     assert np.array_equal(back, block)
 
 
@@ -98,7 +98,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(name, position, bit):
 @given(garbage=st.binary(max_size=300))
 def test_garbage_is_refused(name, garbage):
     codec, namespace = a_codec(name, layers=1, kv_heads=1, head_dim=2)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
 
     with pytest.raises(UndecodableBlock):
         decoded(codec, a_key(namespace), np.frombuffer(garbage, np.uint8), block)
@@ -108,7 +108,7 @@ def test_garbage_is_refused(name, garbage):
 def test_another_blocks_payload_is_refused(name):
     codec, namespace = a_codec(name)
     other_codec, other_namespace = a_codec(name, model="other")
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     encoded = codec.encode(a_key(namespace, "a"), block)
 
     with pytest.raises(UndecodableBlock):
@@ -120,7 +120,7 @@ def test_another_blocks_payload_is_refused(name):
 @every(*Compression)
 def test_another_codecs_payload_is_refused(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
 
     for theirs in EVERY_NAME:
         if theirs != name:
@@ -137,7 +137,7 @@ def test_ids_are_distinct_and_fit_a_byte():
 @every(*Compression)
 def test_a_codec_serves_several_threads(name):
     codec, namespace = a_codec(name)
-    blocks = [a_kv_like_block(namespace, seed) for seed in range(4)]
+    blocks = [kv_like_block(namespace, seed) for seed in range(4)]
     expected = [
         decoded(codec, a_key(namespace, str(seed)), codec.encode(a_key(namespace, str(seed)), block), block)
         for seed, block in enumerate(blocks)
@@ -163,7 +163,7 @@ def test_a_codec_serves_several_threads(name):
 @pytest.mark.parametrize("name", Compression)
 def test_encoding_changes_nothing_of_the_block(name):
     codec, namespace = a_codec(name)
-    block = a_kv_like_block(namespace)
+    block = kv_like_block(namespace)
     before = block.copy()
     block.flags.writeable = False
 
@@ -173,10 +173,10 @@ def test_encoding_changes_nothing_of_the_block(name):
 
 
 @pytest.mark.parametrize("name", ["zstd", "lz4"])
-def test_what_is_kept_says_that_nothing_is_lost(name):
+def test_exact_codec_reports_no_loss(name):
     codec, namespace = a_codec(name)
 
-    bound = bound_of(codec.encode(a_key(namespace), a_kv_like_block(namespace)))
+    bound = bound_of(codec.encode(a_key(namespace), kv_like_block(namespace)))
 
     assert (bound.relative, bound.of_largest, bound.least) == (0, 0, 0)
 

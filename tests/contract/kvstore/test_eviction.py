@@ -1,4 +1,4 @@
-"""What every eviction policy promises to the machine, whichever order it prefers."""
+"""Contract tests of all eviction policies, whichever order they prefer."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
 @every_policy
-def test_nothing_is_chosen_of_nothing(name):
+def test_empty_policy_chooses_no_victim(name):
     rule = policy(name)
 
     assert rule.choose() is None
@@ -22,7 +22,7 @@ def test_nothing_is_chosen_of_nothing(name):
 
 
 @every_policy
-def test_what_is_chosen_stays_until_it_is_withdrawn(name):
+def test_victim_stays_until_it_is_withdrawn(name):
     rule = policy(name)
     rule.admit("a", 1, Nanos(0))
 
@@ -67,7 +67,7 @@ def test_the_beginning_that_two_chains_share_outlives_their_ends(name):
 
 
 @every_policy
-def test_a_block_that_was_pinned_when_its_turn_came_is_known_again(name):
+def test_block_pinned_at_its_turn_is_offered_again(name):
     rule = policy(name)
     for block in "abc":
         rule.admit(block, 1, Nanos(0))
@@ -135,7 +135,7 @@ def test_a_pinned_block_is_never_evicted(name, turns):
 
 
 @every_policy
-def test_the_uses_of_one_request_do_not_put_a_block_above_another(name):
+def test_uses_of_one_request_do_not_reorder_its_blocks(name):
     rule = policy(name)
     for block in ("twice", *"abcdefgh"):
         rule.admit(block, 1, Nanos(0))

@@ -1,4 +1,4 @@
-"""What every pool promises; see `kvstore.ports.MemoryTier`."""
+"""Contract tests of all pools; see `kvstore.ports.MemoryTier`."""
 
 import os
 
@@ -7,18 +7,17 @@ import pytest
 
 from kvstore.messages import Address, BlockKey
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.tiers.private_memory import PrivateMemoryTier
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain
 
 CAPACITY = 8 * BLOCK_BYTES
 
 
-@pytest.fixture(params=["private", "shared", "shared without memfd"])
+@pytest.fixture(params=["memfd", "temporary file"])
 def tier(request, monkeypatch):
-    if request.param == "shared without memfd":
+    if request.param == "temporary file":
         monkeypatch.delattr(os, "memfd_create")
-    tier = PrivateMemoryTier(CAPACITY) if request.param == "private" else SharedMemoryTier(CAPACITY)
+    tier = SharedMemoryTier(CAPACITY)
     yield tier
     tier.close()
 
@@ -28,7 +27,7 @@ def an_address(place: int = 0, generation: int = 1, length: int = BLOCK_BYTES) -
     return Address(key=key, offset=place * BLOCK_BYTES, length=length, generation=generation)
 
 
-def test_what_was_written_is_read(tier):
+def test_written_bytes_are_read(tier):
     addresses = [an_address(place, generation=place + 1) for place in range(8)]
     for seed, address in enumerate(addresses):
         tier.claim(address)
@@ -75,7 +74,7 @@ def test_a_former_generation_is_neither_read_nor_written(tier):
 
     assert not tier.write(former, a_block(1))
     assert not tier.read(former, np.zeros(BLOCK_BYTES, np.uint8))
-    tier.discard(former)  # late, and without effect
+    tier.discard(former)  # late and without effect
     into = np.zeros(BLOCK_BYTES, np.uint8)
     assert tier.read(present, into)
     assert np.array_equal(into, a_block(2))

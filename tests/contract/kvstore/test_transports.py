@@ -1,4 +1,4 @@
-"""What every way between a client's buffers and a node's slots promises."""
+"""Contract tests of all transports between a client's buffers and a node's slots."""
 
 import asyncio
 import importlib.util
@@ -22,7 +22,6 @@ from kvstore.messages import GONE, BlockOutcome, Claim, FetchResult, Slot
 from kvstore.net.unix_sockets import listen
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
-from kvstore.transports.in_process import InProcessTransport
 from kvstore.transports.nixl import NixlOffer, NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from kvstore.transports.shared_memory import MemoryHandout, SharedMemoryTransport
@@ -36,8 +35,8 @@ from tests.support.kvstore.builders import (
     a_block,
     a_chain,
     a_short_folder,
-    empty,
-    soon,
+    deadline_in,
+    empty_buffers,
 )
 from tests.support.stopwatch import at_most
 
@@ -48,7 +47,7 @@ needs_nixl = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 
 class Loop:
-    """An event loop with a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -56,7 +55,7 @@ class Loop:
         self.thread.start()
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function or coroutine function there."""
+        """Run a function or coroutine function on the loop."""
 
         async def run() -> Any:
             result = act(*args)
@@ -71,7 +70,7 @@ class Loop:
 
 
 class NixlPool:
-    """A pool with an agent, for one test after the other: both ends of NIXL take seconds to start on a busy machine."""
+    """A pool with an agent, shared by the tests because both ends of NIXL start slowly on a busy machine."""
 
     def __init__(self):
         self.tier = SharedMemoryTier(BLOCKS * BLOCK_BYTES)
@@ -94,7 +93,7 @@ class NixlPool:
 
 
 class Node:
-    """The node's end. Everything that touches the machine runs on the thread of its event loop."""
+    """The node's end; only the thread of its event loop touches the machine."""
 
     def __init__(self, kind: str, folder, nixl: Callable[[], NixlPool]):
         self.kind = kind
@@ -120,7 +119,7 @@ class Node:
             self.address = await self.plane.listen("127.0.0.1", 0)
 
     def do(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function or coroutine function on the node's thread, and what the tier has to do after it."""
+        """Run a function or coroutine function on the node's thread, and then what the tier still has to do."""
 
         async def run() -> Any:
             result = act(*args)
@@ -135,18 +134,16 @@ class Node:
     def open(self, digest: bytes | None = None):
         digest = digest or self.digest
         match self.kind:
-            case "in process":
-                return InProcessTransport(self.store.machine, self.tier, digest)
             case "shared memory":
-                return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, soon())
+                return SharedMemoryTransport(self.path, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "tcp":
-                return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, soon())
+                return TcpTransport(self.address, digest, BLOCK_BYTES, CLOCK, deadline_in())
             case "nixl":
                 offer = self.offer(digest)
-                return NixlTransport(offer, BLOCK_BYTES, CLOCK, soon(30), lambda _: self.offer(digest))
+                return NixlTransport(offer, BLOCK_BYTES, CLOCK, deadline_in(30), lambda _: self.offer(digest))
 
     def offer(self, digest: bytes) -> NixlOffer:
-        """As the handshake of the control plane gives it."""
+        """Return the offer of the control plane's handshake."""
         self.store.machine.namespace(digest)
         offer = self.nixl.node.offer
         if offer is None:
@@ -165,7 +162,7 @@ class Node:
         self.tier.mapping.bytes[slot.offset + 1234] ^= 0x10
 
     def cut(self) -> None:
-        """As if the node had died."""
+        """Cut the transport as if the node had died."""
         if self.kind == "shared memory":
             self.do(self._end_handout)
         if self.kind == "tcp":
@@ -201,7 +198,7 @@ def nixl():
         each.close()
 
 
-@pytest.fixture(params=["in process", "shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
+@pytest.fixture(params=["shared memory", "tcp", pytest.param("nixl", marks=needs_nixl)])
 def node(request, nixl):
     with a_short_folder() as folder:
         node = Node(request.param, folder, nixl)
@@ -225,7 +222,7 @@ def summed(slots, blocks) -> list[Slot]:
 def put_and_publish(node, transport, chain, blocks) -> list[Slot]:
     reservation_id, slots = node.reserve(chain)
     slots = summed(slots, blocks)
-    assert transport.put(slots, blocks, soon()) == [BlockOutcome.MOVED] * len(blocks)
+    assert transport.put(slots, blocks, deadline_in()) == [BlockOutcome.MOVED] * len(blocks)
     node.publish(reservation_id, slots)
     return slots
 
@@ -235,8 +232,8 @@ def test_the_same_bytes_come_back(node, transport, count):
     blocks = [a_block(seed) for seed in range(count)]
     slots = put_and_publish(node, transport, a_chain(count), blocks)
 
-    into = empty(count)
-    outcomes = transport.get(slots, into, soon())
+    into = empty_buffers(count)
+    outcomes = transport.get(slots, into, deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED] * count
     assert all(np.array_equal(one, other) for one, other in zip(blocks, into, strict=True))
@@ -248,7 +245,7 @@ def test_blocks_are_gathered_from_pieces_and_scattered_to_pieces(node, transport
     (slot,) = put_and_publish(node, transport, a_chain(1), [in_pieces])
 
     pieces_back = [bytearray(1), np.zeros((BLOCK_BYTES - 1) // 8191 * 8191, np.uint8)]
-    outcomes = transport.get([slot], [pieces_back], soon())
+    outcomes = transport.get([slot], [pieces_back], deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED]
     assert bytes(pieces_back[0]) + bytes(pieces_back[1]) == bytes(block)
@@ -259,20 +256,20 @@ def test_checksums_that_nobody_has_taken_are_taken_on_the_way(node, transport):
     reservation_id, slots = node.reserve(a_chain(3))
     wrong = Slot(slots[1].offset, slots[1].generation + 1000)
 
-    answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, soon())
+    answers = transport.put_summing([slots[0], wrong, slots[2]], blocks, deadline_in())
 
     sums = [crc32c(pieces(block)) for block in blocks]
     assert answers == [FetchResult(BlockOutcome.MOVED, sums[0]), GONE, FetchResult(BlockOutcome.MOVED, sums[2])]
     slots = summed(slots, blocks)
     node.publish(reservation_id, slots)
-    assert transport.get([slots[0], slots[2]], empty(2), soon()) == [BlockOutcome.MOVED] * 2
+    assert transport.get([slots[0], slots[2]], empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_slot_of_another_generation_is_a_miss(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
     slots[1] = Slot(slots[1].offset, slots[1].generation + 1000, slots[1].crc32c)
 
-    outcomes = transport.get(slots, empty(3), soon())
+    outcomes = transport.get(slots, empty_buffers(3), deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.MOVED]
 
@@ -282,27 +279,27 @@ def test_a_slot_that_was_given_to_another_block_is_a_miss(node, transport):
     others = a_chain(BLOCKS, "new")
     put_and_publish(node, transport, others, [a_block(seed) for seed in range(BLOCKS)])
 
-    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
+    assert transport.get([slot], empty_buffers(1), deadline_in()) == [BlockOutcome.GONE]
 
 
 def test_one_flipped_byte_is_never_returned_as_good(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), [a_block(seed) for seed in range(3)])
     node.flip_a_byte(slots[1])
 
-    outcomes = transport.get(slots, empty(3), soon())
+    outcomes = transport.get(slots, empty_buffers(3), deadline_in())
 
     assert outcomes == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED]
 
 
-def test_bytes_that_do_not_match_their_checksum_are_never_returned_as_good(node, transport):
+def test_bytes_with_wrong_checksum_are_never_returned(node, transport):
     reservation_id, (slot,) = node.reserve(a_chain(1))
     lie = Slot(slot.offset, slot.generation, 1234)
 
-    put = transport.put([lie], [a_block(1)], soon())
+    put = transport.put([lie], [a_block(1)], deadline_in())
     node.publish(reservation_id, [lie])
 
     assert put in ([BlockOutcome.MOVED], [BlockOutcome.CORRUPT])
-    assert transport.get([lie], empty(1), soon()) == [BlockOutcome.CORRUPT]
+    assert transport.get([lie], empty_buffers(1), deadline_in()) == [BlockOutcome.CORRUPT]
 
 
 def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
@@ -310,22 +307,22 @@ def test_a_reservation_that_has_ended_cannot_be_written(node, transport):
     _, slots = node.reserve(a_chain(2, "late"))
     node.do(lambda: node.store.machine.expire(LEASE))
 
-    outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, soon())
+    outcomes = transport.put(summed(slots, [a_block(2)] * 2), [a_block(2)] * 2, deadline_in())
 
     assert outcomes == [BlockOutcome.GONE] * 2
-    assert transport.get([present], empty(1), soon()) == [BlockOutcome.MOVED]
+    assert transport.get([present], empty_buffers(1), deadline_in()) == [BlockOutcome.MOVED]
 
 
-def test_a_former_writer_does_not_touch_the_block_that_took_its_place(node, transport):
+def test_former_writer_cannot_touch_the_next_block(node, transport):
     _, (late,) = node.reserve(a_chain(1, "late"))
     node.do(lambda: node.store.machine.expire(LEASE))
     blocks = [a_block(seed) for seed in range(BLOCKS)]
     slots = put_and_publish(node, transport, a_chain(BLOCKS, "new"), blocks)
     assert late.offset in {slot.offset for slot in slots}
 
-    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], soon()) == [BlockOutcome.GONE]
+    assert transport.put(summed([late], [a_block(99)]), [a_block(99)], deadline_in()) == [BlockOutcome.GONE]
 
-    assert transport.get(slots, empty(BLOCKS), soon()) == [BlockOutcome.MOVED] * BLOCKS
+    assert transport.get(slots, empty_buffers(BLOCKS), deadline_in()) == [BlockOutcome.MOVED] * BLOCKS
 
 
 def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
@@ -333,13 +330,11 @@ def test_an_unknown_namespace_is_refused_before_any_byte_moves(node):
         node.open(b"?" * 16)
 
 
-def test_nothing_is_moved_after_the_deadline(node, transport):
-    if node.kind == "in process":
-        return  # there is nothing that could be waited for
+def test_no_bytes_move_after_the_deadline(node, transport):
     slots = put_and_publish(node, transport, a_chain(2), [a_block(1), a_block(2)])
 
-    assert transport.get(slots, empty(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
-    assert transport.get(slots, empty(2), soon()) == [BlockOutcome.MOVED] * 2
+    assert transport.get(slots, empty_buffers(2), CLOCK.now()) == [BlockOutcome.GONE] * 2
+    assert transport.get(slots, empty_buffers(2), deadline_in()) == [BlockOutcome.MOVED] * 2
 
 
 def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
@@ -347,29 +342,26 @@ def test_a_cut_way_is_a_miss_within_the_deadline(node, transport):
     slots = put_and_publish(node, transport, a_chain(3), blocks)
     node.cut()
 
-    into = empty(3)
+    into = empty_buffers(3)
     with at_most(20):
-        outcomes = transport.get(slots, into, soon(1))
+        outcomes = transport.get(slots, into, deadline_in(1))
 
     for outcome, block, copy in zip(outcomes, blocks, into, strict=True):
         assert outcome is BlockOutcome.GONE or (outcome is BlockOutcome.MOVED and np.array_equal(block, copy))
     if node.kind in ("tcp", "nixl"):
         assert outcomes == [BlockOutcome.GONE] * 3
-    if node.kind != "in process":
-        with pytest.raises(StoreUnreachable):
-            node.open()
+    with pytest.raises(StoreUnreachable):
+        node.open()
 
 
 def test_threads_do_not_get_each_others_blocks(node, transport):
-    if node.kind == "in process":
-        return  # not for several threads, and says so
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
 
     def read(mine: range) -> bool:
         for _ in range(20):
-            into = empty(len(mine))
-            outcomes = transport.get([slots[i] for i in mine], into, soon())
+            into = empty_buffers(len(mine))
+            outcomes = transport.get([slots[i] for i in mine], into, deadline_in())
             assert outcomes == [BlockOutcome.MOVED] * len(mine)
             assert all(np.array_equal(blocks[i], copy) for i, copy in zip(mine, into, strict=True))
         return True
@@ -379,8 +371,6 @@ def test_threads_do_not_get_each_others_blocks(node, transport):
 
 
 def test_two_clients_do_not_disturb_each_other(node, transport):
-    if node.kind == "in process":
-        return  # is the only one, and says so
     blocks = [a_block(seed) for seed in range(40)]
     slots = put_and_publish(node, transport, a_chain(40), blocks)
     other = node.open()
@@ -389,22 +379,20 @@ def test_two_clients_do_not_disturb_each_other(node, transport):
     to_write = summed(to_write, theirs)
 
     def write() -> list[BlockOutcome]:
-        return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, soon())]
+        return [outcome for _ in range(10) for outcome in other.put(to_write, theirs, deadline_in())]
 
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(write)
         for _ in range(10):
-            into = empty(40)
-            assert transport.get(slots, into, soon()) == [BlockOutcome.MOVED] * 40
+            into = empty_buffers(40)
+            assert transport.get(slots, into, deadline_in()) == [BlockOutcome.MOVED] * 40
             assert all(np.array_equal(one, copy) for one, copy in zip(blocks, into, strict=True))
         assert set(writing.result()) == {BlockOutcome.MOVED}
     other.close()
 
 
-def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node, transport):
-    """Slots are given to others as fast as they can be, while they are read."""
-    if node.kind == "in process":
-        return  # nothing can change under a reader
+def test_reader_gets_its_block_or_a_miss_while_slots_change(node, transport):
+    """Give slots to other blocks as fast as possible while they are read."""
     over = threading.Event()
     names = itertools.count()
 
@@ -424,12 +412,12 @@ def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node
         churning = threads.submit(churn)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (counts[BlockOutcome.MOVED] < 20 or counts[BlockOutcome.GONE] < 20):
-            for age in (1, BLOCKS // 4):  # young ones are there mostly, the oldest are about to go
+            for age in (1, BLOCKS // 4):  # young blocks are mostly present, and the oldest are about to be evicted
                 if len(published) < age:
                     continue
                 slots, blocks = published[-age]
-                into = empty(len(slots))
-                for outcome, block, copy in zip(transport.get(slots, into, soon()), blocks, into, strict=True):
+                into = empty_buffers(len(slots))
+                for outcome, block, copy in zip(transport.get(slots, into, deadline_in()), blocks, into, strict=True):
                     assert outcome is not BlockOutcome.MOVED or np.array_equal(block, copy)
                     counts[outcome] += 1
         over.set()
@@ -440,19 +428,19 @@ def test_a_reader_gets_the_blocks_bytes_or_a_miss_while_places_change_hands(node
 
 
 def test_a_closed_transport_only_misses(node, transport):
-    if node.kind in ("in process", "shared memory"):
-        return  # hold on to what they have mapped
+    if node.kind == "shared memory":
+        return  # this transport keeps its mapping
     (slot,) = put_and_publish(node, transport, a_chain(1), [a_block(1)])
     transport.close()
 
-    assert transport.get([slot], empty(1), soon()) == [BlockOutcome.GONE]
+    assert transport.get([slot], empty_buffers(1), deadline_in()) == [BlockOutcome.GONE]
 
 
-def test_a_listener_that_says_nothing_is_unreachable_within_the_deadline():
+def test_silent_listener_is_unreachable_within_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as mute, a_short_folder() as folder:
         unix = listen("shm_socket", f"{folder}/m")
         with at_most(20), pytest.raises(StoreUnreachable):
-            TcpTransport(f"127.0.0.1:{mute.getsockname()[1]}", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+            TcpTransport(f"127.0.0.1:{mute.getsockname()[1]}", b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(0.2))
         with at_most(20), pytest.raises(StoreUnreachable):
-            SharedMemoryTransport(f"{folder}/m", b"d" * 16, BLOCK_BYTES, CLOCK, soon(0.2))
+            SharedMemoryTransport(f"{folder}/m", b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(0.2))
         unix.close()

@@ -1,5 +1,7 @@
-"""What routers and workers may rely on of a directory of workers, whatever it is kept in. `a_world` is a fixture of the module
-that has these tests run."""
+"""Contract suite of worker directories: what routers and workers rely on, whatever stores the records.
+
+The importing module provides the fixture `a_world`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +16,7 @@ from fleet.membership.discovery.open import OpenDirectory
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from tests.support.kvstore.builders import ManualClock
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 SECONDS = 60
@@ -24,16 +26,16 @@ ADDRESS, ELSEWHERE = "10.0.0.1:50060", "10.0.0.2:50060"
 
 
 class DirectorySetup(Protocol):
-    """A directory that can be cut off."""
+    """A directory from which clients can be cut off."""
 
     lease: Nanos
 
     def open(self) -> AbstractAsyncContextManager[OpenDirectory]:
-        """As another process would, by a way that is never cut."""
+        """Open the directory over a path that is never cut."""
         ...
 
     def open_far(self) -> AbstractAsyncContextManager[OpenDirectory]:
-        """By a way that `cut` cuts."""
+        """Open the directory over the path that `cut` cuts."""
         ...
 
     async def cut(self) -> None: ...
@@ -41,21 +43,23 @@ class DirectorySetup(Protocol):
     async def mend(self) -> None: ...
 
     async def lose(self, worker_id: WorkerId) -> None:
-        """The record is gone, and nobody withdrew it."""
+        """Remove the record without a deregistration."""
         ...
 
     async def half_a_lease(self, *clocks: ManualClock) -> None:
-        """Passes, for the directory itself and by these clocks."""
+        """Let half a lease pass, for the directory and for these clocks."""
         ...
 
     async def shows(self, addresses: set[str]) -> None:
-        """Returns when all who learn of workers otherwise than by reading the directory, as clients of a Service do, see these and no others.
-        Where nobody does: at once."""
+        """Wait until clients that learn of workers elsewhere, such as from a Service, see exactly these addresses.
+
+        Return at once where there are no such clients.
+        """
         ...
 
 
 class DirectoryReader:
-    """What one router makes of a directory. Its clock stands still until it is moved."""
+    """One router's view of a directory. Its clock stands still until it is moved."""
 
     def __init__(self, world: DirectorySetup) -> None:
         self.world = world
@@ -64,7 +68,7 @@ class DirectoryReader:
 
     def addresses(self) -> dict[str, str]:
         self.registry.tick()
-        return {worker_id: member.address for worker_id, member in self.registry._machine.members.items()}
+        return {worker_id: member.address for worker_id, member in self.registry.members.items()}
 
     def lease_end(self, worker_id: WorkerId) -> int:
         return self.registry._machine._members[worker_id].lease_end
@@ -79,9 +83,11 @@ class DirectoryReader:
 
 @asynccontextmanager
 async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator[DirectoryReader]:
-    """Args:
-    world: That it looks at.
-    far: By the way that can be cut.
+    """Open a router's view of the directory.
+
+    Args:
+        world: The directory.
+        far: Read over the path that can be cut.
     """
     router = DirectoryReader(world)
     async with world.open_far() if far else world.open() as opened, asyncio.TaskGroup() as tasks:
@@ -91,15 +97,16 @@ async def a_router(world: DirectorySetup, *, far: bool = False) -> AsyncIterator
 
 
 async def registered(worker: OpenDirectory) -> None:
-    """By a way that was just mended."""
-    async with asyncio.timeout(SECONDS):
-        while True:
-            try:
-                await worker.register(WORKER, OLD, ADDRESS)
-            except RegistryUnreachable:
-                await asyncio.sleep(0.05)
-            else:
-                return
+    """Register over a path that was just mended."""
+
+    async def accepted() -> bool:
+        try:
+            await worker.register(WORKER, OLD, ADDRESS)
+        except RegistryUnreachable:
+            return False
+        return True
+
+    await until_answered(accepted, SECONDS)
 
 
 async def test_a_router_that_watches_sees_who_is_published(a_world):
@@ -120,7 +127,7 @@ async def test_a_router_that_starts_cold_finds_all_workers(a_world):
                 await each.has(decode_0=ADDRESS, decode_1=ELSEWHERE)
 
 
-async def test_who_withdraws_is_gone_before_its_lease_ends(a_world):
+async def test_deregistered_worker_is_gone_before_its_lease_ends(a_world):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -152,7 +159,7 @@ async def test_a_lease_that_nobody_renews_ends(a_world):
         await router.has()
 
 
-async def test_who_was_cut_off_for_longer_than_a_lease_comes_back_with_its_renewal(a_world):
+async def test_worker_cut_off_beyond_its_lease_returns_on_renewal(a_world):
     async with a_router(a_world) as router, a_world.open_far() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -178,7 +185,7 @@ async def test_a_new_address_of_a_worker_is_announced(a_world):
             await router.has(decode_0=ELSEWHERE)
 
 
-async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_successor_away(a_world):
+async def test_old_incarnation_cannot_remove_its_successor(a_world):
     async with a_router(a_world) as router, a_world.open() as dead, a_world.open() as successor:
         await dead.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
@@ -197,7 +204,7 @@ async def test_neither_goodbye_nor_lease_of_a_dead_incarnation_takes_its_success
         await router.has(decode_0=ELSEWHERE)
 
 
-async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
+async def test_superseded_worker_learns_it_on_renewal(a_world):
     async with a_router(a_world) as router, a_world.open() as replaced, a_world.open() as successor:
         await replaced.register(WORKER, OLD, ADDRESS)
         await successor.register(WORKER, NEW, ELSEWHERE)
@@ -209,12 +216,12 @@ async def test_who_was_replaced_is_told_so_when_it_renews(a_world):
         await router.has(decode_0=ELSEWHERE)
 
 
-async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
+async def test_cut_off_router_keeps_workers_until_leases_end(a_world):
     async with a_router(a_world, far=True) as router, a_world.open() as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await router.has(decode_0=ADDRESS)
         await a_world.cut()
-        await worker.register(WORKER, OLD, ADDRESS)  # which the router cannot see
+        await worker.register(WORKER, OLD, ADDRESS)  # the router cannot see this
         await router.until(lambda _: router.registry.directory_reachable is False)
 
         router.clock.move(a_world.lease - 1)
@@ -228,7 +235,7 @@ async def test_who_is_cut_off_keeps_what_it_knows_until_the_leases_end(a_world):
         assert router.registry.directory_reachable
 
 
-async def test_who_was_cut_off_catches_up(a_world):
+async def test_cut_off_router_catches_up(a_world):
     async with (
         a_router(a_world, far=True) as router,
         a_world.open() as leaving,
@@ -274,7 +281,7 @@ async def test_a_record_that_got_lost_comes_back_with_its_renewal(a_world):
 
 
 @pytest.mark.parametrize("name", ["a/b c.d", "..", ".hidden", "Ä" * 128, "x" * 128], ids=repr)
-async def test_any_name_of_a_worker_will_do(a_world, name):
+async def test_any_worker_name_can_be_stored(a_world, name):
     async with a_router(a_world) as router, a_world.open() as worker:
         await worker.register(WorkerId(name), OLD, ADDRESS)
         await router.until(lambda found: found == {name: ADDRESS})

@@ -1,4 +1,4 @@
-"""Directories of workers: in memory, in a folder, in a real etcd. Kubernetes' is in tests/kube."""
+"""Contract tests of worker directories: in memory, in a folder, in a real etcd. The Kubernetes directory is in tests/kube."""
 
 import asyncio
 from pathlib import Path
@@ -119,7 +119,7 @@ class EtcdDirectorySetup:
     async def half_a_lease(self, *clocks) -> None:
         for clock in clocks:
             clock.move(self.lease // 2)
-        await asyncio.sleep(LEASE_SECONDS / 2)  # etcd's clock is its own
+        await asyncio.sleep(LEASE_SECONDS / 2)  # etcd has its own clock
 
     async def shows(self, addresses) -> None:
         pass
@@ -131,7 +131,7 @@ def etcd():
         yield server
 
 
-async def test_etcd_over_tls_asks_both_ends_who_they_are_and_the_next_endpoint_is_tried(tmp_path):
+async def test_etcd_tls_checks_both_ends_and_tries_next_endpoint(tmp_path):
     authority = Authority(tmp_path, "authority")
     ours, theirs = authority.issue("worker"), authority.issue("etcd")
     options = ("--cert-file", theirs["certificate"], "--key-file", theirs["key"])

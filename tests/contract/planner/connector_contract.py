@@ -1,5 +1,7 @@
-"""What a planner may rely on of a connector, whatever is at its other end: the same plans are seen the same way. `a_world` is a fixture of
-the module that has these tests run."""
+"""Contract suite of plan connectors: every connector reports the same plans in the same way.
+
+The importing module provides the fixture `a_world`.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -18,34 +20,34 @@ from tests.support.kvstore.builders import ManualClock
 SECONDS = 60
 PREFILL, DECODE = PoolName("prefill"), PoolName("decode")
 ROOM = 3
-"""Replicas of both pools together that every world has room for."""
+"""Replicas of both pools together for which every setup has room."""
 
 
 class ProcessKilled(BaseException):
-    """Not an Exception: no supervisor survives it."""
+    """Kill of a planner; it is no Exception, so no supervisor can catch it."""
 
 
 class ConnectorSetup(Protocol):
-    """Two pools, of one replica each at first, and whoever obeys plans for them."""
+    """Two pools with one replica each, and an orchestrator that carries out plans for them."""
 
     def open(self, writer: PlanWriter = PlanWriter.PLANNER) -> AbstractAsyncContextManager[PlanConnector]: ...
 
     def open_mortal(self, answered: bool) -> AbstractAsyncContextManager[PlanConnector]:
-        """Its planner is killed by its first write: before it, or when it is done and not answered yet."""
+        """Open a connector whose planner is killed by its first write, before the write or between the write and its answer."""
         ...
 
     def open_cut(self) -> AbstractAsyncContextManager[PlanConnector]:
-        """Whatever it is connected to does not answer."""
+        """Open a connector whose other end does not answer."""
         ...
 
     async def occupy(self) -> None:
-        """Whatever replica is told to go has something to finish, until `finish`."""
+        """Keep every replica busy until `finish`, so that a removed one has to drain."""
         ...
 
     async def finish(self) -> None: ...
 
     async def pin(self, pool: PoolName, replicas: int) -> None:
-        """As a person scales a pool there."""
+        """Scale a pool like a person at the orchestrator."""
         ...
 
 
@@ -54,8 +56,8 @@ def a_plan(name: str, within: int = SECONDS * SECOND, **replicas: int) -> Plan:
     return Plan(id=PlanId(name), replicas=pools, within=Nanos(within))
 
 
-async def until(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
-    """What is seen when that is so."""
+async def observed(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
+    """Return the first observation that satisfies the condition."""
     seen = None
     try:
         async with asyncio.timeout(SECONDS):
@@ -67,31 +69,31 @@ async def until(connector: PlanConnector, condition: Callable[[Observation], boo
 
 
 def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:
-    """Of each pool: wanted, ready, draining."""
+    """Return wanted, ready and draining replicas of each pool."""
     return {each.name: (each.wanted, each.ready, each.draining) for each in seen.pools}
 
 
-async def sees(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
-    """Once whoever obeys has read the plan: before that it may be so by chance."""
+async def observed_sizes(connector: PlanConnector, **pools: tuple[int, int, int]) -> Observation:
+    """Wait until the orchestrator has read the plan and the pools have these sizes; before that they may match by chance."""
 
     def is_so(seen: Observation) -> bool:
         return sizes(seen) == pools and all(each.why is not PoolGapReason.NOT_TAKEN_UP for each in seen.pools)
 
-    return await until(connector, is_so)
+    return await observed(connector, is_so)
 
 
 async def test_the_same_plans_are_seen_the_same_way(a_world):
     clock = ManualClock()
     async with a_world.open() as planner:
-        start = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        start = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.pinned, each.why) for each in start.pools] == [("", "", None)] * 2
 
-        # It grows.
+        # The pool grows.
         await planner.apply(a_plan("grow", decode=2), start)
-        grown = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        grown = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
         assert [(each.plan, each.before) for each in grown.pools] == [("grow", 1), ("", None)]
 
-        # One replica more than there is room for is pending, and taken back at the deadline.
+        # A replica beyond the room stays pending, and the plan is rolled back at its deadline.
         impossible = a_plan("impossible", within=5 * SECOND, decode=3)
 
         def late(seen: Observation) -> None:
@@ -103,13 +105,13 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
 
         outcome, _ = await carry_out(planner, impossible, grown, clock, late)
         assert outcome is PlanOutcome.ROLLED_BACK
-        kept = await sees(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
+        kept = await observed_sizes(planner, decode=(2, 2, 0), prefill=(1, 1, 0))
 
-        # It shrinks: who goes finishes what it has, and holds its place until then.
+        # The pool shrinks: a draining replica finishes its work and keeps its place until then.
         await a_world.occupy()
         swap = a_plan("swap", prefill=2, decode=1)
 
-        # The planner is killed at each of its writes, before it is done and after. Never is more wanted than before and afterwards.
+        # The planner is killed before and after each of its writes. The wanted sizes are never outside the old and the new plan.
         for answered in (False, True, False, True):
             async with a_world.open_mortal(answered) as mortal:
                 with suppress(ProcessKilled):
@@ -118,21 +120,21 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
                 assert sum(each.wanted for each in (await restarted.observe()).pools) <= ROOM
         async with a_world.open() as restarted:
             await restarted.apply(swap, await restarted.observe())
-        draining = await sees(planner, decode=(1, 1, 1), prefill=(2, 1, 0))
-        await until(planner, lambda seen: seen.pool(PREFILL).why is PoolGapReason.NO_ROOM)
+        draining = await observed_sizes(planner, decode=(1, 1, 1), prefill=(2, 1, 0))
+        await observed(planner, lambda seen: seen.pool(PREFILL).why is PoolGapReason.NO_ROOM)
         assert [each.plan for each in draining.pools] == ["swap", "swap"]
         await a_world.finish()
-        swapped = await sees(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
+        swapped = await observed_sizes(planner, decode=(1, 1, 0), prefill=(2, 2, 0))
 
-        # What was written before is done; who knows only what was before comes late.
+        # An earlier write stands, and a writer that knows only the state before it comes too late.
         await planner.apply(swap, kept)
         assert await planner.observe() == swapped
         with pytest.raises(PlanConflict):
             await planner.apply(a_plan("late", decode=2, prefill=1), kept)
 
-        # A person's number stays, and so does what the plan says of other pools.
+        # A person's number stays, and so does the plan of the other pools.
         await a_world.pin(PREFILL, 1)
-        pinned = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        pinned = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert "pinned" in pinned.pool(PREFILL).pinned
         assert pinned.pool(PREFILL).plan != "swap"
         with pytest.raises(PlanRefused, match=r"^prefill: pinned"):
@@ -145,27 +147,27 @@ async def test_the_same_plans_are_seen_the_same_way(a_world):
             assert seen.pool(PREFILL).pinned == ""
 
 
-async def test_a_plan_whose_planner_is_gone_stays_wanted_and_anybody_can_go_on_with_it_or_back(a_world):
+async def test_plan_outlives_its_planner_and_others_can_change_it(a_world):
     async with a_world.open_mortal(answered=True) as mortal:
         with suppress(ProcessKilled):
             await mortal.apply(a_plan("too-many", decode=ROOM + 1), await mortal.observe())
     async with a_world.open() as planner:
-        left = await until(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)
+        left = await observed(planner, lambda seen: seen.pool(DECODE).why is PoolGapReason.NO_ROOM)
         assert left.pool(DECODE).unfinished
         assert (left.pool(DECODE).wanted, left.pool(DECODE).before) == (ROOM + 1, 1)
 
         await planner.apply(a_plan("on", decode=ROOM + 1), left)
-        going = await until(planner, lambda seen: seen.pool(DECODE).plan == "on")
+        going = await observed(planner, lambda seen: seen.pool(DECODE).plan == "on")
         assert going.pool(DECODE).before == 1, "who goes on can still go back"
 
         await planner.apply(a_plan("back", decode=1), going)
-        back = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        back = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         assert not back.pool(DECODE).unfinished
 
 
-async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_written(a_world):
+async def test_plan_for_unknown_pool_is_rejected_and_not_written(a_world):
     async with a_world.open() as planner:
-        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        seen = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
         for plan in (a_plan("odd", decode=2, vision=1), a_plan("odd", vision=0)):
             with pytest.raises(PlanRefused, match=r"^vision: there is no such pool; there are decode, prefill$"):
                 await planner.apply(plan, seen)
@@ -173,11 +175,11 @@ async def test_a_pool_that_is_not_there_is_refused_by_its_name_and_nothing_is_wr
         assert await planner.observe() == seen
 
 
-async def test_who_does_not_answer_is_unreachable_in_time(a_world, monkeypatch):
+async def test_connector_without_answer_is_unreachable_in_time(a_world, monkeypatch):
     for module in ("fleet.planner.ports", "fleet.planner.connectors.virtual"):
         monkeypatch.setattr(f"{module}.CALL_SECONDS", 0.2)
     async with a_world.open() as planner:
-        seen = await sees(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
+        seen = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))
     async with asyncio.timeout(60), a_world.open_cut() as cut:
         with pytest.raises(ConnectorUnreachable):
             await cut.observe()

@@ -1,5 +1,4 @@
-"""Connectors to an orchestrator that is none of ours, by a folder and by a real etcd, and to the processes of `fleet up`. Kubernetes' is in
-tests/kube."""
+"""Contract tests of connectors: a folder, a real etcd, and the processes of `fleet up`. The Kubernetes connector is in tests/kube."""
 
 import asyncio
 import contextlib
@@ -8,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from tests.contract.planner.connector_contract import *  # noqa: F403 - they run
 from tests.contract.planner.connector_contract import DECODE, ROOM, SECONDS, ProcessKilled, a_plan, sizes
 from tests.support.planner.connectors import FakeOrchestrator, KilledOnWrite, silent_port
 from tests.support.servers.etcd import EtcdServer, an_etcd_server
+from tests.support.waiting import eventually
 
 TOPOLOGY = f"""
 [cluster]
@@ -47,7 +46,7 @@ simulated = {{speedup = 0.1, eos_probability = 0.0}}
 
 
 class VirtualConnectorSetup:
-    """An orchestrator beside a folder."""
+    """An orchestrator that shares a folder with the connector."""
 
     def __init__(self, folder: Path) -> None:
         self.target = FolderTarget(folder=str(folder))
@@ -86,7 +85,7 @@ class VirtualConnectorSetup:
 
 
 class EtcdConnectorSetup(VirtualConnectorSetup):
-    """An orchestrator beside a real etcd."""
+    """An orchestrator that shares a real etcd with the connector."""
 
     def __init__(self, server: EtcdServer, client, silent: int) -> None:
         self.target = EtcdTarget(endpoints=(server.address,))
@@ -106,7 +105,7 @@ class EtcdConnectorSetup(VirtualConnectorSetup):
 
 
 class LocalConnectorSetup(VirtualConnectorSetup):
-    """A `fleet up`, as its user sees it."""
+    """A `fleet up` and its command line."""
 
     def __init__(self, endpoints) -> None:
         self.endpoints = endpoints
@@ -115,7 +114,7 @@ class LocalConnectorSetup(VirtualConnectorSetup):
         self.asking = contextlib.AsyncExitStack()
 
     async def occupy(self) -> None:
-        """A long answer on each decode worker."""
+        """Give each decode worker a long answer."""
         client = await self.asking.enter_async_context(AsyncClient(self.endpoints["grpc"]))
         asked = {"max_tokens": 3000, "ignore_eos": True, "timeout_seconds": SECONDS}
         self.streams = [
@@ -126,13 +125,13 @@ class LocalConnectorSetup(VirtualConnectorSetup):
         assert await self.booked() == {"prefill-0": 0, "decode-0": 1, "decode-1": 1}
 
     async def booked(self) -> dict[str, int]:
-        """Requests, by worker."""
+        """Return the number of reserved requests by worker."""
         async with AsyncClient(self.endpoints["grpc"]) as client:
             status = await client.status()
         return {worker.worker_id: worker.booked_requests for pool in status.pools for worker in pool.workers}
 
     async def finish(self) -> None:
-        """Who was told to go still answers, a second later."""
+        """Check that a draining worker still answers a second later."""
         for stream in self.streams:
             for _ in range(50):
                 await anext(aiter(stream))
@@ -153,9 +152,7 @@ def local(tmp_path_factory):
     with (folder / "output").open("w") as output:
         process = subprocess.Popen([*command, "--ready-file", str(ready)], stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + SECONDS
-        while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        eventually(lambda: ready.exists() or process.poll() is not None, SECONDS)
         assert ready.exists(), (folder / "output").read_text()
         yield json.loads(ready.read_text())
         process.terminate()
@@ -200,7 +197,7 @@ async def a_world(request, tmp_path):
 
 
 @pytest.mark.parametrize("a_world", ["local"], indirect=True)
-async def test_pools_that_could_serve_nobody_are_not_made_and_not_wanted_any_more(a_world):
+async def test_plan_without_serving_workers_is_rolled_back(a_world):
     async with a_world.open() as planner:
         before = await planner.observe()
         outcome, seen = await carry_out(planner, a_plan("odd", decode=0), before, SystemClock(), lambda seen: None)
@@ -210,7 +207,7 @@ async def test_pools_that_could_serve_nobody_are_not_made_and_not_wanted_any_mor
 
 
 @pytest.mark.parametrize("a_world", ["folder", "etcd"], indirect=True)
-async def test_of_many_who_write_over_the_same_plan_one_is_not_late(a_world):
+async def test_one_of_many_concurrent_writers_is_not_late(a_world):
     async with contextlib.AsyncExitStack() as stack:
         records = [(await stack.enter_async_context(a_world.open()))._records for _ in range(8)]
         kept = await records[0].read()
@@ -225,7 +222,7 @@ async def test_of_many_who_write_over_the_same_plan_one_is_not_late(a_world):
         assert (await records[0].read()).intent.settle_by == str(winner)
 
 
-async def test_who_writes_waits_for_another_that_does(tmp_path):
+async def test_writer_waits_for_another_writer(tmp_path):
     records = FolderRecords(tmp_path)
     kept = await records.read()
     with (tmp_path / ".lock").open("w") as lock:
@@ -246,7 +243,7 @@ async def test_who_writes_waits_for_another_that_does(tmp_path):
     ids=["torn", "array", "negative", "no text", "deep", "long"],
 )
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
-async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tmp_path, name, content):
+async def test_invalid_plan_or_report_is_ignored_and_not_overwritten(tmp_path, name, content):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         seen = await planner.observe()
@@ -260,7 +257,7 @@ async def test_what_is_no_plan_or_report_says_nothing_and_is_not_written_over(tm
 
 
 @pytest.mark.parametrize("name", ["plan.json", "report.json"])
-async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
+async def test_special_files_do_not_block_the_connector(tmp_path, name):
     (tmp_path / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -269,7 +266,7 @@ async def test_what_is_no_file_keeps_nobody_waiting(tmp_path, name):
             await asyncio.wait_for(planner.observe(), 60)
 
 
-async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_until_when_it_counts(tmp_path):
+async def test_plan_shows_deadline_while_no_orchestrator_takes_it_up(tmp_path):
     report = {"revision": 7, "later_field": 1, "pools": {"decode": {"asked": 1, "ready": 1, "why": None}}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
@@ -282,12 +279,12 @@ async def test_an_orchestrator_that_has_gone_takes_nothing_up_and_the_plan_says_
     assert 0 < (datetime.fromisoformat(plan["settle_by"]) - utc_now()).total_seconds() <= SECONDS
 
 
-async def test_a_plan_is_not_settled_by_what_happened_to_be_there_before_it_is_taken_up(tmp_path):
+async def test_plan_is_not_settled_by_state_from_before_it(tmp_path):
     def report(revision, asked, draining):
         pool = {"asked": asked, "ready": 1, "draining": draining}
         (tmp_path / "report.json").write_text(json.dumps({"revision": revision, "pools": {"decode": pool}}))
 
-    report(revision=7, asked=3, draining=0)  # two begin
+    report(revision=7, asked=3, draining=0)  # two replicas start
     async with connector_of(FolderTarget(folder=str(tmp_path)), PlanWriter.PLANNER) as planner:
         await planner.apply(a_plan("less", decode=1), await planner.observe())
         early = (await planner.observe()).pool(DECODE)

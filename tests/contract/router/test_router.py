@@ -1,4 +1,4 @@
-"""What fronts may rely on when they submit to a router: the same for the real server and for the fake in tests."""
+"""Contract tests of the router's server, for the real one and the fake one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,7 +24,7 @@ ANSWER = (5, 6, 7)
 SAMPLING = Sampling(max_tokens=3, temperature=0.0)
 
 Cancellations = Callable[[], Awaitable[int]]
-"""How many requests were cancelled at the engine so far."""
+"""Number of requests cancelled at the engine so far."""
 
 Opens = Callable[[], AbstractAsyncContextManager[tuple[RouterApi, Cancellations]]]
 
@@ -89,7 +89,7 @@ def opens(request: pytest.FixtureRequest) -> Opens:
     return request.param
 
 
-async def test_progress_comes_in_order_and_then_complete_and_nothing_after_it(opens):
+async def test_progress_is_ordered_and_ends_with_complete(opens):
     async with opens() as (router, cancelled):
         async with router.submit(an_arrival(sampling=SAMPLING)) as events:
             received = [event async for event in events]
@@ -109,7 +109,7 @@ async def test_leaving_early_cancels_at_the_engine(opens):
         assert await cancelled() == 1
 
 
-async def test_with_the_first_tokens_it_is_known_where_the_blocks_came_from(opens):
+async def test_first_tokens_carry_the_kv_report(opens):
     async with opens() as (router, _):
         async with router.submit(an_arrival(tokens=100, sampling=Sampling(max_tokens=99))) as events:
             await anext(events)
@@ -125,7 +125,7 @@ async def test_the_models_that_are_served_are_known(opens):
         assert [card.name for card in router.models()] == [MODEL]
 
 
-async def test_what_is_not_taken_is_refused_on_entering_or_by_the_iterator():
+async def test_rejection_is_raised_on_entry_or_by_the_iterator():
     fake = FakeRouter(ANSWER)
     fake.refuse = RequestRejected(Reason.NO_WORKER, "no worker")
     real = RouterServer(RouterMachine(RouterSettings(), FirstOfAll()), FakeWorkers(), SystemClock())

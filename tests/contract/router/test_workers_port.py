@@ -1,4 +1,4 @@
-"""What the router may rely on when it talks to workers: the same for real streams and for the fake in tests."""
+"""Contract tests of the `Workers` port, for real streams and for the fake one."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -40,7 +40,7 @@ from tests.support.router.fake_workers import FakeWorkers
 
 
 class PlayedWorker(Protocol):
-    """A worker, played by the test."""
+    """A worker played by the test."""
 
     description: WorkerDescription
 
@@ -111,7 +111,7 @@ async def test_work_reaches_the_worker_as_it_was_given(a_world):
 
 
 @every_setup
-async def test_what_a_worker_says_arrives_in_order(a_world):
+async def test_worker_messages_arrive_in_order(a_world):
     async with a_world() as world:
         peer = await world.join(a_description())
         await world.take()
@@ -167,7 +167,7 @@ async def test_nothing_can_be_sent_to_a_worker_that_is_not_there(a_world):
         with pytest.raises(WorkerUnreachable) as error:
             world.workers.start(WorkerId("w1"), a_start())
         assert error.value.worker_id == "w1"
-        world.workers.cancel(WorkerId("w1"), RequestId("r1#1"))  # its work is gone too
+        world.workers.cancel(WorkerId("w1"), RequestId("r1#1"))  # its attempt is gone too
 
 
 @every_setup

@@ -1,8 +1,8 @@
-"""What every engine promises (`workers.ports.Engine`), as functions that any engine can be put to.
+"""Contract suite of the engine port (`workers.ports.Engine`), as functions that take any engine.
 
-`ALONE` take one engine. `PAIRED` take a prefill engine, a decode engine that is configured alike, and the way that
-blocks take between them. Engines may be shared and warm: prompts are fresh. The vocabulary has at least 4000 tokens,
-the model at least 1024 positions, the batch at least 4 places.
+Functions in `ALONE` take one engine. Functions in `PAIRED` take a prefill engine, an equally configured decode engine, and their
+KV path. Engines may be shared and warm, so prompts are fresh. The vocabulary has at least 4000 tokens, the model at least 1024
+positions, and the batch at least 4 places.
 """
 
 import msgspec
@@ -16,13 +16,13 @@ from tests.support.builders import token_bytes
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import (
     EngineDriver,
+    an_attempt,
     blocks_from,
     bytes_from,
     fresh_prompt,
     greedy,
     reported_early_and_late,
-    split,
-    work,
+    run_disaggregated,
 )
 
 
@@ -37,7 +37,7 @@ def working(one: EngineDriver) -> bool:
 
 
 async def every_request_ends_exactly_once_with_all_its_tokens(one: EngineDriver) -> None:
-    starts = [work(fresh_prompt(length), 3 + length % 5) for length in (1, 5, 31, 32, 33, 64, 100, 300)]
+    starts = [an_attempt(fresh_prompt(length), 3 + length % 5) for length in (1, 5, 31, 32, 33, 64, 100, 300)]
     one.submit(*starts)
 
     for start in starts:
@@ -50,15 +50,15 @@ async def every_request_ends_exactly_once_with_all_its_tokens(one: EngineDriver)
 
 async def greedy_tokens_are_the_same_alone_and_in_a_batch(one: EngineDriver) -> None:
     prompts = [fresh_prompt(length) for length in (20, 70, 130)]
-    alone = [(await one.do(work(prompt)))[0] for prompt in prompts]
-    together = [work(prompt) for prompt in prompts]
+    alone = [(await one.do(an_attempt(prompt)))[0] for prompt in prompts]
+    together = [an_attempt(prompt) for prompt in prompts]
     one.submit(*together)
 
     assert [one.tokens[start.request_id] for start in together if await one.end_of(start)] == alone
 
 
 async def a_cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> None:
-    start = work(fresh_prompt(100), 900)
+    start = an_attempt(fresh_prompt(100), 900)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
 
@@ -72,7 +72,7 @@ async def a_cancelled_request_ends_and_frees_its_blocks(one: EngineDriver) -> No
 
 
 async def a_request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
-    starts = [work(fresh_prompt(50), 100) for _ in range(6)]
+    starts = [an_attempt(fresh_prompt(50), 100) for _ in range(6)]
     one.submit(*starts)
 
     for start in starts:
@@ -86,21 +86,21 @@ async def a_request_cancelled_at_once_ends_too(one: EngineDriver) -> None:
 
 
 async def cancelling_what_is_not_there_changes_nothing(one: EngineDriver) -> None:
-    start = work(fresh_prompt(10), 4)
+    start = an_attempt(fresh_prompt(10), 4)
     await one.do(start)
 
     one.engine.cancel(start.request_id)
-    one.engine.cancel(work(b"").request_id)
+    one.engine.cancel(an_attempt(b"").request_id)
 
-    _, end = await one.do(work(fresh_prompt(10), 4))
+    _, end = await one.do(an_attempt(fresh_prompt(10), 4))
     assert end.finish is Finish.LENGTH
 
 
 async def reports_add_up_and_name_the_engines_own_cache(one: EngineDriver) -> None:
     block_tokens = one.engine.facts.block_tokens
     prompt = fresh_prompt(5 * block_tokens + 3)
-    _, first = await one.do(work(prompt))
-    _, again = await one.do(work(prompt))
+    _, first = await one.do(an_attempt(prompt))
+    _, again = await one.do(an_attempt(prompt))
 
     for end in (first, again):
         assert end.kv is not None
@@ -117,7 +117,7 @@ async def reports_add_up_and_name_the_engines_own_cache(one: EngineDriver) -> No
 async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: EngineDriver) -> None:
     prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
     for _ in range(2):
-        start = work(prompt)
+        start = an_attempt(prompt)
         one.submit(start)
         await one.until(lambda start=start: one.tokens[start.request_id])
         assert one.told[start.request_id], "the first tokens say it"
@@ -131,8 +131,8 @@ async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: Engi
 
 async def tenants_never_share_a_block(one: EngineDriver) -> None:
     prompt = fresh_prompt(100)
-    ours, _ = await one.do(work(prompt, salt=b"a" * 32))
-    theirs, end = await one.do(work(prompt, salt=b"b" * 32))
+    ours, _ = await one.do(an_attempt(prompt, salt=b"a" * 32))
+    theirs, end = await one.do(an_attempt(prompt, salt=b"b" * 32))
 
     assert end.kv is not None
     assert end.kv.cached_tokens == 0
@@ -143,19 +143,19 @@ async def cache_events_name_the_blocks_of_the_chain(one: EngineDriver) -> None:
     block_tokens = one.engine.facts.block_tokens
     prompt = fresh_prompt(4 * block_tokens)
     salt = b"s" * 32
-    await one.do(work(prompt, 1, salt=salt))
+    await one.do(an_attempt(prompt, 1, salt=salt))
 
     names = chain(prompt, block_tokens, salt=salt)
 
-    await one.until(lambda: one.cached.issuperset(names[:3]))  # the last one is not needed to be reusable
+    await one.until(lambda: one.cached.issuperset(names[:3]))  # the last block need not become reusable
 
 
 async def a_stop_token_ends_the_answer(one: EngineDriver) -> None:
     prompt = fresh_prompt(40)
-    tokens, _ = await one.do(work(prompt, 8))
+    tokens, _ = await one.do(an_attempt(prompt, 8))
     stop = next(token for token in tokens[1:] if token != tokens[0])
 
-    stopped, end = await one.do(work(prompt, sampling=greedy(8, stop_token_ids=(stop,))))
+    stopped, end = await one.do(an_attempt(prompt, sampling=greedy(8, stop_token_ids=(stop,))))
 
     assert end.finish is Finish.STOP
     assert stopped == tokens[: tokens.index(stop) + 1]
@@ -167,14 +167,14 @@ async def sampling_with_a_seed_is_reproducible(one: EngineDriver) -> None:
     def seeded(seed: int) -> Sampling:
         return Sampling(temperature=1.0, seed=seed, max_tokens=8, ignore_eos=True)
 
-    tokens, _ = await one.do(work(prompt, sampling=seeded(1)))
+    tokens, _ = await one.do(an_attempt(prompt, sampling=seeded(1)))
 
-    assert (await one.do(work(prompt, sampling=seeded(1))))[0] == tokens
-    assert (await one.do(work(prompt, sampling=seeded(2))))[0] != tokens
+    assert (await one.do(an_attempt(prompt, sampling=seeded(1))))[0] == tokens
+    assert (await one.do(an_attempt(prompt, sampling=seeded(2))))[0] != tokens
 
 
 async def logprobs_come_when_asked_for(one: EngineDriver) -> None:
-    start = work(fresh_prompt(20), sampling=greedy(4, logprobs=2))
+    start = an_attempt(fresh_prompt(20), sampling=greedy(4, logprobs=2))
     await one.do(start)
 
     assert len(one.logprobs[start.request_id]) == 4
@@ -185,24 +185,24 @@ async def logprobs_come_when_asked_for(one: EngineDriver) -> None:
 
 
 async def what_the_engine_cannot_do_is_rejected_by_field(one: EngineDriver) -> None:
-    unknown = work(token_bytes([5, 2**31]))
+    unknown = an_attempt(token_bytes([5, 2**31]))
     one.submit(unknown)
 
     end = await one.end_of(unknown)
 
     assert isinstance(end, Rejected)
     assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "tokens")
-    await one.do(work(fresh_prompt(10)))
+    await one.do(an_attempt(fresh_prompt(10)))
 
 
 async def a_split_request_gives_the_tokens_of_an_aggregated_one(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
-    """And its blocks really move: equal tokens alone would not prove it."""
+    """Check that the blocks really move; equal tokens alone would not prove it."""
     block_tokens = decode.engine.facts.block_tokens
     for length in (1, block_tokens - 1, block_tokens, 2 * block_tokens + 1, 300):
         prompt = fresh_prompt(length)
-        tokens, prefilled, decoded = await split(prefill, decode, prompt, 12, path)
+        tokens, prefilled, decoded = await run_disaggregated(prefill, decode, prompt, 12, path)
 
         moved = blocks_from(decoded.kv, Source(path.value))
         assert moved == length // block_tokens, (length, decoded.kv)
@@ -210,7 +210,7 @@ async def a_split_request_gives_the_tokens_of_an_aggregated_one(
         assert blocks_from(prefilled.kv, Source.COMPUTED) == blocks_for(length, block_tokens)
         assert decoded.kv is not None
         assert decoded.kv.cached_tokens == moved * block_tokens
-        aggregated, _ = await prefill.do(work(prompt, 12))
+        aggregated, _ = await prefill.do(an_attempt(prompt, 12))
         assert tokens == aggregated, length
     await prefill.idle()
     await decode.idle()
@@ -220,10 +220,10 @@ async def the_decode_side_may_sample_the_first_token_itself(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
-    tokens, _, decoded = await split(prefill, decode, prompt, 6, path, pass_first_token=False)
+    tokens, _, decoded = await run_disaggregated(prefill, decode, prompt, 6, path, pass_first_token=False)
 
     assert blocks_from(decoded.kv, Source(path.value)) == 199 // decode.engine.facts.block_tokens
-    assert tokens == (await prefill.do(work(prompt, 6)))[0]
+    assert tokens == (await prefill.do(an_attempt(prompt, 6)))[0]
     await prefill.idle()
 
 
@@ -232,34 +232,36 @@ async def a_useless_hand_off_costs_time_and_nothing_else(
 ) -> None:
     for params in (b"", b"[]", b"{}", b'{"address":"127.0.0.1:1","lease":"none"}'):
         prompt = fresh_prompt(200)
-        _, prefilled = await prefill.do(work(fresh_prompt(3), phase=Phase.PREFILL, kv_path=path))  # of another prompt
+        _, prefilled = await prefill.do(
+            an_attempt(fresh_prompt(3), phase=Phase.PREFILL, kv_path=path)
+        )  # of another prompt
         assert prefilled.handoff is not None
         handoff = msgspec.structs.replace(prefilled.handoff, params=params)
-        tokens, end = await decode.do(work(prompt, 6, phase=Phase.DECODE, handoff=handoff))
+        tokens, end = await decode.do(an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff))
 
         assert blocks_from(end.kv, Source.COMPUTED) == blocks_for(200, decode.engine.facts.block_tokens)
-        assert tokens == (await prefill.do(work(prompt, 6)))[0]
+        assert tokens == (await prefill.do(an_attempt(prompt, 6)))[0]
 
 
 async def blocks_handed_to_one_tenant_are_not_anothers(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
-    _, prefilled = await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=path, salt=b"a" * 32))
+    _, prefilled = await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=path, salt=b"a" * 32))
 
-    tokens, end = await decode.do(work(prompt, 6, phase=Phase.DECODE, handoff=prefilled.handoff, salt=b"b" * 32))
+    tokens, end = await decode.do(an_attempt(prompt, 6, phase=Phase.DECODE, handoff=prefilled.handoff, salt=b"b" * 32))
 
     assert end.kv is not None
     assert end.kv.cached_tokens == 0
-    assert tokens == (await prefill.do(work(prompt, 6)))[0]
+    assert tokens == (await prefill.do(an_attempt(prompt, 6)))[0]
 
 
 async def a_prompt_that_the_decode_side_has_is_not_moved_again(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
-    first, _, _ = await split(prefill, decode, prompt, 6, path)
-    again, prefilled, decoded = await split(prefill, decode, prompt, 6, path)
+    first, _, _ = await run_disaggregated(prefill, decode, prompt, 6, path)
+    again, prefilled, decoded = await run_disaggregated(prefill, decode, prompt, 6, path)
 
     full = 200 // decode.engine.facts.block_tokens
     assert again == first
@@ -273,8 +275,8 @@ async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
     prefill: EngineDriver, decode: EngineDriver, path: KvPath
 ) -> None:
     prompt = fresh_prompt(200)
-    first, prefilled = await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=path))
-    start = work(prompt + token_bytes(first), 800, phase=Phase.DECODE, handoff=prefilled.handoff)
+    first, prefilled = await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=path))
+    start = an_attempt(prompt + token_bytes(first), 800, phase=Phase.DECODE, handoff=prefilled.handoff)
     decode.submit(start)
     await decode.until(lambda: decode.tokens[start.request_id])
 
@@ -295,25 +297,25 @@ async def a_decode_that_is_cancelled_has_told_where_its_blocks_came_from(
 
 async def split_requests_side_by_side_keep_apart(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     prompts = [fresh_prompt(length) for length in (40, 90, 200, 333)]
-    prefills = [work(prompt, phase=Phase.PREFILL, kv_path=path) for prompt in prompts]
+    prefills = [an_attempt(prompt, phase=Phase.PREFILL, kv_path=path) for prompt in prompts]
     prefill.submit(*prefills)
     decodes = []
     for start in prefills:
         end = await prefill.end_of(start)
         assert isinstance(end, Progress)
         tokens = start.tokens + token_bytes(end.token_ids)
-        decodes.append(work(tokens, 7, phase=Phase.DECODE, handoff=end.handoff))
+        decodes.append(an_attempt(tokens, 7, phase=Phase.DECODE, handoff=end.handoff))
         decode.submit(decodes[-1])
 
     for prompt, first, rest in zip(prompts, prefills, decodes, strict=True):
         await decode.end_of(rest)
         tokens = prefill.tokens[first.request_id] + decode.tokens[rest.request_id]
-        assert tokens == (await prefill.do(work(prompt, 8)))[0]
+        assert tokens == (await prefill.do(an_attempt(prompt, 8)))[0]
 
 
 async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
-    """Kept to or refused by name, in every phase of work."""
-    start = work(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
+    """Obey structured output or reject it by name, in every phase."""
+    start = an_attempt(fresh_prompt(20), sampling=greedy(8, ignore_eos=False, form=Choice(("no", "yes"))))
     one.submit(start)
 
     end = await one.end_of(start)
@@ -327,22 +329,24 @@ async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
 
 
 async def a_form_is_kept_by_a_pair_as_by_one(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
-    """The decode side samples every token, since it knows the form from the start only."""
+    """Let the decode side sample every token, since structured output needs the answer from its start."""
     if not decode.engine.facts.keeps_forms:
         return
     sampling = greedy(8, ignore_eos=False, form=Choice(("no", "yes")))
     prompt = fresh_prompt(100)
-    tokens, _, end = await split(prefill, decode, prompt, 8, path, pass_first_token=False, sampling=sampling)
+    tokens, _, end = await run_disaggregated(
+        prefill, decode, prompt, 8, path, pass_first_token=False, sampling=sampling
+    )
 
     assert end.finish is Finish.STOP
-    assert tokens == (await prefill.do(work(prompt, sampling=sampling)))[0]
+    assert tokens == (await prefill.do(an_attempt(prompt, sampling=sampling)))[0]
 
 
 async def steps_are_shown_while_it_works_and_end_with_the_work(one: EngineDriver) -> None:
-    """What a watchdog goes by: an engine that works steps, and one that does not step has no work."""
+    """Check what the watchdog relies on: a working engine steps, and an engine that does not step has no work."""
     await until(lambda: not working(one))
     before = steps_of(one)
-    start = work(fresh_prompt(70), 40)
+    start = an_attempt(fresh_prompt(70), 40)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 20)
     during = steps_of(one)

@@ -1,4 +1,4 @@
-"""The promises of the engine port, kept by the simulated engine."""
+"""Contract tests of the simulated engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,7 +9,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from tests.contract.workers.engine_contract import ALONE, PAIRED
 from tests.support.kvstore.builders import a_node
-from tests.support.workers.engine_driver import EngineDriver, driven
+from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.simulated.launch import open_engine
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -29,7 +29,7 @@ def simulated(role: Role = Role.BOTH, store: str = "", kv_paths: tuple[KvPath, .
 
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
 async def test_the_simulated_engine_promises_that(promise):
-    async with open_engine(simulated()) as engine, driven(engine) as (one,):
+    async with open_engine(simulated()) as engine, driven_engines(engine) as (one,):
         await promise(one)
         engine.check()
 
@@ -48,7 +48,7 @@ async def a_pair(path: KvPath, store: str) -> AsyncIterator[tuple[EngineDriver, 
             await stack.enter_async_context(open_engine(simulated(role, address, (path,))))
             for role in (Role.PREFILL, Role.DECODE)
         ]
-        prefill, decode = await stack.enter_async_context(driven(*engines))
+        prefill, decode = await stack.enter_async_context(driven_engines(*engines))
         yield prefill, decode
         for engine in engines:
             engine.check()

@@ -1,4 +1,4 @@
-"""Streams between hosts: both ends show certificates, prove a secret, or both, and both say why a stream does not come about."""
+"""Tests of streams between hosts: both ends use certificates, a secret or both, and both report why a stream failed."""
 
 import asyncio
 import socket
@@ -91,7 +91,7 @@ async def test_both_ends_know_each_other_by_a_secret(ours, secret, over_tls):
         assert isinstance(await heard.take(), WorkerJoined)
 
 
-# What the router has and what the worker has, and what each of them says of it.
+# Credentials of the router and of the worker, and the message of each.
 REFUSALS = {
     "router without a certificate": (
         {"authority": "ours"},
@@ -176,7 +176,7 @@ def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret
         async with a_worker(credentials(worker)) as address, a_router(address, credentials(router)) as heard:
             await until(lambda: at_router in said(caplog, "worker stream ended"), 20)
             await until(lambda: at_worker in said(caplog, "stream refused"), 20)
-            assert heard._events.empty()
+            assert heard.is_empty()
 
     run(play())
 
@@ -186,7 +186,7 @@ def said(caplog, message):
 
 
 async def test_silent_connections_give_way_to_the_router(secret, caplog):
-    """More than may be unproven at a time, for as long as it lasts."""
+    """Open more silent connections than may be unproven at a time, again and again."""
     worker, router = Credentials(secret_file=secret), Credentials(secret_file=secret)
     async with a_worker(worker) as address:
         host, port = address.rsplit(":", 1)
@@ -215,14 +215,14 @@ class Echo:
 
 @asynccontextmanager
 async def a_door(secret):
-    """A listener that lets in who proves the secret, and then says what it is told."""
+    """Run a listener that accepts peers with the secret and then records their messages."""
     door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
     async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
         yield address
 
 
 async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
-    """The proof and the newcomer are both there when the event loop looks at its sockets."""
+    """Let the proof and the newcomer arrive in the same turn of the event loop."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
     async with a_door(secret) as address:
@@ -231,7 +231,7 @@ async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
         peer.say(prover.opening)
         proof = prover.received(await peer.hear())
         silent = [await a_peer(address) for _ in range(MAX_UNPROVEN - 1)]
-        for each in silent:  # until the door has taken it
+        for each in silent:  # until the listener has accepted it
             each.say(other.opening)
             await each.hear()
 
@@ -249,7 +249,7 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
         host, port = address.rsplit(":", 1)
         loop = asyncio.get_running_loop()
         peer = a_peer(address)
-        _, peer._connection = await loop.create_connection(
+        _, peer.connection = await loop.create_connection(
             lambda: FrameConnection(lambda _: peer), host, int(port), local_addr=("127.0.0.2", 0)
         )
         peer.say(prover.opening)
@@ -265,7 +265,7 @@ async def test_silent_connections_of_one_host_end_each_other(secret):
 
 
 async def test_proof_of_one_connection_opens_no_other(secret):
-    """A stranger who passes the worker's challenge on to nobody can only repeat what was said before."""
+    """Replay a proof: a peer without the secret can only repeat what it has recorded."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     heard_before = Prover(identity, TO_WORKERS)
     async with a_worker(Credentials(secret_file=secret)) as address:
@@ -284,7 +284,7 @@ async def test_proof_of_one_connection_opens_no_other(secret):
 
 
 async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
-    """It has heard a proof before, and sends back what it got."""
+    """Let a listener that has recorded a proof send it back."""
     said_there: list[bytes] = []
 
     class Mirror:
@@ -317,7 +317,7 @@ async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
         (router_identity, {"authority": "/nowhere"}),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_with_the_field(read, told):
+def test_invalid_settings_are_rejected_with_the_field(read, told):
     with pytest.raises(ConfigurationRefused, match="credentials"):
         read("credentials", Credentials(**told))
 
@@ -336,7 +336,7 @@ def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
 
 
 class a_peer:  # noqa: N801 - awaited like a function
-    """A connection by hand."""
+    """A connection driven by hand."""
 
     def __init__(self, address):
         self._address = address
@@ -346,17 +346,17 @@ class a_peer:  # noqa: N801 - awaited like a function
         return self._open().__await__()
 
     async def _open(self):
-        self._connection = await connect(self._address, lambda _: self)
+        self.connection = await connect(self._address, lambda _: self)
         return self
 
     def say(self, payload):
-        self._connection.send(payload)
+        self.connection.send(payload)
 
     def flush(self):
-        self._connection.flush()
+        self.connection.flush()
 
     async def hear(self):
-        """Return the next payload; empty: it is over."""
+        """Return the next payload, or empty bytes at the end."""
         async with asyncio.timeout(60):
             return await self._heard.get()
 

@@ -1,4 +1,4 @@
-"""Streams to workers, and what happens when they break; the workers are played by the test."""
+"""Tests of streams to workers and their failures, with workers played by the test."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ async def joined(world: StreamSetup) -> WorkerJoined:
 
 
 async def nothing_but_load(world: StreamSetup, peer: StreamWorker) -> None:
-    """What the peer says now is the next that is heard: nothing has happened in between."""
+    """Check that the peer's next message is the router's next event, so that nothing happened in between."""
     await peer.say(a_load(running=77))
     assert await world.take() == LoadReported(worker_id=peer.description.worker_id, load=a_load(running=77))
 
@@ -63,7 +63,7 @@ async def test_a_second_description_tells_the_ways_of_blocks_anew():
         await nothing_but_load(world, peer)
 
 
-async def test_a_second_description_of_another_worker_breaks_the_stream():
+async def test_second_description_of_another_worker_breaks_the_stream():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -86,7 +86,7 @@ async def test_a_worker_that_comes_back_at_its_address_joins_again():
         await nothing_but_load(world, peer)
 
 
-async def test_a_worker_that_listens_only_after_it_was_announced_is_reached():
+async def test_worker_that_listens_late_is_reached():
     async with a_stream_setup() as world:
         peer = await world.peer(a_description())
         await peer.leave()
@@ -111,15 +111,15 @@ async def test_silence_is_death():
         assert loop.time() - began >= SHORT * 0.9
 
 
-def test_by_default_a_worker_that_says_nothing_is_gone_before_its_lease_ends():
-    """With all that it held (`test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die`)."""
+def test_silent_worker_is_gone_before_its_lease_ends():
+    """Check that its cache is forgotten too (`test_cold_router_learns_caches_and_forgets_dead_workers`)."""
     longest_silence = RouterSettings().heartbeat_timeout_seconds * (1 + 1 / SLICES)
 
     assert longest_silence < MembershipSettings().lease_ms / 1000
 
 
 async def test_a_worker_that_reports_its_load_is_alive():
-    silence = 5 * SHORT  # on a busy machine, a third of it may last as long as it should
+    silence = 5 * SHORT  # on a busy machine a third of it may take the whole time
     async with a_stream_setup(heartbeat_timeout_seconds=silence) as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -129,18 +129,18 @@ async def test_a_worker_that_reports_its_load_is_alive():
             await nothing_but_load(world, peer)
 
 
-async def test_a_router_that_stood_still_does_not_take_it_for_silence_of_its_workers():
+async def test_paused_router_does_not_blame_its_workers():
     async with a_stream_setup(heartbeat_timeout_seconds=SHORT) as world:
         peer = await world.join(a_description())
         await joined(world)
 
-        time.sleep(SHORT * 2)  # all of it stands still, as a process that was stopped
+        time.sleep(SHORT * 2)  # everything stands still, like a stopped process
 
         await nothing_but_load(world, peer)
 
 
 @pytest.mark.parametrize("sequence", [1, 5])
-async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repairs_it(sequence):
+async def test_kv_event_gap_is_repaired_by_a_new_stream(sequence):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -150,7 +150,7 @@ async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repai
 
         assert await world.take() == LEFT
         await joined(world)
-        await peer.say(KvEvents(sequence=0, events=cleared))  # numbering starts again with the stream
+        await peer.say(KvEvents(sequence=0, events=cleared))  # a new stream starts numbering again
         assert await world.take() == KvChanged(worker_id=WorkerId("w1"), events=cleared)
 
 
@@ -163,7 +163,7 @@ async def test_a_gap_in_the_kv_events_voids_what_is_known_and_a_new_stream_repai
     ],
     ids=["step", "hashes", "description"],
 )
-async def test_what_cannot_be_understood_breaks_the_stream(nonsense):
+async def test_malformed_message_breaks_the_stream(nonsense):
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -183,7 +183,7 @@ async def test_a_message_of_a_newer_worker_is_skipped():
         await nothing_but_load(world, peer)
 
 
-async def test_a_worker_under_another_name_than_announced_does_not_join():
+async def test_worker_with_another_name_than_announced_does_not_join():
     async with a_stream_setup() as world:
         impostor = await world.peer(a_description(worker_id="w2"))
         impostor.description = a_description(worker_id="w3")
@@ -197,7 +197,7 @@ async def test_a_worker_under_another_name_than_announced_does_not_join():
 
 
 async def test_two_workers_of_one_name_are_not_mixed_up():
-    async with a_stream_setup() as elsewhere:  # only to have a second folder for sockets
+    async with a_stream_setup() as elsewhere:  # only for a second folder of sockets
         twin = await elsewhere.peer(a_description(incarnation="twin"))
         async with a_stream_setup(addresses=(twin.address,)) as world:
             assert (await joined(world)).description.incarnation == "twin"
@@ -215,10 +215,10 @@ async def test_members_by_address_need_no_registry():
             assert (await joined(world)).address == peer.address
 
 
-# Membership.
+# Membership
 
 
-async def test_a_worker_that_leaves_the_registry_keeps_its_stream_until_that_ends():
+async def test_deregistered_worker_keeps_its_stream_until_it_ends():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
@@ -250,12 +250,12 @@ async def test_a_worker_that_leaves_before_it_was_reached_is_given_up():
         assert peer.hellos == []
 
 
-async def test_a_renewed_membership_of_the_same_process_leaves_its_stream_alone():
+async def test_renewed_registration_leaves_the_stream_alone():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
-        world.withdraw("w1")  # the lease ended while the worker was busy, say
+        world.withdraw("w1")  # for example because the lease ended while the worker was busy
         world.announce(peer)
         await nothing_but_load(world, peer)
         await peer.leave()
@@ -277,25 +277,25 @@ async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
         assert len(old.hellos) == 1
 
 
-# Limits.
+# Limits
 
 
-async def test_a_worker_too_far_behind_counts_as_unreachable_and_is_given_up(monkeypatch):
+async def test_worker_too_far_behind_is_unreachable_and_dropped(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
-    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # so that its silence is not the cause
         await world.join(a_description())
         await joined(world)
 
-        with pytest.raises(WorkerUnreachable):  # without an await in between nothing is sent
+        with pytest.raises(WorkerUnreachable):  # without an await nothing is sent
             fill(world)
 
         assert await world.take() == LEFT
         await joined(world)  # on a new stream
 
 
-async def test_a_cancellation_that_cannot_be_sent_ends_the_stream_and_with_it_the_work(monkeypatch):
+async def test_unsendable_cancellation_ends_the_stream(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
-    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # its silence is not what ends it
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # so that its silence is not the cause
         await world.join(a_description())
         await joined(world)
 
@@ -310,10 +310,10 @@ def fill(world: StreamSetup) -> None:
         world.workers.start(WorkerId("w1"), a_start(request_id=f"r{number}"))
 
 
-# What is no worker.
+# Invalid workers
 
 
-async def test_a_peer_that_never_describes_itself_does_not_join_and_is_dialled_again():
+async def test_peer_without_a_description_is_dialled_again():
     async with a_stream_setup(connect_timeout_seconds=SHORT) as world:
         peer = await world.peer(a_description())
         peer.silent = True
@@ -358,12 +358,12 @@ async def test_a_worker_that_says_why_it_ends_the_stream_is_quoted(caplog):
     assert "the router does not read fast enough" in [getattr(record, "cause", "") for record in caplog.records]
 
 
-async def test_nothing_is_heard_of_a_stream_after_it_was_given_up():
+async def test_nothing_is_received_after_a_stream_was_given_up():
     async with a_stream_setup() as world:
         peer = await world.join(a_description())
         await joined(world)
 
-        await peer.say(KvEvents(sequence=5, events=(KvCleared(),)))  # a gap, and in the same packet:
+        await peer.say(KvEvents(sequence=5, events=(KvCleared(),)))  # a gap, in the same packet
         await peer.say(a_load(running=1))
 
         assert await world.take() == LEFT

@@ -1,8 +1,7 @@
-"""What a token costs a router, counted and not timed: calls of Python functions in `fleet`.
+"""Tests of the cost of a token in a router, counted in calls of Python functions in `fleet`.
 
-A timed gate would be as unsteady as the machine it runs on. Calls are what the processor time of a token consists of, and the bounds
-leave room for few more: they catch a task or a wait for each token where a callback did, a message that is parsed which was passed
-on, and layers that add up. Who needs more says why, and changes the bound.
+A time limit would vary with the machine. Processor time consists of calls, and the bounds leave little room. They catch a task or a
+wait per token in place of a callback, needless parsing of a message, and additional layers. Raise a bound only with a reason.
 """
 
 import asyncio
@@ -31,16 +30,16 @@ from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, t
 pytestmark = pytest.mark.integration
 
 OURS = os.path.dirname(fleet.__file__) + os.sep  # noqa: PTH120 - compared with what frames have
-FEW, MANY = 20, 220  # tokens; what they differ by is what is counted
+FEW, MANY = 20, 220  # tokens; the tests count the difference
 
 RELAYED = 2
-"""A token of a foreign server, from socket to socket; it takes one: the read that passes it on."""
+"""Calls for a token of an external backend, from socket to socket. It takes one, the read that passes it on."""
 
 FRONTED = 26
-"""A token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. It takes 22."""
+"""Calls for a token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. It takes 22."""
 
 DECIDED = 9
-"""A token of Fleet's own worker in the router's machine: whose it is, how it grows, to whom it goes. It takes 7."""
+"""Calls for a token of Fleet's own worker in the router machine. It takes 7."""
 
 
 class CountedCalls(Struct):
@@ -49,7 +48,7 @@ class CountedCalls(Struct):
 
 @contextmanager
 def counting() -> Iterator[CountedCalls]:
-    """Calls of functions in `fleet` by this thread."""
+    """Count the calls of functions in `fleet` on this thread."""
     counted = CountedCalls()
 
     def called(frame: FrameType, event: str, _: object) -> None:
@@ -65,7 +64,7 @@ def counting() -> Iterator[CountedCalls]:
 
 
 async def asked(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
-    """A stream of so many tokens; says when each has come."""
+    """Request a stream of that many tokens, and report each arrival."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = {"model": model, "prompt": "say", "stream": True, "max_tokens": tokens, "ignore_eos": True}
@@ -83,23 +82,23 @@ async def asked(address: str, model: str, tokens: int, received: asyncio.Semapho
 
 
 async def test_a_token_of_a_foreign_server_takes_few_calls():
-    """Each is sent when the one before has arrived, so that no two are read at once."""
+    """Send each token when the one before has arrived, so that no read gets two."""
     received = asyncio.Semaphore(0)
 
-    async def one_by_one(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        for _ in range(answering.seen.json["max_tokens"]):
-            await answering.event(token("a", chat=False))
+    async def one_by_one(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        for _ in range(exchange.seen.json["max_tokens"]):
+            await exchange.event(token("a", chat=False))
             await received.acquire()
-        await answering.event(b"[DONE]")
-        await answering.end()
+        await exchange.event(b"[DONE]")
+        await exchange.end()
 
     server = OpenAiServer()
     server.play = one_by_one
     await server.start()
     calls = []
     async with a_relay(server, probe_seconds=60.0) as world:
-        for tokens in (FEW, FEW, MANY):  # the first one warms up
+        for tokens in (FEW, FEW, MANY):  # the first run warms up
             with counting() as counted:
                 await asked(world.http.address, MODEL, tokens, received)
             calls.append(counted.calls)
@@ -111,12 +110,12 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
 
 async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir):
     calls = []
-    async with open_frontends(model_dir) as fronts:
+    async with open_frontends(model_dir) as frontends:
         for tokens in (FEW, FEW, MANY):
-            fronts.will_answer("word " * tokens)
-            fronts.router.answer = fronts.router.answer[:tokens]
+            frontends.will_answer("word " * tokens)
+            frontends.router.answer = frontends.router.answer[:tokens]
             with counting() as counted:
-                await asked(fronts.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
+                await asked(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
             calls.append(counted.calls)
 
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED

@@ -1,4 +1,4 @@
-"""The gRPC front as the generated stubs see it."""
+"""Tests of the gRPC frontend with the generated stubs."""
 
 from collections.abc import AsyncIterator
 
@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.core.system_clock import SystemClock
-from fleet.frontend.grpc.service import open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
@@ -28,8 +28,8 @@ DETAILS = "grpc-status-details-bin"
 
 
 @pytest.fixture
-async def channel(fronts):
-    async with grpc.aio.insecure_channel(fronts.grpc.address) as channel:
+async def channel(frontends):
+    async with grpc.aio.insecure_channel(frontends.grpc.address) as channel:
         yield channel
 
 
@@ -67,8 +67,8 @@ def details_of(
         {"token_ids": pb.TokenIds(ids=[1, 2, 3])},
     ],
 )
-async def test_an_answer_streams_for_every_kind_of_prompt(fronts, stub, prompt):
-    answer = fronts.will_answer(TEXT, then=[EOS])
+async def test_an_answer_streams_for_every_kind_of_prompt(frontends, stub, prompt):
+    answer = frontends.will_answer(TEXT, then=[EOS])
 
     admitted, text, tokens, finished = await collect(
         stub.Generate(pb.GenerateRequest(request_id="mine-1", sampling=pb.Sampling(max_tokens=100), **prompt))
@@ -77,15 +77,15 @@ async def test_an_answer_streams_for_every_kind_of_prompt(fronts, stub, prompt):
     assert (admitted.request_id, admitted.model) == ("mine-1", "tiny")
     assert (text, tokens) == (TEXT, answer)
     assert finished.reason == pb.FINISH_REASON_STOP
-    assert finished.usage.prompt_tokens == admitted.prompt_tokens == len(fronts.router.submitted[0].tokens) // 4
+    assert finished.usage.prompt_tokens == admitted.prompt_tokens == len(frontends.router.submitted[0].tokens) // 4
     assert finished.usage.completion_tokens == len(answer)
     (phase,) = finished.kv.phases
     assert (phase.phase, phase.worker_id) == ("aggregated", "w1")
     assert sum(origin.blocks for origin in phase.origins) == phase.prompt_blocks
 
 
-async def test_everything_a_client_may_say_arrives(fronts, stub):
-    fronts.will_answer("x")
+async def test_everything_a_client_may_say_arrives(frontends, stub):
+    frontends.will_answer("x")
     sampling = pb.Sampling(
         max_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63, presence_penalty=1,
         frequency_penalty=-1, repetition_penalty=1.5, min_tokens=2, ignore_eos=True, stop_token_ids=[7], logprobs=0,
@@ -100,7 +100,7 @@ async def test_everything_a_client_may_say_arrives(fronts, stub):
         )
     )  # fmt: skip
 
-    arrived = fronts.router.submitted[0]
+    arrived = frontends.router.submitted[0]
     for field in (
         "max_tokens",
         "temperature",
@@ -119,17 +119,17 @@ async def test_everything_a_client_may_say_arrives(fronts, stub):
     assert arrived.deadline is not None
 
 
-async def test_unset_fields_take_the_defaults_of_the_protocol(fronts, stub):
-    fronts.will_answer(TEXT)
+async def test_unset_fields_take_the_defaults_of_the_protocol(frontends, stub):
+    frontends.will_answer(TEXT)
 
     await collect(stub.Generate(pb.GenerateRequest(text="once")))
 
-    sampling = fronts.router.submitted[0].sampling
+    sampling = frontends.router.submitted[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (16, 1.0, None)
 
 
-async def test_a_stop_string_ends_the_text_before_it(fronts, stub):
-    fronts.will_answer(TEXT)
+async def test_a_stop_string_ends_the_text_before_it(frontends, stub):
+    frontends.will_answer(TEXT)
 
     _, text, tokens, finished = await collect(
         stub.Generate(pb.GenerateRequest(text="once", stop=["n f"], sampling=pb.Sampling(max_tokens=100)))
@@ -137,13 +137,13 @@ async def test_a_stop_string_ends_the_text_before_it(fronts, stub):
 
     assert (text, finished.reason) == ("the quick brow", pb.FINISH_REASON_STOP)
     assert finished.usage.completion_tokens == len(tokens)
-    await fronts.router.until(fronts.router.cancelled)
-    assert fronts.router.cancelled == [fronts.router.submitted[0].request_id]
+    await frontends.router.until(frontends.router.cancelled)
+    assert frontends.router.cancelled == [frontends.router.submitted[0].request_id]
 
 
-async def test_log_probabilities_name_their_tokens(fronts, stub):
-    answer = fronts.will_answer("the fox")
-    fronts.router.logprobs = [Logprobs(-0.5, (token,), (-0.5,)) for token in answer]
+async def test_log_probabilities_name_their_tokens(frontends, stub):
+    answer = frontends.will_answer("the fox")
+    frontends.router.logprobs = [Logprobs(-0.5, (token,), (-0.5,)) for token in answer]
 
     events = [event async for event in stub.Generate(pb.GenerateRequest(text="once", sampling=pb.Sampling(logprobs=1)))]
 
@@ -175,7 +175,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("message", "field"), BAD)
-async def test_bad_input_is_a_typed_error_that_names_the_field(fronts, stub, message, field):
+async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, stub, message, field):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(message))
 
@@ -184,10 +184,10 @@ async def test_bad_input_is_a_typed_error_that_names_the_field(fronts, stub, mes
     assert (detail.reason, detail.field) == ("invalid_argument", field)
     assert bad_request.field_violations[0].field == field
     assert field in raised.value.details()
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
-async def test_an_unknown_model_is_not_found(fronts, stub):
+async def test_an_unknown_model_is_not_found(frontends, stub):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x", model="other")))
 
@@ -208,15 +208,15 @@ async def raw(channel: grpc.aio.Channel, content: bytes) -> grpc.aio.AioRpcError
     [b"\x1a\x02\xff\xfe", b"\xff" * 20, b"\x0a\x7f"],
     ids=["text that is not UTF-8", "no message", "a string that ends too early"],
 )
-async def test_what_cannot_be_parsed_is_told_so(fronts, channel, content):
+async def test_malformed_message_is_reported(frontends, channel, content):
     error = await raw(channel, content)
 
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details_of(error)[0].reason == "invalid_argument"
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
-async def test_a_message_that_is_too_large_is_told_so(fronts, channel):
+async def test_a_message_that_is_too_large_is_told_so(frontends, channel):
     error = await raw(channel, pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES).SerializeToString())
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -224,16 +224,16 @@ async def test_a_message_that_is_too_large_is_told_so(fronts, channel):
 
 
 def junk(size: int) -> bytes:
-    """A field that nobody knows, which messages keep."""
+    """Return an unknown field, which messages keep."""
     content = pb.GenerateRequest(text="y" * size).SerializeToString()
     assert content[0] >> 3 < 16
     return b"\xfa\x7f" + content[1:]  # number 2047
 
 
-@pytest.mark.parametrize("fronts", [{"grpc_max_held_bytes": 1_000_000}], indirect=True)
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, stub, channel):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+@pytest.mark.parametrize("frontends", [{"grpc_max_held_bytes": 1_000_000}], indirect=True)
+async def test_total_size_of_running_requests_is_bounded(frontends, stub, channel):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
     long = pb.GenerateRequest(text="x").SerializeToString() + junk(300_000)
     generate = channel.unary_stream("/fleet.v1.Inference/Generate")
     calls = [generate(long) for _ in range(3)]
@@ -249,17 +249,17 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     ordinary = stub.Generate(pb.GenerateRequest(text="x"))
     assert await ordinary.read(), "which are always taken"
     calls[0].cancel()
-    await fronts.router.until(fronts.router.cancelled)
-    await until(lambda: fronts.grpc.door._server.held_bytes < 700_000)
+    await frontends.router.until(frontends.router.cancelled)
+    await until(lambda: frontends.grpc.memory.held_bytes < 700_000)
     another = generate(long)
     assert await another.read()
     for call in (*calls, ordinary, another):
         call.cancel()
-    await until(lambda: fronts.grpc.door._server.held_bytes == 0)
+    await until(lambda: frontends.grpc.memory.held_bytes == 0)
 
 
-async def test_refusals_carry_when_to_try_again(fronts, stub):
-    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
+async def test_refusals_carry_when_to_try_again(frontends, stub):
+    frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
@@ -269,77 +269,77 @@ async def test_refusals_carry_when_to_try_again(fronts, stub):
     assert (detail.reason, detail.retry_after_ms, retry.retry_delay.ToMilliseconds()) == ("queue_full", 1500, 1500)
 
 
-async def test_a_deadline_in_the_past_starts_nothing(fronts, stub):
+async def test_a_deadline_in_the_past_starts_nothing(frontends, stub):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x"), timeout=-1))
 
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
-async def test_the_deadline_of_a_call_reaches_the_router_and_ends_it(fronts, stub):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_the_deadline_of_a_call_reaches_the_router_and_ends_it(frontends, stub):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
 
-    while not fronts.router.submitted:  # on a busy machine, the time may pass before it is sent
+    while not frontends.router.submitted:  # a busy machine may reach the timeout before it sends the request
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await collect(stub.Generate(pb.GenerateRequest(text="x", timeout_ms=60_000), timeout=0.3))
         assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
-    await fronts.router.until(fronts.router.cancelled)
-    assert fronts.router.submitted[0].deadline - fronts.generation._clock.now() < 1_000_000_000
+    await frontends.router.until(frontends.router.cancelled)
+    assert frontends.router.submitted[0].deadline - frontends.clock.now() < 1_000_000_000
 
 
-async def test_cancelling_a_call_cancels_the_request(fronts, stub):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_cancelling_a_call_cancels_the_request(frontends, stub):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
     call = stub.Generate(pb.GenerateRequest(text="x"))
     await call.read()
 
     call.cancel()
 
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Of a client that takes little before it reads."""
+"""Channel options of a client that takes little before it reads."""
 
 
-@pytest.mark.parametrize("fronts", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(fronts, caplog):
-    fronts.router.answer = [300] * 4000
+@pytest.mark.parametrize("frontends", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)
+async def test_a_caller_that_does_not_read_for_too_long_is_given_up(frontends, caplog):
+    frontends.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
-    async with grpc.aio.insecure_channel(fronts.grpc.address, options=SMALL_WINDOW) as channel:
+    async with grpc.aio.insecure_channel(frontends.grpc.address, options=SMALL_WINDOW) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(asked)
         await call.read()
 
-        await fronts.router.until(fronts.router.cancelled)
+        await frontends.router.until(frontends.router.cancelled)
 
         async with grpc.aio.insecure_channel(
-            fronts.grpc.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            frontends.grpc.address, options=[("grpc.use_local_subchannel_pool", 1)]
         ) as other:
             short = pb.GenerateRequest(text="y", sampling=pb.Sampling(max_tokens=1))
             assert await collect(inference_pb2_grpc.InferenceStub(other).Generate(short))
         call.cancel()
-    await until(lambda: fronts.generation.running == 0)
+    await until(lambda: frontends.generation.running == 0)
     assert caplog.records == []
 
 
-async def test_a_bug_is_internal_and_the_next_call_is_served(fronts, stub, caplog):
-    fronts.will_answer("the fox")
-    fronts.router.bug = ZeroDivisionError("bug")
+async def test_a_bug_is_internal_and_the_next_call_is_served(frontends, stub, caplog):
+    frontends.will_answer("the fox")
+    frontends.router.bug = ZeroDivisionError("bug")
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
     assert raised.value.code() is grpc.StatusCode.INTERNAL
     assert "bug" not in raised.value.details()
     assert "ZeroDivisionError" in caplog.text
-    fronts.router.bug = None
+    frontends.router.bug = None
 
     assert (await collect(stub.Generate(pb.GenerateRequest(text="x"))))[1] == "the fox"
 
 
-async def test_a_draining_front_takes_nothing_new(fronts, stub):
-    fronts.grpc.door.drain()
+async def test_a_draining_front_takes_nothing_new(frontends, stub):
+    frontends.grpc.drain()
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(pb.GenerateRequest(text="x")))
@@ -348,11 +348,11 @@ async def test_a_draining_front_takes_nothing_new(fronts, stub):
     assert details_of(raised.value)[0].reason == "draining"
 
 
-async def test_models_and_status_are_told(fronts, stub):
-    fronts.router.cards = (a_model_card(), a_model_card(name="big", max_model_len=9))
+async def test_models_and_status_are_told(frontends, stub):
+    frontends.router.cards = (a_model_card(), a_model_card(name="big", max_model_len=9))
 
     models = await stub.ListModels(pb.ListModelsRequest())
-    async with grpc.aio.insecure_channel(fronts.control) as control:
+    async with grpc.aio.insecure_channel(frontends.control) as control:
         status = await control_pb2_grpc.ClusterStub(control).Status(control_pb2.StatusRequest())
 
     assert [(model.name, model.max_model_len) for model in models.models] == [("tiny", 4096), ("big", 9)]
@@ -361,13 +361,13 @@ async def test_models_and_status_are_told(fronts, stub):
     assert not status.HasField("store")
 
 
-async def test_health_follows_the_workers(fronts, channel):
+async def test_health_follows_the_workers(frontends, channel):
     health = health_pb2_grpc.HealthStub(channel)
     states = health_pb2.HealthCheckResponse
     watch = health.Watch(health_pb2.HealthCheckRequest(service="fleet.v1.Inference"))
     assert (await watch.read()).status == states.SERVING
 
-    fronts.router.cards = ()
+    frontends.router.cards = ()
 
     assert (await watch.read()).status == states.NOT_SERVING
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == states.NOT_SERVING
@@ -385,7 +385,7 @@ async def test_health_follows_the_workers(fronts, channel):
     ],
     ids=["check", "watch", "reflection"],
 )  # fmt: skip
-async def test_garbage_is_refused_by_the_standard_services_without_a_word_in_the_log(channel, caplog, ask):
+async def test_standard_services_reject_garbage_without_logging(channel, caplog, ask):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await ask(channel)
 
@@ -405,25 +405,23 @@ async def test_reflection_lists_the_services(channel):
     assert "fleet.v1.Cluster" not in names
 
 
-async def test_a_port_in_use_is_refused_with_its_address(fronts):
-    with pytest.raises(ConfigurationRefused, match=fronts.grpc.address):
-        async with open_grpc_frontend(
-            fronts.grpc.address, fronts.generation, fronts.generation._clock, max_held_bytes=1
-        ):
+async def test_a_port_in_use_is_refused_with_its_address(frontends):
+    with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
+        async with GrpcFrontend.open(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
             pass
 
 
 @pytest.mark.parametrize("listen", ["50051", "127.0.0.1", "127.0.0.1:99999"])
-async def test_what_is_no_address_is_refused_with_what_one_looks_like(fronts, listen):
+async def test_invalid_address_is_rejected_with_an_example(frontends, listen):
     with pytest.raises(ConfigurationRefused, match=f"^cannot listen on {listen}: must be host:port$"):
-        async with open_grpc_frontend(listen, fronts.generation, SystemClock(), max_held_bytes=1):
+        async with GrpcFrontend.open(listen, frontends.generation, SystemClock(), max_held_bytes=1):
             pass
 
 
-async def test_clients_and_operators_have_ports_of_their_own(fronts):
+async def test_clients_and_operators_have_ports_of_their_own(frontends):
     async with (
-        grpc.aio.insecure_channel(fronts.grpc.address) as public,
-        grpc.aio.insecure_channel(fronts.control) as inner,
+        grpc.aio.insecure_channel(frontends.grpc.address) as public,
+        grpc.aio.insecure_channel(frontends.control) as inner,
     ):
         asked = control_pb2.StatusRequest()
         assert (await control_pb2_grpc.ClusterStub(inner).Status(asked)).router.models == ["tiny"]

@@ -1,4 +1,4 @@
-"""The port of the Open Inference Protocol, as Triton's own client sees it, and as one sees it that keeps to no rules."""
+"""Tests of the KServe frontend (Open Inference Protocol), with Triton's own client and with a misbehaving one."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected
 from fleet.core.requests import Logprobs
 from fleet.frontend.kserve import service as kserve_frontend
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.net.grpc.calls import MAX_REQUEST_BYTES
 from fleet.net.settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
@@ -41,20 +41,16 @@ KEY_SHA256 = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
 needs_triton = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tritonclient is not installed")
 
 
-def a_kserve(fronts, max_held_bytes=1 << 30, **limits):
-    generation = fronts.generation
-    return open_kserve_frontend(
-        "127.0.0.1:0",
-        generation,
-        generation._clock,
-        max_held_bytes=max_held_bytes,
-        limits=GrpcSettings(**limits),
+def a_kserve(frontends, max_held_bytes=1 << 30, **limits):
+    limits = GrpcSettings(**limits)
+    return KserveFrontend.open(
+        "127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=max_held_bytes, limits=limits
     )
 
 
 @pytest.fixture
-async def kserve(request, fronts):
-    async with a_kserve(fronts, **getattr(request, "param", {})) as kserve:
+async def kserve(request, frontends):
+    async with a_kserve(frontends, **getattr(request, "param", {})) as kserve:
         yield kserve
 
 
@@ -85,7 +81,7 @@ def triton(process, kserve):
 
 
 def a_message(text="once", *, outputs=(), parameters=None, **fields) -> pb.ModelInferRequest:
-    """With its contents in the tensors, as clients of KServe write them."""
+    """Build a request with its contents in the tensors, as KServe clients write them."""
     tensor = pb.ModelInferRequest.InferInputTensor
     message = pb.ModelInferRequest(model_name="tiny", **fields)
     if text is not None:
@@ -110,7 +106,7 @@ def outputs_of(response: pb.ModelInferResponse) -> dict[str, list]:
 
 
 async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, list[pb.ModelStreamInferResponse]]:
-    """Responses by the id of their request."""
+    """Return the responses by request id."""
     responses: dict[str, list[pb.ModelStreamInferResponse]] = {}
     async for response in call:
         responses.setdefault(response.infer_response.id, []).append(response)
@@ -119,7 +115,7 @@ async def all_of(call: AsyncIterator[pb.ModelStreamInferResponse]) -> dict[str, 
 
 @needs_triton
 class TestTritonsClient:
-    async def test_it_hears_that_server_and_model_are_ready_and_what_the_model_takes(self, triton):
+    async def test_triton_sees_readiness_and_model_inputs(self, triton):
         heard = await triton("describe", model="tiny")
 
         assert (heard["live"], heard["ready"], heard["model_ready"], heard["other_ready"]) == (True, True, True, False)
@@ -141,9 +137,9 @@ class TestTritonsClient:
         assert len(ours) > 20
         assert {name: theirs.get(name) for name in ours} == ours
 
-    async def test_it_gets_a_whole_answer_with_its_usage(self, fronts, triton):
-        answer = fronts.will_answer(TEXT, then=[EOS])
-        fronts.router.cached_blocks = 0
+    async def test_triton_gets_a_whole_answer_with_usage(self, frontends, triton):
+        answer = frontends.will_answer(TEXT, then=[EOS])
+        frontends.router.cached_blocks = 0
 
         heard = await triton(
             "infer",
@@ -157,24 +153,24 @@ class TestTritonsClient:
         assert heard["output_ids"] == answer
         assert heard["finish_reason"] == ["stop"]
         assert (heard["id"], heard["model"]) == ("mine", "tiny")
-        (arrived,) = fronts.router.submitted
+        (arrived,) = frontends.router.submitted
         assert heard["parameters"]["request_id"] == arrived.request_id
         assert heard["parameters"]["prompt_tokens"] == len(arrived.tokens) // 4
         assert heard["parameters"]["completion_tokens"] == len(answer)
 
     @pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT32"])
     @pytest.mark.parametrize("ids", [[5, 6, 7], [[5, 6, 7]]])
-    async def test_token_ids_may_come_in_any_type_with_and_without_a_batch(self, fronts, triton, datatype, ids):
-        answer = fronts.will_answer("the fox")
+    async def test_token_ids_may_come_in_any_type_with_and_without_a_batch(self, frontends, triton, datatype, ids):
+        answer = frontends.will_answer("the fox")
 
         heard = await triton("infer", ids=ids, datatype=datatype, outputs=["output_ids"])
 
-        assert token_ids(fronts.router.submitted[0].tokens) == [5, 6, 7]
+        assert token_ids(frontends.router.submitted[0].tokens) == [5, 6, 7]
         assert heard["output_ids"] == answer
         assert heard.keys() & {"text_output", "finish_reason"} == set()
 
-    async def test_what_it_says_of_a_request_reaches_the_router(self, fronts, triton):
-        fronts.will_answer("the fox")
+    async def test_triton_request_parameters_reach_the_router(self, frontends, triton):
+        frontends.will_answer("the fox")
 
         await triton(
             "infer",
@@ -196,23 +192,23 @@ class TestTritonsClient:
             },
         )
 
-        (arrived,) = fronts.router.submitted
+        (arrived,) = frontends.router.submitted
         sampling = arrived.sampling
         assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.25, 7, 0.5, 0.125)
         assert (sampling.seed, sampling.ignore_eos) == (3, True)
         assert (arrived.priority, arrived.session, arrived.tenant) == (100, "77", "acme")
         assert (arrived.expected_tokens, arrived.pin, arrived.labels) == (9, "w1", ("fast", "h100"))
-        assert 0 < arrived.deadline - fronts.generation._clock.now() < 5 * SECOND
+        assert 0 < arrived.deadline - frontends.clock.now() < 5 * SECOND
 
-    async def test_it_is_told_which_parameter_is_wrong(self, fronts, triton):
+    async def test_triton_learns_which_parameter_is_wrong(self, frontends, triton):
         heard = await triton("infer", text="once", sampling={"temperature": -1})
 
         assert heard["status"] == "StatusCode.INVALID_ARGUMENT"
         assert heard["error"].startswith("sampling_parameters.temperature: ")
-        assert fronts.router.submitted == []
+        assert frontends.router.submitted == []
 
-    async def test_it_streams_steps_of_which_the_last_is_final(self, fronts, triton):
-        answer = fronts.will_answer(TEXT, then=[EOS])
+    async def test_triton_streams_steps_and_the_last_is_final(self, frontends, triton):
+        answer = frontends.will_answer(TEXT, then=[EOS])
 
         heard = await triton(
             "stream",
@@ -227,9 +223,9 @@ class TestTritonsClient:
         assert {response["id"] for response in heard} == {"a"}
         assert heard[-1]["parameters"]["completion_tokens"] == len(answer)
 
-    async def test_requests_of_one_stream_run_side_by_side_and_an_error_ends_only_its_own(self, fronts, triton):
-        fronts.will_answer("the quick brown fox")
-        fronts.router.pause_seconds = 0.005
+    async def test_stream_requests_run_concurrently_and_fail_alone(self, frontends, triton):
+        frontends.will_answer("the quick brown fox")
+        frontends.router.pause_seconds = 0.005
         good = [{"text": "once", "streaming": True, "request_id": str(number)} for number in range(8)]
 
         heard = await triton("stream", requests=[*good[:4], {"text": "", "request_id": "bad"}, *good[4:]])
@@ -245,29 +241,29 @@ class TestTritonsClient:
             assert "".join(response["text_output"][0] for response in mine) == "the quick brown fox"
             assert mine[-1]["parameters"]["triton_final_response"]
 
-    async def test_without_stream_one_response_has_the_whole_answer(self, fronts, triton):
-        fronts.will_answer("the quick brown fox")
+    async def test_without_stream_one_response_has_the_whole_answer(self, frontends, triton):
+        frontends.will_answer("the quick brown fox")
 
         (heard,) = await triton("stream", requests=[{"text": "once"}])
 
         assert heard["text_output"] == ["the quick brown fox"]
         assert heard["parameters"]["triton_final_response"] is True
 
-    async def test_a_stream_that_it_cancels_stops_the_engine(self, fronts, triton):
-        fronts.will_answer(TEXT)
-        fronts.router.hold_after = 2
+    async def test_a_stream_that_it_cancels_stops_the_engine(self, frontends, triton):
+        frontends.will_answer(TEXT)
+        frontends.router.hold_after = 2
 
         await triton("stream_until_cancelled", text="once", streaming=True)
 
-        await fronts.router.until(fronts.router.cancelled)
+        await frontends.router.until(frontends.router.cancelled)
 
     async def test_a_key_in_its_headers_says_whose_request_it_is(self, model_dir, process):
         tenants = {"acme": TenantSettings(api_key_sha256=(KEY_SHA256,))}
         async with (
-            open_frontends(model_dir, tenants) as fronts,
-            a_kserve(fronts) as kserve,
+            open_frontends(model_dir, tenants) as frontends,
+            a_kserve(frontends) as kserve,
         ):
-            fronts.will_answer("the fox")
+            frontends.will_answer("the fox")
 
             async def ask(do, **arguments):
                 return await asyncio.to_thread(process.ask, do, kserve.address, **arguments)
@@ -279,11 +275,11 @@ class TestTritonsClient:
 
         assert without["status"] == "StatusCode.UNAUTHENTICATED"
         assert with_key["text_output"] == streamed["text_output"] == ["the fox"]
-        assert {arrived.tenant for arrived in fronts.router.submitted} == {"acme"}
+        assert {arrived.tenant for arrived in frontends.router.submitted} == {"acme"}
 
 
-async def test_contents_in_tensors_are_answered_by_contents_in_tensors(fronts, stub):
-    answer = fronts.will_answer("the fox", then=[EOS])
+async def test_contents_in_tensors_are_answered_by_contents_in_tensors(frontends, stub):
+    answer = frontends.will_answer("the fox", then=[EOS])
 
     response = await stub.ModelInfer(a_message(outputs=["output_ids", "text_output"]))
 
@@ -292,15 +288,17 @@ async def test_contents_in_tensors_are_answered_by_contents_in_tensors(fronts, s
     assert list(response.raw_output_contents) == []
 
 
-async def test_log_probabilities_come_as_json_when_they_are_asked_for(fronts, stub):
-    answer = fronts.will_answer("the fox")
-    fronts.router.logprobs = [Logprobs(-0.5, (token,), (-0.25,)) for token in answer]
+async def test_log_probabilities_come_as_json_when_they_are_asked_for(frontends, stub):
+    answer = frontends.will_answer("the fox")
+    frontends.router.logprobs = [Logprobs(-0.5, (token,), (-0.25,)) for token in answer]
 
     response = await stub.ModelInfer(a_message(parameters={"logprobs": 1}))
 
     listed = json.loads(outputs_of(response)["logprobs"][0])
     assert [(one["token_id"], one["logprob"]) for one in listed] == [(token, -0.5) for token in answer]
-    assert listed[0]["top"] == [{"token_id": answer[0], "logprob": -0.25, "text": fronts.codec.token_text(answer[0])}]
+    assert listed[0]["top"] == [
+        {"token_id": answer[0], "logprob": -0.25, "text": frontends.codec.token_text(answer[0])}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -316,17 +314,17 @@ async def test_log_probabilities_come_as_json_when_they_are_asked_for(fronts, st
         (streaming(a_message()), "stream"),
     ],
 )
-async def test_what_is_wrong_is_refused_under_the_name_that_the_client_wrote(fronts, stub, message, field):
+async def test_invalid_input_is_rejected_under_the_clients_name(frontends, stub, message, field):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await stub.ModelInfer(message)
 
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert raised.value.details().startswith(f"{field}: ")
     assert details_of(raised.value)[0] == inference_pb2.ErrorDetail(reason="invalid_argument", field=field)
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
-async def test_an_unknown_model_is_not_found_and_not_ready(fronts, stub):
+async def test_an_unknown_model_is_not_found_and_not_ready(frontends, stub):
     message = a_message()
     message.model_name = "other"
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -342,8 +340,8 @@ async def test_an_unknown_model_is_not_found_and_not_ready(fronts, stub):
     assert (await stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="1"))).ready
 
 
-async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(fronts, stub):
-    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
+async def test_stream_errors_name_their_request_and_retry_hint(frontends, stub):
+    frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500, cause="pin_unknown")
 
     responses = await all_of(stub.ModelStreamInfer([a_message(id="a"), a_message(id="b")]))
 
@@ -357,9 +355,9 @@ async def test_errors_in_a_stream_say_whose_they_are_and_when_to_try_again(front
     assert parameters["triton_final_response"].bool_param
 
 
-async def test_a_worker_lost_in_the_middle_ends_its_request_with_an_error(fronts, stub):
-    fronts.will_answer("the quick brown fox")
-    fronts.router.break_after = 2
+async def test_worker_lost_midway_ends_its_request_with_an_error(frontends, stub):
+    frontends.will_answer("the quick brown fox")
+    frontends.router.break_after = 2
 
     responses = (await all_of(stub.ModelStreamInfer([streaming(a_message(id="a"))])))["a"]
 
@@ -367,8 +365,8 @@ async def test_a_worker_lost_in_the_middle_ends_its_request_with_an_error(fronts
     assert responses[-1].infer_response.parameters["error_reason"].string_param == "worker_lost"
 
 
-async def test_a_message_that_is_none_is_refused_and_the_stream_goes_on(fronts, channel):
-    fronts.will_answer("the fox")
+async def test_malformed_message_is_rejected_and_the_stream_goes_on(frontends, channel):
+    frontends.will_answer("the fox")
     call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
 
     async def exchange(content: bytes) -> pb.ModelStreamInferResponse:
@@ -383,13 +381,13 @@ async def test_a_message_that_is_none_is_refused_and_the_stream_goes_on(fronts, 
     assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_bug_ends_one_request_of_a_stream_and_is_told_to_the_log_only(fronts, stub, caplog):
-    fronts.will_answer("the fox")
-    fronts.router.bug = ZeroDivisionError("bug")
+async def test_bug_ends_one_request_and_is_only_logged(frontends, stub, caplog):
+    frontends.will_answer("the fox")
+    frontends.router.bug = ZeroDivisionError("bug")
     call = stub.ModelStreamInfer()
     await call.write(a_message(id="a"))
     failed = await call.read()
-    fronts.router.bug = None
+    frontends.router.bug = None
 
     await call.write(a_message(id="b"))
 
@@ -399,44 +397,44 @@ async def test_a_bug_ends_one_request_of_a_stream_and_is_told_to_the_log_only(fr
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_only_so_many_requests_of_a_stream_run_at_once_and_all_are_answered(fronts, stub, monkeypatch):
+async def test_concurrent_requests_of_a_stream_are_bounded(frontends, stub, monkeypatch):
     monkeypatch.setattr(kserve_frontend, "MAX_IN_STREAM", 3)
-    fronts.will_answer("the fox")
-    fronts.router.hold_after = 1
+    frontends.will_answer("the fox")
+    frontends.router.hold_after = 1
     call = stub.ModelStreamInfer([streaming(a_message(id=str(number))) for number in range(10)])
-    await fronts.router.until(fronts.router.submitted, 3)
+    await frontends.router.until(frontends.router.submitted, 3)
     for _ in range(3):
-        await call.read()  # the first steps are out, and nothing more was taken meanwhile
-    assert len(fronts.router.submitted) == 3
+        await call.read()  # the first steps arrived, and nothing was added meanwhile
+    assert len(frontends.router.submitted) == 3
 
-    fronts.router.release.set()
+    frontends.router.release.set()
 
     ended = 0
     while ended < 10:
         ended += (await call.read()).infer_response.parameters["triton_final_response"].bool_param
-    assert len(fronts.router.submitted) == 10
+    assert len(frontends.router.submitted) == 10
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
-async def test_cancelling_a_call_cancels_all_its_requests(fronts, stub, method):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 0
+async def test_cancelling_a_call_cancels_all_its_requests(frontends, stub, method):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 0
     messages = 3 if method == "ModelStreamInfer" else 1
     call = stub.ModelStreamInfer([a_message()] * 3) if method == "ModelStreamInfer" else stub.ModelInfer(a_message())
-    await fronts.router.until(fronts.router.submitted, messages)
+    await frontends.router.until(frontends.router.submitted, messages)
 
     call.cancel()
 
-    await fronts.router.until(fronts.router.cancelled, messages)
+    await frontends.router.until(frontends.router.cancelled, messages)
 
 
 @pytest.mark.parametrize("kserve", [{"max_held_bytes": 500_000}], indirect=True)
-async def test_what_long_messages_of_running_requests_take_together_is_bounded(fronts, kserve, stub):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
     long = streaming(a_message(parameters={}, id="long"))
     long.inputs[0].contents.bytes_contents[0] = b"x"
-    long.MergeFromString(b"\xfa\x7f\xe0\xa7\x12" + b"y" * 300_000)  # a field that nobody knows
+    long.MergeFromString(b"\xfa\x7f\xe0\xa7\x12" + b"y" * 300_000)  # an unknown field
     assert long.ByteSize() > 300_000
     call = stub.ModelStreamInfer()
     await call.write(long)
@@ -444,31 +442,31 @@ async def test_what_long_messages_of_running_requests_take_together_is_bounded(f
     await call.write(long)
     assert "too many long requests" in (await call.read()).error_message
     whole = pb.ModelInferRequest.FromString(long.SerializeToString())
-    del whole.inputs[1:]  # which says that it streams
+    del whole.inputs[1:]  # the input that asks for streaming
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.ModelInfer(whole)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await call.write(streaming(a_message(id="short")))
     assert (await call.read()).infer_response.id == "short", "which are always taken"
     call.cancel()
-    await until(lambda: kserve.door._server.held_bytes == 0)
+    await until(lambda: kserve.memory.held_bytes == 0)
 
 
-async def test_a_client_that_goes_away_while_it_is_written_to_is_no_failure(fronts, stub, caplog):
-    fronts.will_answer("the quick brown fox " * 50)
-    fronts.router.pause_seconds = 0.001
+async def test_client_that_leaves_during_a_write_is_no_failure(frontends, stub, caplog):
+    frontends.will_answer("the quick brown fox " * 50)
+    frontends.router.pause_seconds = 0.001
     call = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 20)
     for _ in range(30):
         await call.read()
 
     call.cancel()
 
-    await fronts.router.until(fronts.router.cancelled, 20)
+    await frontends.router.until(frontends.router.cancelled, 20)
     assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
 
 
 class GoneCaller:
-    """A call whose other side has closed, before the library knows it."""
+    """A call whose other side has closed before the library notices."""
 
     def time_remaining(self):
         return None
@@ -480,64 +478,64 @@ class GoneCaller:
         raise grpc.aio.InternalError("nobody reads")
 
 
-async def test_a_write_to_a_caller_that_has_gone_ends_its_requests_without_a_word(fronts, kserve, caplog):
-    fronts.will_answer(TEXT)
-    fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first one
+async def test_write_to_a_gone_client_ends_its_requests_silently(frontends, kserve, caplog):
+    frontends.will_answer(TEXT)
+    frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "none")  # the first request
 
     async def messages() -> AsyncIterator[bytes]:
         yield a_message().SerializeToString()
-        await until(lambda: fronts.router.refused)
-        fronts.router.refuse = None
+        await until(lambda: frontends.router.refused)
+        frontends.router.refuse = None
         for _ in range(3):
             yield streaming(a_message()).SerializeToString()
 
     await kserve._model_stream_infer(messages(), GoneCaller())
     with pytest.raises(asyncio.CancelledError):
-        await fronts.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
+        await frontends.grpc._generate(inference_pb2.GenerateRequest(text="x").SerializeToString(), GoneCaller())
 
     assert caplog.records == []
-    assert len(fronts.router.cancelled) == 4
-    assert fronts.generation.running == 0
+    assert len(frontends.router.cancelled) == 4
+    assert frontends.generation.running == 0
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody_else(fronts, kserve, stub):
-    fronts.will_answer("the quick brown fox " * 50)
+async def test_a_client_that_reads_nothing_holds_up_nobody_else(frontends, kserve, stub):
+    frontends.will_answer("the quick brown fox " * 50)
     idle = stub.ModelStreamInfer([streaming(a_message(parameters={"max_tokens": 500}))] * 300)
-    await fronts.router.until(fronts.router.submitted, 2)
+    await frontends.router.until(frontends.router.submitted, 2)
 
     async with grpc.aio.insecure_channel(kserve.address) as other:
         response = await kserve_pb2_grpc.GRPCInferenceServiceStub(other).ModelInfer(a_message())
 
     assert outputs_of(response)["text_output"][0].startswith(b"the quick")
     idle.cancel()
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
-# For each in turn that would be longer than `until` waits.
+# Waiting for each in turn would take longer than `until` allows.
 @pytest.mark.parametrize("kserve", [{"write_timeout_seconds": 0.5}], indirect=True)
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up_with_all_its_requests(fronts, kserve, caplog):
-    fronts.router.answer = [300] * 4000
+async def test_client_that_reads_nothing_loses_all_its_requests(frontends, kserve, caplog):
+    frontends.router.answer = [300] * 4000
     asked = streaming(a_message(parameters={"max_tokens": 200, "ignore_eos": True}))
     async with grpc.aio.insecure_channel(kserve.address, options=SMALL_WINDOW) as channel:
         call = kserve_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer([asked] * 30)
         await call.read()
 
-        await fronts.router.until(fronts.router.cancelled, 30)
+        await frontends.router.until(frontends.router.cancelled, 30)
 
         call.cancel()
-    await until(lambda: fronts.generation.running == 0)
+    await until(lambda: frontends.generation.running == 0)
     assert caplog.records == []
 
 
-async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(fronts, stub):
-    fronts.will_answer("the fox")
+async def test_the_earlier_of_the_deadlines_of_call_and_request_counts(frontends, stub):
+    frontends.will_answer("the fox")
 
     await stub.ModelInfer(a_message(parameters={"timeout": 100_000_000}), timeout=5000)
     await stub.ModelInfer(a_message(parameters={"timeout": 5_000_000_000}), timeout=100)
     await stub.ModelInfer(a_message())
 
-    now = fronts.generation._clock.now()
-    deadlines = [arrived.deadline for arrived in fronts.router.submitted]
+    now = frontends.clock.now()
+    deadlines = [arrived.deadline for arrived in frontends.router.submitted]
     assert all(0 < deadline - now < 101 * SECOND for deadline in deadlines[:2])
     assert deadlines[2] is None
 
@@ -550,8 +548,8 @@ async def test_methods_that_are_not_served_say_so_and_which_are(channel):
     assert raised.value.details().startswith("ModelConfig is not served by Fleet; served: ServerLive, ")
 
 
-async def test_a_draining_front_is_not_ready_and_takes_nothing_new(fronts, kserve, stub):
-    kserve.door.drain()
+async def test_a_draining_front_is_not_ready_and_takes_nothing_new(frontends, kserve, stub):
+    kserve.drain()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -563,8 +561,8 @@ async def test_a_draining_front_is_not_ready_and_takes_nothing_new(fronts, kserv
     assert responses[""][0].infer_response.parameters["error_reason"].string_param == "draining"
 
 
-async def test_without_workers_it_is_live_and_not_ready(fronts, stub, channel):
-    fronts.router.cards = ()
+async def test_without_workers_it_is_live_and_not_ready(frontends, stub, channel):
+    frontends.router.cards = ()
 
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
@@ -573,7 +571,7 @@ async def test_without_workers_it_is_live_and_not_ready(fronts, stub, channel):
         async for told in health.Watch(health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")):
             if told.status == health_pb2.HealthCheckResponse.NOT_SERVING:
                 break
-        fronts.router.cards = (a_model_card(),)
+        frontends.router.cards = (a_model_card(),)
         async for told in health.Watch(health_pb2.HealthCheckRequest()):
             if told.status == health_pb2.HealthCheckResponse.SERVING:
                 break
@@ -589,9 +587,9 @@ async def test_the_service_can_be_found_by_reflection(channel):
     assert b"ModelStreamInfer" in response.file_descriptor_response.file_descriptor_proto[0]
 
 
-async def test_a_port_in_use_is_refused_with_its_address(fronts, kserve):
+async def test_a_port_in_use_is_refused_with_its_address(frontends, kserve):
     with pytest.raises(ConfigurationRefused, match=kserve.address):
-        async with open_kserve_frontend(kserve.address, fronts.generation, SimpleNamespace(), max_held_bytes=1):
+        async with KserveFrontend.open(kserve.address, frontends.generation, SimpleNamespace(), max_held_bytes=1):
             pass
 
 

@@ -1,4 +1,4 @@
-"""The HTTP front as OpenAI's own client sees it."""
+"""Tests of the HTTP frontend with OpenAI's own client."""
 
 import asyncio
 
@@ -18,20 +18,20 @@ TEXT = "the quick brown fox: Größe 漢字 🎉!"
 
 
 @pytest.fixture
-async def client(fronts: Frontends):
-    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+async def client(frontends: Frontends):
+    async with openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
-async def test_a_chat_is_rendered_by_the_template_answered_whole_and_counted(fronts, client):
-    answer = fronts.will_answer(TEXT, then=[EOS])
+async def test_chat_is_rendered_answered_and_counted(frontends, client):
+    answer = frontends.will_answer(TEXT, then=[EOS])
 
     completion = await client.chat.completions.create(model="tiny", messages=MESSAGES)
 
     choice = completion.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
-    arrived = fronts.router.submitted[0]
-    assert fronts.codec.decoder().add(token_ids(arrived.tokens)) == "system: be briefuser: Größe?assistant: "
+    arrived = frontends.router.submitted[0]
+    assert frontends.codec.decoder().add(token_ids(arrived.tokens)) == "system: be briefuser: Größe?assistant: "
     prompt_tokens = len(arrived.tokens) // 4
     assert completion.usage.prompt_tokens == prompt_tokens
     assert completion.usage.completion_tokens == len(answer)
@@ -41,8 +41,8 @@ async def test_a_chat_is_rendered_by_the_template_answered_whole_and_counted(fro
     assert completion.fleet["kv"][0]["worker_id"] == "w1"
 
 
-async def test_a_streamed_chat_ends_with_its_usage(fronts, client):
-    answer = fronts.will_answer(TEXT, then=[EOS])
+async def test_a_streamed_chat_ends_with_its_usage(frontends, client):
+    answer = frontends.will_answer(TEXT, then=[EOS])
 
     stream = await client.chat.completions.create(
         model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -58,8 +58,8 @@ async def test_a_streamed_chat_ends_with_its_usage(fronts, client):
     assert chunks[-1].choices == []
 
 
-async def test_the_clients_own_accumulation_of_a_chat_stream_is_the_text(fronts, client):
-    fronts.will_answer(TEXT, then=[EOS])
+async def test_accumulated_chat_stream_is_the_text(frontends, client):
+    frontends.will_answer(TEXT, then=[EOS])
 
     async with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
         completion = await stream.get_final_completion()
@@ -67,8 +67,8 @@ async def test_the_clients_own_accumulation_of_a_chat_stream_is_the_text(fronts,
     assert completion.choices[0].message.content == TEXT
 
 
-async def test_completions_take_text_and_tokens(fronts, client):
-    answer = fronts.will_answer(TEXT)
+async def test_completions_take_text_and_tokens(frontends, client):
+    answer = frontends.will_answer(TEXT)
     tokens = [1, 2, 3, 400]
 
     by_text = await client.completions.create(model="tiny", prompt="once", max_tokens=len(answer))
@@ -77,11 +77,11 @@ async def test_completions_take_text_and_tokens(fronts, client):
     assert (by_text.choices[0].text, by_text.choices[0].finish_reason) == (TEXT, "length")
     assert by_tokens.usage.prompt_tokens == 4
     assert by_tokens.usage.completion_tokens == 3
-    assert token_ids(fronts.router.submitted[1].tokens) == tokens
+    assert token_ids(frontends.router.submitted[1].tokens) == tokens
 
 
-async def test_a_streamed_completion_arrives_piece_by_piece_with_its_end(fronts, client):
-    fronts.will_answer(TEXT)
+async def test_streamed_completion_arrives_in_pieces_with_its_end(frontends, client):
+    frontends.will_answer(TEXT)
 
     stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
     chunks = [chunk async for chunk in stream]
@@ -90,8 +90,8 @@ async def test_a_streamed_completion_arrives_piece_by_piece_with_its_end(fronts,
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
 
 
-async def test_completions_have_16_tokens_unless_told_otherwise(fronts, client):
-    fronts.will_answer(TEXT)
+async def test_completions_have_16_tokens_unless_told_otherwise(frontends, client):
+    frontends.will_answer(TEXT)
 
     completion = await client.completions.create(model="tiny", prompt="once")
 
@@ -99,17 +99,17 @@ async def test_completions_have_16_tokens_unless_told_otherwise(fronts, client):
 
 
 @pytest.mark.parametrize("stop", ["fox", ["dog", "fox"]])
-async def test_a_stop_string_ends_the_text_before_it(fronts, client, stop):
-    fronts.will_answer(TEXT)
+async def test_a_stop_string_ends_the_text_before_it(frontends, client, stop):
+    frontends.will_answer(TEXT)
 
     completion = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stop=stop)
 
     assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("the quick brown ", "stop")
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_sampling_and_fleets_options_arrive(fronts, client):
-    fronts.will_answer("x")
+async def test_sampling_and_fleets_options_arrive(frontends, client):
+    frontends.will_answer("x")
 
     completion = await client.completions.create(
         model="tiny",
@@ -131,16 +131,16 @@ async def test_sampling_and_fleets_options_arrive(fronts, client):
         },
     )
 
-    arrived = fronts.router.submitted[0]
+    arrived = frontends.router.submitted[0]
     assert (arrived.sampling.temperature, arrived.sampling.top_p, arrived.sampling.seed) == (0.5, 0.9, 7)
     assert (arrived.sampling.top_k, arrived.priority, arrived.session) == (3, 5, "s")
     assert (arrived.placement, len(arrived.salt)) == ("aggregated", 32)
-    assert completion.fleet["token_ids"] == fronts.router.answer
+    assert completion.fleet["token_ids"] == frontends.router.answer
 
 
-async def test_log_probabilities_are_those_of_the_engine_in_all_three_forms(fronts, client):
-    answer = fronts.will_answer("the fox")
-    fronts.router.logprobs = [Logprobs(-0.25, (token, 5), (-0.25, -3.0)) for token in answer]
+async def test_log_probabilities_match_the_engine_in_all_three_forms(frontends, client):
+    answer = frontends.will_answer("the fox")
+    frontends.router.logprobs = [Logprobs(-0.25, (token, 5), (-0.25, -3.0)) for token in answer]
 
     chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2)
     completion = await client.completions.create(model="tiny", prompt="once", logprobs=2)
@@ -185,12 +185,12 @@ async def test_models_are_listed_and_found(client):
         ({"extra_body": {"fleet": {"tenant": "t" * 300}}}, openai.BadRequestError, "fleet.tenant"),
     ],
 )
-async def test_bad_input_is_a_typed_error_that_names_the_field(fronts, client, fields, error, param):
+async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, client, fields, error, param):
     with pytest.raises(error) as raised:
         await client.completions.create(**{"model": "tiny", "prompt": "once", **fields})
 
     assert (raised.value.param, raised.value.type) == (param, "invalid_request_error")
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ async def test_bad_input_is_a_typed_error_that_names_the_field(fronts, client, f
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_refusals_have_their_status_also_when_streaming(fronts, client, reason, error, status, stream):
-    fronts.router.refuse = RequestRejected(reason, "no", retry_after_ms=1500)
+async def test_refusals_have_their_status_also_when_streaming(frontends, client, reason, error, status, stream):
+    frontends.router.refuse = RequestRejected(reason, "no", retry_after_ms=1500)
 
     with pytest.raises(error) as raised:
         await client.completions.create(model="tiny", prompt="once", stream=stream)
@@ -215,9 +215,9 @@ async def test_refusals_have_their_status_also_when_streaming(fronts, client, re
     assert len(raised.value.request_id) == 32
 
 
-async def test_a_failure_in_the_middle_of_a_stream_is_an_error_of_the_client(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.break_after = 3
+async def test_failure_during_a_stream_is_an_error_of_the_client(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.break_after = 3
 
     stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
 
@@ -226,19 +226,19 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_error_of_the_client(fro
             pass
 
 
-async def test_closing_a_stream_cancels_the_request(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 2
+async def test_closing_a_stream_cancels_the_request(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 2
     stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
     await anext(aiter(stream))
 
     await stream.close()
 
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_many_at_a_time_get_an_answer_each(fronts, client):
-    fronts.will_answer(TEXT)
+async def test_many_at_a_time_get_an_answer_each(frontends, client):
+    frontends.will_answer(TEXT)
 
     async def one() -> str:
         stream = await client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
@@ -250,11 +250,11 @@ async def test_many_at_a_time_get_an_answer_each(fronts, client):
     assert {task.result() for task in running} == {TEXT}
 
 
-async def test_the_synchronous_client_gets_the_same(fronts):
-    fronts.will_answer(TEXT)
+async def test_the_synchronous_client_gets_the_same(frontends):
+    frontends.will_answer(TEXT)
 
     def use() -> tuple[str, str]:
-        with openai.OpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             whole = client.chat.completions.create(model="tiny", messages=MESSAGES)
             stream = client.completions.create(model="tiny", prompt="once", max_tokens=100, stream=True)
             return whole.choices[0].message.content, "".join(chunk.choices[0].text for chunk in stream)

@@ -1,4 +1,4 @@
-"""Whatever a client sends to the HTTP port, it gets an answer of the documented kind or a closed connection."""
+"""Fuzz tests of the HTTP port: every input gets a documented answer or a closed connection."""
 
 import asyncio
 import json
@@ -30,16 +30,16 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @contextmanager
 def serving(model_dir):
-    """Fronts on a loop in a thread of their own; yields the HTTP addresses, of one with models and of one before a foreign server."""
+    """Run frontends on an event loop in a thread; yield the HTTP addresses, one with models and one in front of an external backend."""
     started: list[str] = []
     foreign = OpenAiServer()
     ready, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         await foreign.start()
-        async with open_frontends(model_dir) as fronts, a_relay(foreign, seconds=3600) as relay:
-            fronts.will_answer("An answer.")
-            started.extend((fronts.http.address, relay.http.address))
+        async with open_frontends(model_dir) as frontends, a_relay(foreign, seconds=3600) as relay:
+            frontends.will_answer("An answer.")
+            started.extend((frontends.http.address, relay.http.address))
             loops.append(asyncio.get_running_loop())
             ready.set()
             await stop.wait()
@@ -74,19 +74,17 @@ KINDS = [
     (name, mode)
     for name, operation in OPERATIONS.items()
     for mode in GenerationMode
-    if operation.body or mode is GenerationMode.POSITIVE  # else nothing can be wrong
+    if operation.body or mode is GenerationMode.POSITIVE  # otherwise nothing can be wrong
 ]
 
 
 @pytest.mark.parametrize(("name", "mode"), KINDS)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_the_document_allows_or_forbids_is_answered_as_documented(addresses, name, mode, data):
+def test_documented_and_invalid_requests_get_documented_answers(addresses, name, mode, data):
     case = data.draw(OPERATIONS[name].as_strategy(generation_mode=mode))
     answer = case.call(base_url=f"http://{addresses[name == EMBEDDINGS]}", timeout=60)
-    unmet = (
-        answer.status_code == 503 and answer.json()["error"].get("cause") == "no_label"
-    )  # as the document allows to ask for
+    unmet = answer.status_code == 503 and answer.json()["error"].get("cause") == "no_label"  # as the document allows
     case.validate_response(answer, checks=[each for each in CHECKS if not (unmet and each is not_a_server_error)])
 
 
@@ -98,7 +96,7 @@ def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
 
 
 def answered(address: str, sent: bytes) -> bytes:
-    """All that comes back until the server closes, or has nothing more to say."""
+    """Return everything until the server closes or is done."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(sent)
@@ -138,7 +136,7 @@ FRAGMENTS = st.sampled_from(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.one_of(FRAGMENTS, st.binary(max_size=40)), max_size=10).map(b"".join))
-def test_bytes_that_are_no_request_get_an_http_error_or_a_closed_connection_and_harm_nobody(address, sent):
+def test_random_bytes_get_an_http_error_or_a_closed_connection(address, sent):
     got = answered(address, sent)
     assert got == b"" or got.startswith(b"HTTP/1.1 ")
     assert b"HTTP/1.1 500" not in got

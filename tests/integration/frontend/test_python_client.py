@@ -1,4 +1,4 @@
-"""Our own client, against a front."""
+"""Tests of our Python client against a frontend."""
 
 import asyncio
 import socket
@@ -37,13 +37,13 @@ TEXT = "the quick brown fox: Größe 漢字 🎉!"
 
 
 @pytest.fixture
-async def client(fronts):
-    async with AsyncClient(fronts.grpc.address) as client:
+async def client(frontends):
+    async with AsyncClient(frontends.grpc.address) as client:
         yield client
 
 
-async def test_a_stream_gives_deltas_and_then_the_result(fronts, client):
-    answer = fronts.will_answer(TEXT, then=[EOS])
+async def test_a_stream_gives_deltas_and_then_the_result(frontends, client):
+    answer = frontends.will_answer(TEXT, then=[EOS])
 
     async with client.generate("once", max_tokens=100, request_id="mine") as stream:
         with pytest.raises(RuntimeError, match="not ended"):
@@ -65,42 +65,42 @@ async def test_a_stream_gives_deltas_and_then_the_result(fronts, client):
     [[{"role": "user", "content": "hi"}], (ChatMessage(role="user", content="hi"),)],
     ids=["mapping", "struct"],
 )
-async def test_a_conversation_is_a_prompt(fronts, client, prompt):
-    fronts.will_answer(TEXT)
+async def test_a_conversation_is_a_prompt(frontends, client, prompt):
+    frontends.will_answer(TEXT)
 
     await client.complete(prompt)
 
-    assert fronts.codec.decoder().add(token_ids(fronts.router.submitted[0].tokens)) == "user: hiassistant: "
+    assert frontends.codec.decoder().add(token_ids(frontends.router.submitted[0].tokens)) == "user: hiassistant: "
 
 
-async def test_a_form_arrives_and_one_that_is_none_is_named(fronts, client):
-    fronts.will_answer(TEXT)
+async def test_a_form_arrives_and_one_that_is_none_is_named(frontends, client):
+    frontends.will_answer(TEXT)
 
     await client.complete("x", form=Choice(("a", "b")))
 
-    assert fronts.router.submitted[0].sampling.form == Choice(("a", "b"))
+    assert frontends.router.submitted[0].sampling.form == Choice(("a", "b"))
     with pytest.raises(InvalidRequest, match=r"sampling\.form: must be AnyObject") as raised:
         await client.complete("x", form="[a-z]")
     assert raised.value.field == "sampling.form"
 
 
-async def test_tools_and_their_calls_arrive_or_are_refused_by_name(fronts, client):
-    fronts.will_answer(TEXT)
+async def test_tools_and_their_calls_arrive_or_are_refused_by_name(frontends, client):
+    frontends.will_answer(TEXT)
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
     with pytest.raises(InvalidRequest) as raised:
         await client.complete(conversation)
-    assert raised.value.field == "chat.messages[1].tool_calls"  # the template of this model knows none
+    assert raised.value.field == "chat.messages[1].tool_calls"  # this model's template supports no tool calls
     for prompt, field in ((conversation[:1], "chat.tools"), ("x", "chat.tools")):
         with pytest.raises(InvalidRequest) as raised:
             await client.complete(prompt, tools=[{"type": "function", "function": {"name": "f"}}])
         assert raised.value.field == field
 
 
-async def test_token_ids_are_a_prompt_and_options_arrive(fronts, client):
-    answer = fronts.will_answer("the fox")
-    fronts.router.logprobs = [Logprobs(-0.5, (token,), (-0.5,)) for token in answer]
+async def test_token_ids_are_a_prompt_and_options_arrive(frontends, client):
+    answer = frontends.will_answer("the fox")
+    frontends.router.logprobs = [Logprobs(-0.5, (token,), (-0.5,)) for token in answer]
 
     result = await client.complete(
         [5, 6, 7],
@@ -113,15 +113,15 @@ async def test_token_ids_are_a_prompt_and_options_arrive(fronts, client):
         placement=Placement.AGGREGATED,
     )
 
-    arrived = fronts.router.submitted[0]
+    arrived = frontends.router.submitted[0]
     assert token_ids(arrived.tokens) == [5, 6, 7]
     assert (arrived.sampling.temperature, arrived.sampling.seed, arrived.sampling.logprobs) == (0, 3, 1)
     assert (arrived.placement, len(arrived.salt), 9 in arrived.sampling.stop_token_ids) == ("aggregated", 32, True)
     assert [logprobs.top_ids for logprobs in result.logprobs] == [(token,) for token in answer]
 
 
-async def test_text_held_back_to_the_end_is_a_delta_too(fronts, client):
-    fronts.will_answer("the fox")
+async def test_text_held_back_to_the_end_is_a_delta_too(frontends, client):
+    frontends.will_answer("the fox")
 
     async with client.generate("once", stop=["x!"]) as stream:
         text = "".join([delta.text async for delta in stream])
@@ -129,25 +129,25 @@ async def test_text_held_back_to_the_end_is_a_delta_too(fronts, client):
     assert text == stream.result.text == "the fox"
 
 
-async def test_models_and_status_are_those_of_the_router(fronts, client):
+async def test_models_and_status_are_those_of_the_router(frontends, client):
     assert [model.name for model in await client.models()] == ["tiny"]
     status = await client.status()
     assert (status.router.models, status.store) == (("tiny",), None)
 
 
-async def test_leaving_a_stream_cancels_it(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_leaving_a_stream_cancels_it(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
 
     async with client.generate("once") as stream:
         await anext(stream)
 
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_cancelling_a_stream_is_told_from_the_cancellation_of_its_task(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_cancelled_stream_differs_from_cancelled_task(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
     stream = client.generate("once")
     await anext(stream)
     asyncio.get_running_loop().call_later(0.05, stream.cancel)
@@ -156,21 +156,21 @@ async def test_cancelling_a_stream_is_told_from_the_cancellation_of_its_task(fro
 
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(client.complete("twice"))
-        await fronts.router.until(fronts.router.submitted, 2)
+        await frontends.router.until(frontends.router.submitted, 2)
         task.cancel()
     assert task.cancelled()
-    await fronts.router.until(fronts.router.cancelled, 2)
+    await frontends.router.until(frontends.router.cancelled, 2)
 
 
-async def test_a_timeout_is_a_deadline_exceeded(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_a_timeout_is_a_deadline_exceeded(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
 
-    while not fronts.router.submitted:  # on a busy machine, the time may pass before it is sent
+    while not frontends.router.submitted:  # a busy machine may reach the timeout before it sends the request
         with pytest.raises(DeadlineExceeded):
             await client.complete("once", timeout_seconds=0.2)
 
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
     with pytest.raises(DeadlineExceeded):
         await client.complete("once", timeout_seconds=-1)
 
@@ -192,18 +192,18 @@ async def test_a_timeout_is_a_deadline_exceeded(fronts, client):
         ("\ud800", {}, InvalidRequest, "text"),
     ],
 )
-async def test_a_wrong_request_says_which_field(fronts, client, prompt, options, error, field):
+async def test_a_wrong_request_says_which_field(frontends, client, prompt, options, error, field):
     with pytest.raises(error) as raised:
         await client.complete(prompt, **options)
 
     assert type(raised.value) is error
     assert raised.value.field == field
     assert raised.value.message.startswith(field)
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
-async def test_what_may_be_tried_again_says_when(fronts, client):
-    fronts.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
+async def test_retryable_error_says_when_to_retry(frontends, client):
+    frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(Unavailable) as raised:
         await client.complete("once")
@@ -211,8 +211,8 @@ async def test_what_may_be_tried_again_says_when(fronts, client):
     assert (raised.value.reason, raised.value.retry_after_seconds) == (Reason.QUEUE_FULL, 1.5)
 
 
-async def test_a_client_reads_why_no_worker_could_be_chosen(fronts, client):
-    fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "no", cause="no_label")
+async def test_a_client_reads_why_no_worker_could_be_chosen(frontends, client):
+    frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "no", cause="no_label")
 
     with pytest.raises(Unavailable) as raised:
         await client.complete("once")
@@ -220,9 +220,9 @@ async def test_a_client_reads_why_no_worker_could_be_chosen(fronts, client):
     assert (raised.value.reason, raised.value.cause) == (Reason.NO_WORKER, "no_label")
 
 
-async def test_a_stream_that_breaks_raises_after_its_deltas(fronts, client):
-    fronts.will_answer(TEXT)
-    fronts.router.break_after = 2
+async def test_a_stream_that_breaks_raises_after_its_deltas(frontends, client):
+    frontends.will_answer(TEXT)
+    frontends.router.break_after = 2
     stream = client.generate("once")
     deltas = [await anext(stream), await anext(stream)]
 
@@ -235,7 +235,7 @@ async def test_a_stream_that_breaks_raises_after_its_deltas(fronts, client):
 
 async def test_a_server_that_is_not_there_is_unavailable():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # nobody listens
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with AsyncClient(address) as client:
             with pytest.raises(Unavailable) as raised:
@@ -245,23 +245,23 @@ async def test_a_server_that_is_not_there_is_unavailable():
                 await client.models()
 
 
-async def test_closing_the_client_ends_its_streams(fronts):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
-    client = AsyncClient(fronts.grpc.address)
+async def test_closing_the_client_ends_its_streams(frontends):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
+    client = AsyncClient(frontends.grpc.address)
     stream = client.generate("once")
     await anext(stream)
 
     await client.close()
 
-    await fronts.router.until(fronts.router.cancelled)
+    await frontends.router.until(frontends.router.cancelled)
 
 
-async def test_the_synchronous_client_does_the_same(fronts):
-    answer = fronts.will_answer(TEXT, then=[EOS])
+async def test_the_synchronous_client_does_the_same(frontends):
+    answer = frontends.will_answer(TEXT, then=[EOS])
 
     def use() -> None:
-        with Client(fronts.grpc.address) as client:
+        with Client(frontends.grpc.address) as client:
             with client.generate("once", max_tokens=100) as stream:
                 text = "".join(delta.text for delta in stream)
             assert text == stream.result.text == TEXT
@@ -275,23 +275,23 @@ async def test_the_synchronous_client_does_the_same(fronts):
     await asyncio.to_thread(use)
 
 
-async def test_the_synchronous_client_cancels_and_times_out(fronts):
-    fronts.will_answer(TEXT)
-    fronts.router.hold_after = 1
+async def test_the_synchronous_client_cancels_and_times_out(frontends):
+    frontends.will_answer(TEXT)
+    frontends.router.hold_after = 1
 
     def use() -> None:
-        with Client(fronts.grpc.address) as client:
+        with Client(frontends.grpc.address) as client:
             stream = client.generate("once")
             next(stream)
             threading.Timer(0.05, stream.cancel).start()
             with pytest.raises(Cancelled):
                 next(stream)
-            while len(fronts.router.submitted) < 2:
+            while len(frontends.router.submitted) < 2:
                 with pytest.raises(DeadlineExceeded):
                     client.complete("twice", timeout_seconds=0.2)
 
     await asyncio.to_thread(use)
-    await fronts.router.until(fronts.router.cancelled, 2)
+    await frontends.router.until(frontends.router.cancelled, 2)
 
 
 def test_every_reason_is_an_error_that_says_what_to_do():

@@ -1,4 +1,4 @@
-"""Limits that routers share in a real Redis."""
+"""Tests of tenant limits that routers share in a real Redis."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LIMITS = {name: TenantSettings(requests_per_minute=10, tokens_per_minute=1000) f
 
 
 class StoppedClock:
-    """A clock that stands still until it is told, so that buckets fill in Redis only."""
+    """A stopped clock, so that buckets fill only in Redis."""
 
     def __init__(self):
         self.seconds = 0
@@ -57,15 +57,15 @@ async def test_two_routers_together_let_in_what_one_would(redis):
             admitted += (one, other)[number % 2].admits()
             await one.shared.exchange()
             await other.shared.exchange()
-        assert 10 <= admitted <= 11  # Redis's own clock goes on meanwhile
+        assert 10 <= admitted <= 11  # Redis's own clock goes on
 
 
-async def test_what_was_taken_while_redis_was_away_is_told_when_it_is_back(tmp_path, redis):
+async def test_usage_while_redis_was_away_is_reported_later(tmp_path, redis):
     async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         assert all(one.admits(tokens=100) for _ in range(4))
         await one.shared.exchange()
         with redis.client() as client:
-            client.config_set("maxmemory", "1")  # it refuses to write from now on
+            client.config_set("maxmemory", "1")  # Redis rejects writes from now on
             client.config_set("maxmemory-policy", "noeviction")
             assert all(one.admits(tokens=100) for _ in range(4))
             await one.shared.exchange()
@@ -76,7 +76,7 @@ async def test_what_was_taken_while_redis_was_away_is_told_when_it_is_back(tmp_p
         await other.shared.exchange()
         left = other.tenants.admit("acme", 1, START)
 
-    assert left.requests.remaining == 0  # eight, and its own two
+    assert left.requests.remaining == 0  # eight, and two of its own
     assert 195 <= left.tokens.remaining <= 210
 
 
@@ -87,7 +87,7 @@ async def test_a_router_goes_on_by_itself_without_redis():
         assert not alone.admits()
 
 
-async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_full(redis):
+async def test_idle_tenant_expires_in_redis_when_its_buckets_are_full(redis):
     async with LimitedRouter(redis.url) as one:
         one.admits(tokens=500)
         await one.shared.exchange()
@@ -95,7 +95,7 @@ async def test_a_tenant_that_is_idle_is_forgotten_in_redis_once_its_buckets_are_
             assert 29 <= client.ttl("fleet/tenants/acme") <= 32  # half of the tokens, half a minute
 
 
-async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the_routers(redis):
+async def test_restarted_redis_learns_the_balances_from_routers(redis):
     async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other, LimitedRouter(redis.url) as ignorant:
         assert all(router.admits() for router in (one, other, one, other, one, other))
         for router in (one, other, one):
@@ -103,7 +103,7 @@ async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the
         redis.kill()
         redis.start()
         for router in (ignorant, one, other):
-            await router.shared.exchange()  # finds its connection broken, or has nothing to say
+            await router.shared.exchange()  # it finds its connection broken, or has nothing to send
 
         ignorant.admits()
         for router in (ignorant, one, other) * 3:
@@ -112,7 +112,7 @@ async def test_a_redis_that_was_started_again_empty_learns_what_is_left_from_the
         assert [sum(router.admits() for _ in range(30)) for router in (one, other, ignorant)] == [3, 3, 3]
 
 
-async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_limits_are_shared(redis, caplog):
+async def test_tenant_with_a_broken_key_is_limited_locally(redis, caplog):
     async with LimitedRouter(redis.url) as one, LimitedRouter(redis.url) as other:
         with redis.client() as client:
             client.set("fleet/tenants/acme", "somebody else's")
@@ -138,7 +138,7 @@ async def test_a_tenant_whose_key_is_spoilt_goes_on_by_itself_and_the_others_lim
         assert sum(other.admits() for _ in range(30)) == 0
 
 
-async def test_a_tenant_does_not_pay_twice_for_what_it_had_while_redis_was_long_away(redis):
+async def test_tenant_does_not_pay_twice_after_a_long_outage(redis):
     async with LimitedRouter(redis.url) as one:
         redis.kill()
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""What is refused or left leaves nothing in memory: cycles of objects would, until the collector comes, and a body can have 8 MiB."""
+"""Tests that rejected and abandoned requests leave no reference cycles, which would keep bodies of up to 8 MiB in memory."""
 
 import gc
 from contextlib import asynccontextmanager
@@ -8,13 +8,13 @@ import pytest
 
 from fleet.core.errors import RequestRejected
 from fleet.core.requests import GenerateRequest
-from fleet.frontend.kserve.service import open_kserve_frontend
+from fleet.frontend.kserve.service import KserveFrontend
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.v1 import inference_pb2 as pb
 from fleet.v1 import inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
 from tests.support.backends.openai_servers import MODEL, OpenAiServer, a_relay
 from tests.support.frontend.frontends import open_frontends
-from tests.support.frontend.http_clients import connected, post
+from tests.support.frontend.http_clients import post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -23,13 +23,13 @@ KEPT = (RequestRejected, GenerateRequest, RelayedRequest)
 
 
 def kept():
-    """Made since the collector was stopped."""
+    """Return the objects made since the collector was stopped."""
     return [each for each in gc.get_objects(generation=0) if isinstance(each, KEPT)]
 
 
 @asynccontextmanager
 async def without_collector():
-    """All that is refused within goes by itself."""
+    """Check that everything rejected inside is freed without the collector."""
     gc.collect()
     gc.disable()
     try:
@@ -44,8 +44,8 @@ WRONG = [{"stop": [""]}, {"model": "other"}, {"prompt": ""}, {"temperature": -1}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wrong", WRONG, ids=[next(iter(each)) for each in WRONG])
-async def test_over_http(model_dir, wrong, stream):
-    async with open_frontends(model_dir) as fronts, connected(fronts) as peer, without_collector():
+async def test_rejected_http_request_leaves_no_cycle(model_dir, wrong, stream):
+    async with open_frontends(model_dir) as frontends, raw_http_client(frontends) as peer, without_collector():
         await peer.send(post("/v1/completions", {"prompt": "x", "stream": stream, **wrong}))
         assert (await peer.answer())[0] in (400, 404)
 
@@ -55,18 +55,18 @@ async def test_over_http(model_dir, wrong, stream):
     [{"model": "other"}, {"fleet": {"priority": 1000}}, {"fleet": {"pin": "nobody"}}],
     ids=["model", "fleet", "pin"],
 )
-async def test_in_front_of_a_foreign_server(wrong):
+async def test_rejected_relay_request_leaves_no_cycle(wrong):
     server = OpenAiServer()
     await server.start()
-    async with a_relay(server) as world, connected(world) as peer, without_collector():
+    async with a_relay(server) as world, raw_http_client(world) as peer, without_collector():
         await peer.send(post("/v1/completions", {"prompt": "x", "model": MODEL, **wrong}))
         assert (await peer.answer())[0] >= 400
     await server.stop()
 
 
 @pytest.mark.parametrize("asked", [{"stop": [""]}, {"model": "other"}, {"text": ""}], ids=["stop", "model", "text"])
-async def test_over_grpc(model_dir, asked):
-    async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
+async def test_rejected_grpc_request_leaves_no_cycle(model_dir, asked):
+    async with open_frontends(model_dir) as frontends, grpc.aio.insecure_channel(frontends.grpc.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         async with without_collector():
             with pytest.raises(grpc.aio.AioRpcError):
@@ -75,7 +75,7 @@ async def test_over_grpc(model_dir, asked):
 
 
 @pytest.mark.parametrize("name", ["tiny", "other"])
-async def test_over_kserve(model_dir, name):
+async def test_rejected_kserve_request_leaves_no_cycle(model_dir, name):
     tensor = kserve_pb2.ModelInferRequest.InferInputTensor(
         name="text_input",
         datatype="BYTES",
@@ -84,10 +84,8 @@ async def test_over_kserve(model_dir, name):
     )
     message = kserve_pb2.ModelInferRequest(model_name=name, inputs=[tensor])
     async with (
-        open_frontends(model_dir) as fronts,
-        open_kserve_frontend(
-            "127.0.0.1:0", fronts.generation, fronts.generation._clock, max_held_bytes=1 << 30
-        ) as kserve,
+        open_frontends(model_dir) as frontends,
+        KserveFrontend.open("127.0.0.1:0", frontends.generation, frontends.clock, max_held_bytes=1 << 30) as kserve,
         grpc.aio.insecure_channel(kserve.address) as channel,
     ):
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -99,24 +97,24 @@ async def test_over_kserve(model_dir, name):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whose_client_has_gone_over_http(model_dir, stream):
-    async with open_frontends(model_dir) as fronts, without_collector():
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 1
-        async with connected(fronts) as peer:
+async def test_abandoned_http_request_leaves_no_cycle(model_dir, stream):
+    async with open_frontends(model_dir) as frontends, without_collector():
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 1
+        async with raw_http_client(frontends) as peer:
             await peer.send(post("/v1/completions", {"prompt": "x", "stream": stream}))
-            await fronts.router.until(fronts.router.submitted)
-        await fronts.router.until(fronts.router.cancelled)
+            await frontends.router.until(frontends.router.submitted)
+        await frontends.router.until(frontends.router.cancelled)
 
 
 @pytest.mark.parametrize("seconds", [None, 1.0], ids=["cancelled", "late"])
-async def test_that_its_client_gives_up_over_grpc(model_dir, seconds):
-    async with open_frontends(model_dir) as fronts, grpc.aio.insecure_channel(fronts.grpc.address) as channel:
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 1
+async def test_cancelled_grpc_request_leaves_no_cycle(model_dir, seconds):
+    async with open_frontends(model_dir) as frontends, grpc.aio.insecure_channel(frontends.grpc.address) as channel:
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 1
         async with without_collector():
             call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="x"), timeout=seconds)
             await call.read()
             if seconds is None:
                 call.cancel()
-            await fronts.router.until(fronts.router.cancelled)
+            await frontends.router.until(frontends.router.cancelled)

@@ -1,4 +1,4 @@
-"""What clients may say about a request reaches the router, over both protocols."""
+"""Tests of request hints over both protocols."""
 
 import openai
 import pytest
@@ -13,31 +13,31 @@ HINTS = {"session": "s1", "priority": 3, "expected_tokens": 500, "pin": "w1", "l
 
 
 @pytest.fixture
-async def fronts(model_dir):
-    async with open_frontends(model_dir) as fronts:
-        fronts.will_answer("An answer.")
-        yield fronts
+async def frontends(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("An answer.")
+        yield frontends
 
 
-def heard(fronts):
-    (arrived,) = fronts.router.submitted
+def heard(frontends):
+    (arrived,) = frontends.router.submitted
     return {name: getattr(arrived, name) for name in HINTS} | {"labels": list(arrived.labels)}
 
 
-async def test_hints_reach_the_router_over_grpc(fronts):
-    async with AsyncClient(fronts.grpc.address) as client:
+async def test_hints_reach_the_router_over_grpc(frontends):
+    async with AsyncClient(frontends.grpc.address) as client:
         await client.complete("A question", max_tokens=4, **HINTS)
-    assert heard(fronts) == HINTS
+    assert heard(frontends) == HINTS
 
 
-async def test_hints_reach_the_router_over_http(fronts):
-    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
+async def test_hints_reach_the_router_over_http(frontends):
+    async with openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0) as client:
         await client.completions.create(model=MODEL, prompt="A question", max_tokens=4, extra_body={"fleet": HINTS})
-    assert heard(fronts) == HINTS
+    assert heard(frontends) == HINTS
 
 
-async def test_a_wrong_one_is_refused_under_the_name_that_the_client_wrote(fronts):
-    async with openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key="none", max_retries=0) as client:
+async def test_invalid_hint_is_rejected_under_the_clients_name(frontends):
+    async with openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key="none", max_retries=0) as client:
         for hint, value in (("labels", ["l"] * 17), ("expected_tokens", -1), ("pin", 7)):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.completions.create(model=MODEL, prompt="A", extra_body={"fleet": {hint: value}})

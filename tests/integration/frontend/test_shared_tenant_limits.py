@@ -1,4 +1,4 @@
-"""Limits of tenants over the processes of one command, without Redis: together they let in what one would."""
+"""Tests of tenant limits over the processes of one command, without Redis: together they admit what one would."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.support.fleet_processes import routers_of, serve
+from tests.support.fleet_processes import routers_of, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
@@ -17,13 +17,13 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.integration
 
 PROCESSES = 3
-TOO_MANY = PROCESSES - 1  # of requests that come at the same moment
-LIMIT = 30  # a minute: half a request a second comes back
+TOO_MANY = PROCESSES - 1  # for requests that arrive at the same moment
+LIMIT = 30  # per minute: half a request per second is refilled
 TOKENS = 40  # of a prompt
 
 
 class LimitedRouters:
-    """`fleet serve router --processes 3` with a worker of its own, and another router that is a foreign server to it."""
+    """A `fleet serve router --processes 3` with its own worker, and another router that uses it as an external backend."""
 
     def __init__(self, folder, sockets, model_dir):
         self.port, self.log = a_free_port(), folder / "routers.log"
@@ -61,7 +61,9 @@ class LimitedRouters:
 
     def _start(self, part, name, settings, *options):
         with (self._folder / f"{name}.log").open("w") as log:
-            process, endpoints = serve(part, settings, self._folder / f"{name}.json", *options, stdout=log, stderr=log)
+            process, endpoints = start_service(
+                part, settings, self._folder / f"{name}.json", *options, stdout=log, stderr=log
+            )
         self._processes.append(process)
         assert endpoints, (self._folder / f"{name}.log").read_text()
         self.endpoints = endpoints
@@ -91,7 +93,7 @@ def cluster(tmp_path_factory, model_dir):
 
 
 def asked(cluster, count, tenant, model="tiny", prompt="x", at_once=True):
-    """How many requests are let in, over a connection each."""
+    """Return how many requests are admitted, each on its own connection."""
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "fleet": {"tenant": tenant}}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -145,7 +147,7 @@ def test_requests_one_by_one_share_a_limit(cluster):
 
 
 def test_tokens_of_prompts_share_a_limit(cluster):
-    """A bucket of tokens is overdrawn by the request that empties it, in each process by one."""
+    """Allow one request per process to overdraw the bucket of tokens."""
     let_in = asked(cluster, PROCESSES * 10, "wordy", prompt="x" * TOKENS)
 
     assert 9 <= let_in <= 10 + PROCESSES

@@ -1,4 +1,4 @@
-"""Tenants at both front doors: keys, limits, and what clients are told about them."""
+"""Tests of tenants at both frontends: keys, limits, and the messages about them."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from fleet.client import AsyncClient, Unauthenticated, Unavailable
 from fleet.core.errors import Reason
-from fleet.frontend.metrics.tenants import TenantMetrics
+from fleet.frontend.metrics.router import TenantMetrics
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import MODEL
 from tests.support.frontend.frontends import open_frontends
@@ -22,14 +22,14 @@ TENANTS = {"acme": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdigest
 
 
 @pytest.fixture
-async def fronts(model_dir):
-    async with open_frontends(model_dir, TENANTS) as fronts:
-        fronts.will_answer("An answer.")
-        yield fronts
+async def frontends(model_dir):
+    async with open_frontends(model_dir, TENANTS) as frontends:
+        frontends.will_answer("An answer.")
+        yield frontends
 
 
-def openai_client(fronts, api_key=KEY):
-    return openai.AsyncOpenAI(base_url=f"{fronts.url}/v1", api_key=api_key, max_retries=0, timeout=60)
+def openai_client(frontends, api_key=KEY):
+    return openai.AsyncOpenAI(base_url=f"{frontends.url}/v1", api_key=api_key, max_retries=0, timeout=60)
 
 
 def page(url: str) -> bytes:
@@ -41,31 +41,31 @@ async def ask(client, **options):
     return await client.completions.with_raw_response.create(model=MODEL, prompt="A question", max_tokens=4, **options)
 
 
-async def test_over_http_a_known_key_is_needed(fronts):
-    async with openai_client(fronts, "sk-wrong") as client:
+async def test_over_http_a_known_key_is_needed(frontends):
+    async with openai_client(frontends, "sk-wrong") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await ask(client)
     assert caught.value.response.headers["www-authenticate"] == "Bearer"
     assert caught.value.body["code"] == "unauthenticated"
-    assert not fronts.router.submitted
+    assert not frontends.router.submitted
 
 
-async def test_over_http_what_is_served_is_told_to_known_keys_and_probes_need_none(fronts):
-    """As OpenAI's API does: 401 without a key. What metrics and probes read stays open, and names no model."""
-    async with openai_client(fronts, "sk-wrong") as stranger:
+async def test_http_status_needs_a_key_and_probes_need_none(frontends):
+    """Answer 401 without a key, like OpenAI's API. Metrics and probes stay open and name no model."""
+    async with openai_client(frontends, "sk-wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.retrieve(MODEL)
-    async with openai_client(fronts) as client:
+    async with openai_client(frontends) as client:
         assert [each.id async for each in await client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
-    assert json.loads(await asyncio.to_thread(page, f"{fronts.url}/health")) == {"status": "ok"}
-    assert await asyncio.to_thread(page, f"{fronts.url}/metrics")
+    assert json.loads(await asyncio.to_thread(page, f"{frontends.url}/health")) == {"status": "ok"}
+    assert await asyncio.to_thread(page, f"{frontends.url}/metrics")
 
 
-async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_says_when(fronts):
-    async with openai_client(fronts) as client:
+async def test_http_answers_show_limits_and_429_says_when_to_retry(frontends):
+    async with openai_client(frontends) as client:
         whole = await ask(client)
         streamed = await ask(client, stream=True)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -74,18 +74,18 @@ async def test_over_http_answers_say_what_is_left_and_the_limit_is_a_429_that_sa
     assert whole.headers["x-ratelimit-limit-requests"] == "2"
     assert 25 <= int(caught.value.response.headers["retry-after"]) <= 30
     assert caught.value.body["code"] == "rate_limited"
-    assert len(fronts.router.submitted) == 2
+    assert len(frontends.router.submitted) == 2
 
 
-async def test_what_a_tenant_has_had_is_on_record(fronts):
-    async with openai_client(fronts) as client:
+async def test_usage_of_a_tenant_is_recorded(frontends):
+    async with openai_client(frontends) as client:
         usages = [(await ask(client)).parse().usage for _ in range(2)]
         with pytest.raises(openai.RateLimitError):
             await ask(client)
 
     record = {
         (sample.labels["tenant"], sample.labels.get("of", "requests")): sample.value
-        for family in TenantMetrics(fronts.generation._tenants.usage).collect()
+        for family in TenantMetrics(frontends.tenants.usage).collect()
         for sample in family.samples
     }
     prompts, answers = (
@@ -95,14 +95,14 @@ async def test_what_a_tenant_has_had_is_on_record(fronts):
     assert min(prompts, answers) > 2
 
 
-async def test_over_grpc_the_same_holds(fronts):
-    async with AsyncClient(fronts.grpc.address) as stranger:
+async def test_over_grpc_the_same_holds(frontends):
+    async with AsyncClient(frontends.grpc.address) as stranger:
         with pytest.raises(Unauthenticated) as refused:
             await stranger.complete("A question", max_tokens=4)
         with pytest.raises(Unauthenticated):
             await stranger.models()
     assert refused.value.field == "authorization"
-    async with AsyncClient(fronts.grpc.address, api_key=KEY) as client:
+    async with AsyncClient(frontends.grpc.address, api_key=KEY) as client:
         for _ in range(2):
             await client.complete("A question", max_tokens=4)
         with pytest.raises(Unavailable) as limited:
@@ -110,4 +110,4 @@ async def test_over_grpc_the_same_holds(fronts):
         assert [model.name for model in await client.models()] == [MODEL]
     assert limited.value.reason is Reason.RATE_LIMITED
     assert 0 < limited.value.retry_after_seconds <= 30
-    assert [arrived.tenant for arrived in fronts.router.submitted] == ["acme", "acme"]
+    assert [arrived.tenant for arrived in frontends.router.submitted] == ["acme", "acme"]

@@ -1,4 +1,4 @@
-"""What an endpoint picker does for a gateway that keeps to the protocol: each rule of it, over a real port."""
+"""Tests of the endpoint picker's protocol with a well-behaved gateway, rule by rule, over a real port."""
 
 import asyncio
 import hashlib
@@ -16,20 +16,29 @@ from fleet.router.messages import WorkerDraining
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import ext_proc_pb2 as pb
 from tests.support.backends.openai_servers import OpenAiServer
-from tests.support.fleet_processes import serve
-from tests.support.gateway.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
+from tests.support.fleet_processes import start_service
+from tests.support.gateway.endpoint_pickers import (
+    D1,
+    D2,
+    EVENT,
+    LONG,
+    ONE_AT_A_TIME,
+    P1,
+    a_joined_endpoint,
+    a_picker_setup,
+)
 from tests.support.gateway.envoy import CHAT, a_completion, a_gateway, a_header_map
 
 pytestmark = pytest.mark.integration
 
 
-# What the protocol asks for
+# Protocol
 
 
-async def test_the_endpoint_is_told_in_a_header_and_in_metadata_alike_and_the_body_goes_on_as_it_came(model_dir):
+async def test_endpoint_is_in_header_and_metadata_and_body_unchanged(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"fallbacks": 0}) as world:
         request = world.request()
-        picked = await request.ask(a_completion())  # which compares the two
+        picked = await request.ask(a_completion())  # this helper compares header and metadata
 
         assert picked.endpoints == ["10.0.0.1:8000"]
         assert (picked.body, picked.headers["content-length"]) == (a_completion(), f"{len(a_completion())}")
@@ -39,7 +48,7 @@ async def test_the_endpoint_is_told_in_a_header_and_in_metadata_alike_and_the_bo
         await request.over()
 
 
-async def test_a_body_in_pieces_is_placed_when_it_is_whole_and_a_long_one_goes_on_in_pieces_that_gateways_take(
+async def test_chunked_body_is_placed_whole_and_forwarded_in_chunks(
     model_dir,
 ):
     body = a_completion() + b" " * 200_000
@@ -68,13 +77,13 @@ async def test_trailers_end_a_body_too(model_dir):
         assert picked.body == a_completion()
 
 
-async def test_a_chat_is_rendered_and_placed_like_one_that_the_router_serves_itself(model_dir):
+async def test_chat_is_placed_like_one_served_by_the_router(model_dir):
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}).encode()
     async with a_picker_setup(model_dir, D1) as world:
         assert (await world.request().ask(body, CHAT)).endpoints == ["10.0.0.1:8000"]
 
 
-async def test_requests_spread_since_each_sees_the_bookings_of_those_before(model_dir):
+async def test_concurrent_requests_see_each_others_reservations(model_dir):
     async with a_picker_setup(model_dir, D1, D2) as world:
         requests = [world.request() for _ in range(4)]
         for number, request in enumerate(requests):
@@ -82,8 +91,10 @@ async def test_requests_spread_since_each_sees_the_bookings_of_those_before(mode
         assert world.booked() == {"d1": 2, "d2": 2}
 
 
-async def test_other_endpoints_follow_the_best_one_for_gateways_that_try_again(model_dir):
-    async with a_picker_setup(model_dir, D1, D2, joined("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}) as world:
+async def test_fallback_endpoints_follow_the_best_one(model_dir):
+    async with a_picker_setup(
+        model_dir, D1, D2, a_joined_endpoint("d3", "10.0.0.3:8000"), picker={"fallbacks": 2}
+    ) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
         assert world.booked() == {f"d{picked.endpoints[0][7]}": 1}
@@ -103,7 +114,9 @@ async def test_only_endpoints_that_the_gateway_allows_are_picked(model_dir, subs
     ["[fd00::2]:8000", "fd00::2:8000", "[fd00:0:0:0:0:0:0:2]:8000", "fd00:0000:0000:0000:0000:0000:0000:0002:8000"],
 )
 async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, written):
-    async with a_picker_setup(model_dir, D1, joined("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}) as world:
+    async with a_picker_setup(
+        model_dir, D1, a_joined_endpoint("d2", "[fd00::2]:8000"), picker={"fallbacks": 0}
+    ) as world:
         request = world.request()
         assert (await request.ask(a_completion(), subset=["[fd00::3]:1", f" {written} "])).endpoints == [
             "[fd00::2]:8000"
@@ -116,7 +129,7 @@ async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, wr
 
 
 @pytest.mark.parametrize("entry", ["", ",", "fd00::2", "[fd00::2", "10.0.0.1:", "10.0.0.1:x", "a" * 100_000])
-async def test_what_is_no_endpoint_allows_none(model_dir, entry):
+async def test_invalid_endpoint_in_a_subset_allows_none(model_dir, entry):
     async with a_picker_setup(model_dir, D1) as world:
         assert (await world.request().ask(a_completion(), subset=[entry])).status == 503
 
@@ -137,7 +150,9 @@ async def test_a_prefill_worker_outside_the_subset_takes_no_part(model_dir):
         assert (await world.request().ask(a_completion(LONG[::-1]))).prefill == "10.0.1.1:8000"
 
 
-@pytest.mark.parametrize("workers", [(), (joined("d1", "unix:/run/d1"),), (joined("d1", "host:80"),), (P1,)])
+@pytest.mark.parametrize(
+    "workers", [(), (a_joined_endpoint("d1", "unix:/run/d1"),), (a_joined_endpoint("d1", "host:80"),), (P1,)]
+)
 async def test_503_when_nothing_is_ready_that_a_gateway_can_reach(model_dir, workers):
     async with a_picker_setup(model_dir, *workers) as world:
         picked = await world.request().ask(a_completion())
@@ -173,16 +188,16 @@ async def test_a_waiting_request_gets_the_place_of_one_that_ends(model_dir):
 
 
 @pytest.mark.parametrize(("address", "endpoints"), [("10.0.0.2:8000", ["10.0.0.2:8000"]), ("unix:/run/d2", [])])
-async def test_a_waiting_request_gets_a_worker_that_joins_if_gateways_can_reach_it(model_dir, address, endpoints):
+async def test_queued_request_gets_a_joining_reachable_worker(model_dir, address, endpoints):
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         _, waiting = await world.one_behind_another()
-        world.router.hear(joined("d2", address))
+        world.router.hear(a_joined_endpoint("d2", address))
         picked = await waiting.picked()
         assert (picked.endpoints, picked.status) == (endpoints, 0 if endpoints else 503)
         assert world.booked() == {"d1": 1} | ({"d2": 1} if endpoints else {})
 
 
-async def test_the_prefill_worker_is_named_for_the_sidecar_and_its_share_ends_with_the_first_token(model_dir):
+async def test_prefill_worker_is_named_and_its_share_ends_early(model_dir):
     async with a_picker_setup(model_dir, D1, P1) as world:
         request = world.request()
         picked = await request.ask(a_completion(LONG))
@@ -197,7 +212,7 @@ async def test_the_prefill_worker_is_named_for_the_sidecar_and_its_share_ends_wi
         await world.idle()
 
 
-async def test_an_answer_passes_as_it_is_and_counts_as_load_until_its_last_byte(model_dir):
+async def test_answer_passes_unchanged_and_counts_until_its_end(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.ask(a_completion([5] * 40, max_tokens=200))
@@ -225,7 +240,7 @@ async def test_trailers_end_an_answer_and_so_do_headers_alone(model_dir):
             await world.idle()
 
 
-async def test_an_answer_that_the_gateway_keeps_to_itself_is_only_waved_on(model_dir):
+async def test_answer_kept_by_the_gateway_is_only_acknowledged(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         modes = pb.ProtocolConfiguration(request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.STREAMED)
@@ -236,7 +251,7 @@ async def test_an_answer_that_the_gateway_keeps_to_itself_is_only_waved_on(model
         await world.idle()
 
 
-async def test_the_endpoint_that_answered_counts_and_not_the_one_that_was_picked(model_dir):
+async def test_endpoint_that_answered_counts_not_the_picked_one(model_dir):
     async with a_picker_setup(model_dir, D1, D2) as world:
         request = world.request()
         picked = await request.ask(a_completion())
@@ -258,10 +273,10 @@ async def test_an_answer_from_elsewhere_takes_up_nobody(model_dir):
         assert await request.answer_goes_on(EVENT) == EVENT
 
 
-async def test_a_request_without_a_body_or_for_another_path_goes_to_the_idlest_and_books_nothing(model_dir):
+async def test_request_without_body_goes_to_the_idlest_worker(model_dir):
     async with a_picker_setup(model_dir, D1, D2, P1) as world:
         busy = await world.request().ask(a_completion())
-        world.router.hear(joined("d3", "10.0.0.3:8000"))
+        world.router.hear(a_joined_endpoint("d3", "10.0.0.3:8000"))
         world.router.hear(WorkerDraining(worker_id=WorkerId("d3")))
         idle = {"10.0.0.1:8000", "10.0.0.2:8000"} - {busy.endpoints[0]}
 
@@ -274,21 +289,21 @@ async def test_a_request_without_a_body_or_for_another_path_goes_to_the_idlest_a
         assert sum(world.booked().values()) == 1
 
 
-async def test_what_gateways_put_before_a_path_is_looked_past(model_dir):
+async def test_path_prefix_of_the_gateway_is_ignored(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         await world.request().ask(a_completion(), "/team-a/v1/completions?api-version=1")
         assert world.booked() == {"d1": 1}
 
 
 async def test_workers_are_reached_on_the_port_where_they_speak_http(model_dir):
-    workers = (joined("d1", "http://10.0.0.1:9999/prefix"), joined("d2", "[fd00::2]:50060"))
+    workers = (a_joined_endpoint("d1", "http://10.0.0.1:9999/prefix"), a_joined_endpoint("d2", "[fd00::2]:50060"))
     async with a_picker_setup(model_dir, *workers, picker={"target_port": 8080}) as world:
         picked = await world.request().ask(a_completion())
         assert sorted(picked.endpoints) == ["10.0.0.1:8080", "[fd00::2]:8080"]
 
 
 class RecordingLeadership:
-    """What the test says of the picker among others."""
+    """Leadership that the test sets."""
 
     def __init__(self) -> None:
         self.leading, self.following, self.resigned = True, False, False
@@ -331,7 +346,7 @@ async def test_health_says_who_lives_and_who_is_ready(model_dir):
         assert (await world.request().ask(a_completion())).endpoints, "gateways hear of it later"
 
 
-async def test_who_watches_liveness_is_told_at_once(model_dir):
+async def test_liveness_watch_is_answered_at_once(model_dir):
     async with a_picker_setup(model_dir) as world:
         watch = HealthStub(world.gateway.channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -367,11 +382,11 @@ async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir)
         await world.idle()
 
 
-async def test_a_router_can_name_itself_where_its_workers_speak_no_http(model_dir):
+async def test_router_can_name_itself_as_the_endpoint(model_dir):
     own = "10.1.1.1:8000"
     async with a_picker_setup(model_dir, picker={"router_endpoint": own}) as world:
         assert (await world.request().ask(a_completion())).status == 503
-        world.router.hear(joined("d1", "unix:/run/d1"))
+        world.router.hear(a_joined_endpoint("d1", "unix:/run/d1"))
         request = world.request()
         await request.head()
         await request.body(b"any", b"thing")
@@ -394,8 +409,8 @@ async def test_keys_of_tenants_are_asked_for_and_their_answers_charged(model_dir
         assert dict(world.tenants.usage())["a"].answer_tokens == 7
 
 
-async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_sent(tmp_path):
-    """`fleet serve router` with `endpoint_picker`, and nothing else between a gateway and two servers."""
+async def test_external_backends_are_picked_by_earlier_prompts(tmp_path):
+    """Run `fleet serve router` with `endpoint_picker` between a gateway and two servers."""
     servers = [OpenAiServer(), OpenAiServer()]
     for server in servers:
         await server.start()
@@ -408,7 +423,7 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
             {"worker_id": f"w{number}", "url": server.url, "model": "mock"} for number, server in enumerate(servers)
         ],
     }
-    process, endpoints = await asyncio.to_thread(serve, "router", config, tmp_path / "router.json")
+    process, endpoints = await asyncio.to_thread(start_service, "router", config, tmp_path / "router.json")
     try:
         address = endpoints["endpoint_picker"]
         prompts = [f"{letter} prompt of its own, " * 40 for letter in "ABCDEF"]
@@ -416,7 +431,7 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
 
             async def ask(prompt):
                 request = gateway.request()
-                # `n` is nothing that our own workers can do: what a server makes of the rest of a body is its own business.
+                # Our own workers do not support `n`; for external backends the rest of a body is their own business.
                 return request, (await request.ask(a_completion(prompt, model="mock", n=2))).endpoints
 
             async with asyncio.timeout(60):
@@ -426,7 +441,7 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
                     joined = len(endpoints)
                     await request.over()
             went = []
-            for together in (True, False):  # at first, so that load spreads them
+            for together in (True, False):  # together first, so that load spreads them
                 open_requests = []
                 for prompt in prompts:
                     request, endpoints = await ask(prompt)
@@ -437,7 +452,7 @@ async def test_servers_that_know_nothing_of_fleet_are_picked_by_what_they_were_s
                             await each.answer_begins()
                             await each.answer_goes_on(EVENT, ends=True)
                         open_requests.clear()
-            async with asyncio.timeout(60):  # another is to be made in time
+            async with asyncio.timeout(60):  # a new connection has to be made in time
                 await gateway.channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert set(went) == {server.url.removeprefix("http://") for server in servers}
         assert went[:6] == went[6:]

@@ -1,4 +1,4 @@
-"""How calls of an endpoint picker end, and what is booked then: gateways that break off, that are wrong, and that do anything."""
+"""Tests of the ends of endpoint picker calls and of their reservations, with gateways that break off or misbehave."""
 
 import asyncio
 import random
@@ -9,17 +9,26 @@ import pytest
 from fleet.core.ids import WorkerId
 from fleet.router.messages import WorkerLeft
 from fleet.v1 import ext_proc_pb2 as pb
-from tests.support.gateway.endpoint_pickers import D1, D2, EVENT, LONG, ONE_AT_A_TIME, P1, a_picker_setup, joined
+from tests.support.gateway.endpoint_pickers import (
+    D1,
+    D2,
+    EVENT,
+    LONG,
+    ONE_AT_A_TIME,
+    P1,
+    a_joined_endpoint,
+    a_picker_setup,
+)
 from tests.support.gateway.envoy import FULL_DUPLEX, a_completion, a_header_map
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
 
-# Whose bookings end when
+# Reservations and their ends
 
 
-async def test_a_worker_that_is_lost_ends_the_booking_and_not_the_answer(model_dir):
+async def test_lost_worker_ends_the_reservation_not_the_answer(model_dir):
     async with a_picker_setup(model_dir, D1, D2) as world:
         request = world.request()
         picked = await request.ask(a_completion())
@@ -29,7 +38,7 @@ async def test_a_worker_that_is_lost_ends_the_booking_and_not_the_answer(model_d
         assert await request.answer_goes_on(EVENT, ends=True) == EVENT
 
 
-async def test_a_gateway_that_tells_nothing_loses_its_booking_and_can_go_on(model_dir):
+async def test_silent_gateway_loses_its_reservation_but_continues(model_dir):
     async with a_picker_setup(model_dir, D1, picker={"lease_seconds": 0.1}) as world:
         request = world.request()
         await request.ask(a_completion())
@@ -67,7 +76,7 @@ PHASES = [at_head, at_body, when_picked, while_answered, when_answered]
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("cut", [True, False], ids=["cancelled", "ended"])
-async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_dir, phase, cut):
+async def test_ended_call_leaves_no_reservation_in_any_phase(model_dir, phase, cut):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await phase(request)
@@ -78,7 +87,7 @@ async def test_a_call_that_ends_leaves_nothing_booked_at_whichever_phase(model_d
         await world.idle()
 
 
-async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue(model_dir):
+async def test_cancelled_call_leaves_the_queue(model_dir):
     async with a_picker_setup(model_dir, ONE_AT_A_TIME, oversubscribe=1.0) as world:
         first, waiting = await world.one_behind_another()
         waiting.call.cancel()
@@ -88,7 +97,7 @@ async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue
         await world.idle()
 
 
-# What is wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -105,7 +114,7 @@ async def test_a_call_that_is_cancelled_while_its_request_waits_leaves_the_queue
         (a_completion(fleet={"pin": "nobody"}), 400, "fleet.pin"),
     ],
 )
-async def test_a_request_that_is_wrong_is_answered_as_the_openai_api_does(model_dir, body, status, param):
+async def test_invalid_request_gets_an_openai_error(model_dir, body, status, param):
     async with a_picker_setup(model_dir, D1) as world:
         picked = await world.request().ask(body)
         assert picked.status == status
@@ -187,7 +196,7 @@ async def status_of(call):
 
 
 @pytest.mark.parametrize("messages", OUT_OF_TURN)
-async def test_messages_out_of_turn_end_the_call_and_leave_nothing_booked(model_dir, messages):
+async def test_out_of_order_messages_end_the_call(model_dir, messages):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         for message in messages or ({},):
@@ -209,7 +218,7 @@ async def test_a_call_with_nothing_in_it_ends(model_dir):
         await world.request().over()
 
 
-async def test_an_answer_of_the_gateways_own_may_come_before_the_request_is_whole(model_dir):
+async def test_gateways_own_answer_may_precede_the_whole_request(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await at_body(request)
@@ -219,7 +228,7 @@ async def test_an_answer_of_the_gateways_own_may_come_before_the_request_is_whol
 
 
 @pytest.mark.parametrize("mode", [pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL, 5, 77])
-async def test_a_gateway_that_keeps_bodies_to_itself_is_told_what_to_set(model_dir, mode):
+async def test_gateway_that_keeps_bodies_is_told_what_to_set(model_dir, mode):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.head(modes=pb.ProtocolConfiguration(request_body_mode=mode))
@@ -228,7 +237,7 @@ async def test_a_gateway_that_keeps_bodies_to_itself_is_told_what_to_set(model_d
         assert "FULL_DUPLEX_STREAMED" in picked.error["message"]
 
 
-async def test_gateways_that_do_not_say_how_they_send_bodies_send_them_both_ways(model_dir):
+async def test_gateways_without_body_mode_send_full_duplex(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         assert (await request.ask(a_completion(), modes=None)).endpoints
@@ -236,7 +245,7 @@ async def test_gateways_that_do_not_say_how_they_send_bodies_send_them_both_ways
         assert await request.answer_goes_on(EVENT) == EVENT
 
 
-async def test_who_only_watches_is_told_nothing_and_books_nothing(model_dir):
+async def test_watching_call_gets_nothing_and_reserves_nothing(model_dir):
     async with a_picker_setup(model_dir, D1) as world:
         request = world.request()
         await request.say(request_headers=HEADERS, observability_mode=True, protocol_config=FULL_DUPLEX)
@@ -245,8 +254,8 @@ async def test_who_only_watches_is_told_nothing_and_books_nothing(model_dir):
         assert world.booked() == {}
 
 
-async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_dir):
-    """Sixty calls side by side, each with a random course and end, while workers come and go."""
+async def test_random_gateway_messages_leave_no_reservation(model_dir):
+    """Run sixty calls side by side with random courses and ends, while workers come and go."""
     chance = random.Random(7)
     bodies = [a_completion([number] * 40) for number in range(5)] + [a_completion(LONG), b"{", b""]
     served = ["", "", "10.0.0.1:8000", "10.0.0.2:8000", "10.9.9.9:1"]
@@ -281,7 +290,7 @@ async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_di
 
     small = {"max_running": 4}
     async with a_picker_setup(
-        model_dir, D1, P1, joined("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
+        model_dir, D1, P1, a_joined_endpoint("d2", "10.0.0.2:8000", **small), picker={"wait_seconds": 0.05}
     ) as world:
         async with asyncio.TaskGroup() as calls:
             for number in range(60):
@@ -289,8 +298,8 @@ async def test_whatever_gateways_send_the_books_are_balanced_in_the_end(model_di
                 if number % 20 == 10:
                     world.router.hear(WorkerLeft(worker_id=WorkerId("d2")))
                     await asyncio.sleep(0.02)
-                    world.router.hear(joined("d2", "10.0.0.2:8000", **small))
+                    world.router.hear(a_joined_endpoint("d2", "10.0.0.2:8000", **small))
         await world.idle()
-        world.router._machine.check()
+        world.machine.check()
         assert world.router.status().counters.ended > 20
         assert not world.selection._bookings

@@ -1,4 +1,4 @@
-"""The select-and-book service over a real port: what it books, and when bookings end."""
+"""Tests of the selection service over a real port: its reservations and their ends."""
 
 import asyncio
 import random
@@ -13,7 +13,8 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerLeft
 from fleet.router.server import RouterServer
@@ -48,7 +49,7 @@ class SelectionSetup:
         await self._stub.Release(pb.ReleaseRequest(lease_id=lease_id), timeout=60)
 
     def booked(self):
-        """Requests and prefill tokens by worker."""
+        """Return requests and prefill tokens by worker."""
         return {
             worker.worker_id: (worker.booked_requests, worker.booked_prefill_tokens)
             for pool in self.server.status().pools
@@ -81,7 +82,7 @@ def decode(worker_id, **fields):
     return worker_id, Role.DECODE, fields
 
 
-async def test_a_selection_is_booked_in_one_step_and_given_back_at_release():
+async def test_selection_reserves_at_once_and_release_frees_it():
     async with a_brain(decode("d1"), decode("d2")) as brain:
         first = await brain.select()
         second = await brain.select(tokens=a_prompt(100, first=5000))
@@ -105,11 +106,11 @@ async def test_callers_that_ask_at_once_see_each_others_bookings():
             for number, prompt in enumerate(prompts):
                 callers.create_task((brain, other)[number % 2].select(tokens=prompt))
 
-        # Each was placed with all before it in the books: who had decided on the same view would have gone to the same worker.
+        # Each placement saw all earlier reservations; equal views would have chosen the same worker.
         assert brain.booked() == {worker_id: (10, 1000) for worker_id, *_ in workers}
 
 
-async def test_the_first_tokens_give_the_prefill_back_and_later_ones_count_as_load():
+async def test_first_tokens_free_prefill_and_later_ones_add_load():
     async with a_brain(decode("d1")) as brain:
         selected = await brain.select()
         await brain.report(selected.lease_id, answer_tokens=1)
@@ -119,7 +120,7 @@ async def test_the_first_tokens_give_the_prefill_back_and_later_ones_count_as_lo
         assert brain.server.status().pools[0].workers[0].booked_blocks == blocks + 2
 
 
-async def test_a_long_prompt_gets_a_pair_and_each_share_is_given_back_in_its_turn():
+async def test_long_prompt_gets_a_pair_and_frees_each_share_in_turn():
     async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
         selected = await brain.select(tokens=LONG, max_tokens=10)
         assert (selected.prefill.worker_id, selected.decode.worker_id) == ("p1", "d1")
@@ -133,7 +134,7 @@ async def test_a_long_prompt_gets_a_pair_and_each_share_is_given_back_in_its_tur
         assert brain.booked() == {"p1": (0, 0), "d1": (0, 0)}
 
 
-async def test_a_lease_that_is_not_renewed_ends_and_one_that_is_goes_on():
+async def test_lease_ends_unless_it_is_renewed():
     async with a_brain(decode("d1")) as brain:
         forgotten = await brain.select(lease_ms=300)
         kept = await brain.select(tokens=a_prompt(50, first=9000), lease_ms=60_000)
@@ -153,7 +154,7 @@ async def test_a_booking_ends_with_its_worker():
         assert set(brain.booked().values()) == {(0, 0)}
 
 
-async def test_a_booking_of_a_pair_ends_when_the_decode_worker_is_lost_during_prefill():
+async def test_pair_reservation_ends_when_its_decode_worker_is_lost():
     async with a_brain(("p1", Role.PREFILL, {}), decode("d1"), decode("d2")) as brain:
         selected = await brain.select(tokens=LONG, max_tokens=10)
         assert selected.prefill.worker_id == "p1"
@@ -173,7 +174,7 @@ async def test_a_lease_needs_no_explanation_to_be_remembered():
         assert brain.booked() == {"d1": (4, 0)}
 
 
-async def test_a_worker_that_leaves_before_its_selection_is_told_is_refused_in_words(monkeypatch):
+async def test_worker_lost_before_the_answer_is_named_in_the_error(monkeypatch):
     async with a_brain(decode("d1")) as brain:
         opened = brain.server.open
 
@@ -260,7 +261,7 @@ async def test_wrong_fields_are_named_and_book_nothing(fields, field):
         assert brain.booked() == {"d1": (0, 0)}
 
 
-async def test_without_a_limit_an_answer_may_fill_what_the_prompt_leaves_and_a_pair_keeps_its_booking():
+async def test_unlimited_answer_reserves_what_the_prompt_leaves():
     async with a_brain(("p1", Role.PREFILL, {}), decode("d1")) as brain:
         selected = await brain.select(tokens=LONG)
         await brain.report(selected.lease_id, prefilled=True)
@@ -273,4 +274,6 @@ async def test_more_tokens_than_were_asked_for_count_for_no_more():
         selected = await brain.select(max_tokens=64)
         for _ in range(5):
             await brain.report(selected.lease_id, answer_tokens=60)
-        assert brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2  # the prompt's, and two of the answer
+        assert (
+            brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2
+        )  # blocks of the prompt, and two of the answer

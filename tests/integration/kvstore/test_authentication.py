@@ -1,4 +1,4 @@
-"""Who gets into a node over a network, and who does not."""
+"""Tests of access to a node over a network: which clients and nodes accept each other."""
 
 import asyncio
 import socket
@@ -22,14 +22,14 @@ from kvstore.security.call_proofs import PROOF_KEY
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock, unix_seconds
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import CHALLENGE, MAGIC, OPENING, VERDICT, DataPlaneOperation, DataPlaneStatus
 from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 from tests.support.certificates import Authority
-from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_block, a_chain, a_short_folder, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, a_block, a_chain, a_short_folder, deadline_in
 
 pytestmark = pytest.mark.integration
 
@@ -42,14 +42,14 @@ def key(secret: bytes) -> AuthenticationKey | None:
     return AuthenticationKey(secret, Purpose.DATA) if secret else None
 
 
-# The data plane
+# Data plane
 
 
 @asynccontextmanager
 async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, str, bytes, Slot]]:
-    """The plane, its address, a namespace and the slot of a block."""
+    """Yield the data plane, its address, a namespace, and the slot of a block."""
     store = MachineDriver()
-    tier = PrivateMemoryTier(8 * BLOCK_BYTES)
+    tier = SharedMemoryTier(8 * BLOCK_BYTES)
     reservation = store.reserve(a_chain(1))
     for command in store.machine.commands():
         assert isinstance(command, Claim)
@@ -66,15 +66,15 @@ async def a_data_plane(secret: bytes) -> AsyncIterator[tuple[DataPlaneServer, st
 
 
 def fetch(address: str, digest: bytes, slot: Slot, secret: bytes) -> list[BlockOutcome]:
-    transport = TcpTransport(address, digest, BLOCK_BYTES, CLOCK, soon(), key(secret))
+    transport = TcpTransport(address, digest, BLOCK_BYTES, CLOCK, deadline_in(), key(secret))
     into = np.zeros(BLOCK_BYTES, np.uint8)
     try:
-        return transport.get([slot], [into], soon())
+        return transport.get([slot], [into], deadline_in())
     finally:
         transport.close()
 
 
-async def test_who_has_the_secret_reads_blocks():
+async def test_client_with_the_secret_reads_blocks():
     async with a_data_plane(SECRET) as (_, address, digest, slot):
         assert await asyncio.to_thread(fetch, address, digest, slot, SECRET) == [BlockOutcome.MOVED]
 
@@ -84,7 +84,7 @@ async def test_who_has_the_secret_reads_blocks():
     [
         (SECRET, OTHER, "has another secret"),
         (SECRET, b"", "asks for a proof"),
-        (b"", SECRET, "proves nothing"),
+        (b"", SECRET, "has no secret"),
     ],
 )
 async def test_two_ends_of_which_one_has_not_the_secret_do_not_speak(nodes, clients, says):
@@ -140,7 +140,7 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
             connection.recv(OPENING.size, socket.MSG_WAITALL)
             connection.sendall(CHALLENGE.pack(MAGIC, DataPlaneStatus.AUTHENTICATE, bytes(NONCE_BYTES)))
             proof = connection.recv(PROOF_BYTES, socket.MSG_WAITALL)
-            connection.sendall(VERDICT.pack(MAGIC, DataPlaneStatus.DONE, proof))  # the client's own, handed back
+            connection.sendall(VERDICT.pack(MAGIC, DataPlaneStatus.DONE, proof))  # the client's own proof, handed back
             after.append(connection.recv(1))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -152,11 +152,11 @@ def test_a_node_that_cannot_prove_the_secret_gets_no_request():
     assert after == [b""]
 
 
-# The control plane
+# Control plane
 
 
 class EchoStore(pb_grpc.BlockStoreServicer):
-    """Says that it was asked."""
+    """Store that answers every call."""
 
     async def Stats(self, request, context):  # noqa: N802 - named by the protocol
         return pb.StatsResponse(store_id="asked")
@@ -196,7 +196,7 @@ async def refusal(address: str, access: LoadedCredentials, **how) -> grpc.RpcErr
     return caught.value
 
 
-async def test_who_has_the_secret_may_call_synchronously_or_not():
+async def test_client_with_the_secret_may_call_sync_or_async():
     access = LoadedCredentials(secret=SECRET)
     async with a_control_plane(access) as address:
         assert await asyncio.to_thread(ask, address, access) == "asked"
@@ -210,7 +210,7 @@ async def test_who_has_the_secret_may_call_synchronously_or_not():
     ("access", "says"),
     [(LoadedCredentials(secret=OTHER), "is not of this port's secret"), (LoadedCredentials(), "asks for a proof")],
 )
-async def test_who_has_not_the_secret_is_refused_every_call(access, says):
+async def test_client_without_the_secret_is_rejected_in_every_call(access, says):
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
         error = await refusal(address, access)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -230,7 +230,7 @@ async def test_a_malformed_proof_is_no_proof(text):
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_an_old_proof_is_refused_and_says_that_it_is_about_clocks():
+async def test_old_proof_is_rejected_with_a_hint_on_clocks():
     async with a_control_plane(LoadedCredentials(secret=SECRET)) as address:
         error = await refusal(address, LoadedCredentials(secret=SECRET), now=lambda: unix_seconds() - SKEW_SECONDS - 10)
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -246,7 +246,7 @@ async def test_an_answer_that_is_not_proven_is_not_believed():
                 await pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60)
 
 
-async def test_health_can_be_asked_and_unix_sockets_are_open_without_a_proof():
+async def test_health_and_unix_sockets_need_no_proof():
     with a_short_folder() as folder:
         async with a_control_plane(LoadedCredentials(secret=SECRET), f"unix:{folder}/c") as address:
             async with grpc.aio.insecure_channel(address) as channel:
@@ -283,7 +283,7 @@ async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path)
         assert (await refusal(address, client)).code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_node_with_a_certificate_only_still_asks_for_the_secret(tmp_path):
+async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
     authority = Authority(tmp_path, "authority")
     (tmp_path / "secret").write_bytes(SECRET)
     node = load(Credentials(secret_file=str(tmp_path / "secret"), **authority.issue("node")))
@@ -294,7 +294,7 @@ async def test_a_node_with_a_certificate_only_still_asks_for_the_secret(tmp_path
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-# What a node starts with
+# Settings of a node
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_an_open_address_needs_protection(listen, data_listen, field):
     LoadedCredentials(insecure=True).require(listen, data_listen)
 
 
-def test_certificates_protect_the_control_plane_but_not_the_data_plane():
+def test_certificates_do_not_protect_the_data_plane():
     certified = LoadedCredentials(certificate=b"c", key=b"k", authority=b"a")
 
     certified.require(("0.0.0.0:7000",), "127.0.0.1:7001")
@@ -348,7 +348,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def overhear(address: str, digest: bytes, slot: Slot) -> bytes:
-    """What a client with the secret sends to read a block."""
+    """Return the bytes that a client with the secret sends to read a block."""
     heard = bytearray()
     host, _, port = address.rpartition(":")
 

@@ -1,4 +1,4 @@
-"""Proofs of control-plane calls that somebody overheard: none is of use a second time, or for anything else."""
+"""Tests of captured proofs of control-plane calls: a proof works once and for its own call only."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ BODY = pb.MatchRequest(hashes=b"the blocks asked about").SerializeToString()
 
 
 class CountingStore(pb_grpc.BlockStoreServicer):
-    """Counts the calls that get through."""
+    """Store that counts the accepted calls."""
 
     def __init__(self) -> None:
         self.served = 0
@@ -72,7 +72,7 @@ def a_proof(method: str = MATCH, request: bytes = BODY, *, number: int = 0, ago:
 
 
 async def send(channel: grpc.aio.Channel, method: str, request: bytes, proof: str) -> None:
-    """Send these very bytes with that proof, as whoever overheard it can."""
+    """Send these bytes with that proof, like an eavesdropper."""
     metadata = ((PROOF_KEY, proof),)
     if method == WATCH:
         async for _ in channel.unary_stream(method)(request, metadata=metadata, timeout=SECONDS):
@@ -105,7 +105,7 @@ async def test_captured_proof_is_refused_with_another_body():
         assert "another call" in await refusal(channel, MATCH, other, a_proof())
 
         assert server.served == 0
-        await send(channel, MATCH, BODY, a_proof())  # a refused call does not use its number up
+        await send(channel, MATCH, BODY, a_proof())  # a rejected call does not use up its number
 
 
 async def test_captured_proof_is_refused_for_another_method():
@@ -149,7 +149,7 @@ async def test_proof_of_an_older_version_is_refused_and_says_so():
 
 
 async def test_request_that_is_not_proven_is_not_parsed():
-    """Only a request whose proof holds reaches the parser; else strangers could feed it."""
+    """Check that only requests with a valid proof reach the parser."""
     async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
         assert "asks for a proof" in await refusal(channel, MATCH, b"\xff" * 40, "no proof")
 
@@ -165,7 +165,7 @@ async def test_clients_prove_the_bytes_they_send():
 
 
 async def test_clients_prove_messages_with_maps():
-    """The entries of a map have no order, and the bytes that are proven must be those that are sent."""
+    """Check maps, whose entries have no fixed order; the proven bytes must be the sent ones."""
     calls = [ProofAioUnaryInterceptor(KEY)]
     async with a_server() as (_, address), grpc.aio.insecure_channel(address, interceptors=calls) as channel:
         echo = channel.unary_unary("/test.Maps/Echo", Struct.SerializeToString, Struct.FromString)

@@ -1,4 +1,4 @@
-"""Clients against a real node process: what they get when all is well, and what when it is not."""
+"""Tests of store clients against a real node process, with and without failures."""
 
 import gc
 import multiprocessing
@@ -33,7 +33,7 @@ from tests.support.kvstore.builders import (
     a_node,
     a_short_folder,
     a_store_client,
-    empty,
+    empty_buffers,
 )
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
@@ -52,7 +52,7 @@ def node():
 
 @pytest.fixture(scope="module")
 def shared_node():
-    """For tests that change nothing in it."""
+    """Share one node between tests that do not change it."""
     with a_node(capacity_bytes=CAPACITY_BLOCKS * BLOCK_BYTES) as node:
         yield node
 
@@ -68,9 +68,9 @@ def another(client: StoreClient, node) -> StoreClient:
 
 
 def fetch(client: StoreClient, chain) -> list[np.ndarray | None]:
-    """The blocks of the longest prefix; None for those that could not be read."""
+    """Return the blocks of the longest prefix, with None for each block that could not be read."""
     match = client.match(chain, lease_seconds=LEASE_SECONDS)
-    into = empty(len(match))
+    into = empty_buffers(len(match))
     good = client.read(match, range(len(match)), into)
     client.release(match.lease_id)
     return [copy if ok else None for copy, ok in zip(into, good, strict=True)]
@@ -92,7 +92,7 @@ def test_blocks_of_one_client_are_read_by_another(client, node):
     assert client.counters().bytes_written == 5 * BLOCK_BYTES
 
 
-def test_the_preferred_path_is_taken_and_tcp_where_there_is_no_shared_memory(node):
+def test_preferred_path_is_used_else_tcp(node):
     with a_store_client(node.address, a_namespace()) as client:
         assert client.path is DataPath.SHM
     with (
@@ -114,7 +114,7 @@ def test_shared_memory_that_could_not_be_had_is_taken_later(node):
 
         eventually(lambda: client.stats() and client.path is DataPath.SHM)
 
-        into = empty(2)
+        into = empty_buffers(2)
         assert client.read(before, range(2), into) == [True, True]
         assert equal(into, [a_block(0), a_block(1)])
         assert client.write(a_chain(4, "new"), a_block) == 4
@@ -142,7 +142,7 @@ def test_attempts_to_get_at_shared_memory_have_pauses(node, monkeypatch):
     assert attempts == [0, 100, 300, 700], "0.1 s, then twice as long each time"
 
 
-def test_where_no_thread_can_be_had_calls_go_on_and_shared_memory_is_sought_later(node, monkeypatch):
+def test_calls_go_on_without_a_thread_for_shared_memory(node, monkeypatch):
     door, hidden = Path(node.endpoints.shm_socket), Path(node.folder) / "hidden"
     door.rename(hidden)
     with a_store_client(node.address, a_namespace()) as client:
@@ -223,15 +223,15 @@ def test_two_tenants_never_read_each_others_blocks(client):
     assert fetch(client, block.chain(tokens, 32)) == []
 
 
-def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
+def test_expired_lease_of_a_reused_slot_is_a_miss(client):
     old = a_chain(CAPACITY_BLOCKS, "old")
     client.write(old, [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
     match = client.match(old, lease_seconds=0.05)
-    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # the lease has to end by itself
     new = [a_block(100 + seed) for seed in range(CAPACITY_BLOCKS)]
     assert client.write(a_chain(CAPACITY_BLOCKS, "new"), new) == CAPACITY_BLOCKS
 
-    good = client.read(match, range(len(match)), empty(len(match)))
+    good = client.read(match, range(len(match)), empty_buffers(len(match)))
 
     assert good == [False] * CAPACITY_BLOCKS
     counters = client.counters()
@@ -239,22 +239,22 @@ def test_an_expired_lease_whose_slot_was_given_away_reads_as_a_miss(client):
     assert client.stats().corrupt == 0
 
 
-def test_an_expired_lease_whose_space_has_another_block_size_by_now_reads_as_a_miss(client, node):
+def test_expired_lease_is_a_miss_after_block_size_changed(client, node):
     client.write(a_chain(CAPACITY_BLOCKS), a_block)
     match = client.match(a_chain(CAPACITY_BLOCKS), lease_seconds=0.05)
-    eventually(lambda: client.stats().leases == 0)  # it has to end by itself
+    eventually(lambda: client.stats().leases == 0)  # the lease has to end by itself
     whole = a_namespace(model="big", block_bytes=CAPACITY_BLOCKS * BLOCK_BYTES)
     with a_store_client(node.address, whole) as big:
         assert big.write(a_chain(1), [a_block(99, whole.block_bytes)]) == 1
 
-    good = client.read(match, range(len(match)), empty(len(match)))
+    good = client.read(match, range(len(match)), empty_buffers(len(match)))
 
     assert good == [False] * CAPACITY_BLOCKS
     assert (client.counters().lost, client.counters().corrupt) == (CAPACITY_BLOCKS, 0)
 
 
-def test_more_leases_than_a_request_may_name_are_released_in_several(client, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_LEASES", 2)  # here, and not in the node
+def test_releases_beyond_the_request_limit_are_split(client, monkeypatch):
+    monkeypatch.setattr(wire, "MAX_LEASES", 2)  # in this process, not in the node
     client.write(a_chain(1), [a_block(1)])
     matches = [client.match(a_chain(1), lease_seconds=LEASE_SECONDS) for _ in range(5)]
     assert client.stats().leases == 5
@@ -271,7 +271,7 @@ def test_a_lease_keeps_its_blocks_while_others_write(client):
     for flood in range(5):
         client.write(a_chain(CAPACITY_BLOCKS, f"f{flood}"), a_block)
 
-    into = empty(4)
+    into = empty_buffers(4)
 
     assert client.read(match, range(4), into) == [True] * 4
     assert equal(into, blocks)
@@ -288,7 +288,7 @@ def test_a_full_store_drops_what_does_not_fit_and_counts_it(client):
     assert client.write(a_chain(3, "b"), a_block) == 3
 
 
-def test_of_a_chain_what_does_not_fit_is_dropped_from_its_end_and_counted_once(client):
+def test_chain_that_does_not_fit_loses_its_tail_counted_once(client):
     chain = a_chain(CAPACITY_BLOCKS + 4)
 
     assert client.write(chain, a_block) == CAPACITY_BLOCKS
@@ -307,7 +307,7 @@ def test_the_end_of_a_chain_goes_first(client):
     assert len(client.match(chain, lease_seconds=0)) == CAPACITY_BLOCKS - 3
 
 
-def test_a_node_that_dies_while_a_chain_is_written_costs_the_chain(client, node):
+def test_node_death_during_a_write_loses_the_chain(client, node):
     def source(index: int) -> np.ndarray:
         if index == 5:
             node.kill()
@@ -338,7 +338,7 @@ def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
         assert other.write(chain, a_block) == CAPACITY_BLOCKS, "there is room for all of it"
 
 
-def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, node):
+def test_two_writers_of_one_chain_write_each_block_once(client, node):
     start = threading.Barrier(2)
 
     def write(writer: StoreClient) -> int:
@@ -353,7 +353,7 @@ def test_of_two_writers_of_the_same_chain_each_block_is_written_once(client, nod
     assert equal(fetch(client, a_chain(8)), [a_block(seed) for seed in range(8)])
 
 
-def test_a_corrupt_byte_is_never_returned_and_the_block_is_dropped(client, node):
+def test_corrupt_byte_is_never_returned_and_block_is_dropped(client, node):
     chain = a_chain(3)
     client.write(chain, a_block)
     flip_a_byte(node, client.namespace, client.match(chain, lease_seconds=0).slots[1].offset + 77)
@@ -387,7 +387,7 @@ def test_a_reader_that_slanders_a_block_costs_nobody_anything(client):
     assert equal(fetch(client, a_chain(1)), [a_block(1)])
 
 
-def test_a_writer_that_is_killed_holds_its_space_only_until_the_deadline():
+def test_killed_writer_holds_space_only_until_the_deadline():
     with a_node(capacity_bytes=4 * BLOCK_BYTES, reservation_seconds=0.5) as node:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
@@ -422,7 +422,7 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
         with at_most(4):
             assert len(client.match(chain, lease_seconds=LEASE_SECONDS)) == 0
             assert client.write(a_chain(1, "b"), [a_block(9)]) == 0
-            into = empty(4)
+            into = empty_buffers(4)
             for ok, copy, seed in zip(client.read(match, range(4), into), into, range(4), strict=True):
                 assert not ok or np.array_equal(copy, a_block(seed))
             client.release(match.lease_id)
@@ -430,7 +430,7 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
     node.start()
     eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
     assert equal(fetch(client, chain), [a_block(10 + seed) for seed in range(4)])
-    assert client.read(match, range(4), empty(4)) == [False] * 4, "that was another incarnation's"
+    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, "that was another incarnation's"
     client.release(match.lease_id)
     counters = client.counters()
     assert counters.failures > 0
@@ -446,11 +446,11 @@ def test_a_restart_between_two_calls_is_not_even_noticed(client, node):
     assert equal(fetch(client, a_chain(2)), [a_block(20), a_block(21)])
 
 
-def test_a_client_that_missed_a_restart_does_not_write_into_the_former_pool(client, node):
+def test_client_that_missed_a_restart_spares_the_old_pool(client, node):
     client.write(a_chain(1, "before"), [a_block(1)])
     node.kill()
     node.start()
-    with another(client, node) as quicker:  # the namespace is open there again before our client calls
+    with another(client, node) as quicker:  # another client opens the namespace there before ours calls
         eventually(lambda: client.write(a_chain(3), a_block) == 3)
 
         assert equal(fetch(quicker, a_chain(3)), [a_block(seed) for seed in range(3)])
@@ -464,7 +464,7 @@ def test_a_reader_learns_of_a_restart_from_the_match_it_is_given(client, node):
         eventually(lambda: client.write(a_chain(2), a_block))
         match = client.match(a_chain(2), lease_seconds=LEASE_SECONDS)
 
-        into = empty(2)
+        into = empty_buffers(2)
         good = eventually(lambda: all(reader.read(match, range(2), into)))
 
         assert good
@@ -476,8 +476,8 @@ def test_a_match_of_an_unknown_node_is_a_miss(client):
     match = client.match(a_chain(1), lease_seconds=LEASE_SECONDS)
     foreign = Match(incarnation="another", lease_id=match.lease_id, names=match.names, slots=match.slots)
 
-    assert client.read(foreign, [0], empty(1)) == [False]
-    assert client.read(match, [0], empty(1)) == [True]
+    assert client.read(foreign, [0], empty_buffers(1)) == [False]
+    assert client.read(match, [0], empty_buffers(1)) == [True]
 
 
 def test_a_node_that_hangs_costs_its_deadline_once(node):
@@ -507,7 +507,7 @@ def test_connecting_to_nobody_fails_within_the_deadline():
     ("field", "value"),
     [("dtype", "bfloat16"), ("block_tokens", 64), ("kv_heads", 4), ("layout", "NHD"), ("format_version", 2)],
 )
-def test_a_layout_mismatch_is_refused_by_field_before_any_byte_moves(shared_node, field, value):
+def test_layout_mismatch_is_rejected_before_any_byte_moves(shared_node, field, value):
     with a_store_client(shared_node.address, a_namespace()) as client:
         client.write(a_chain(1), [a_block(1)])
         with pytest.raises(LayoutMismatch, match=field) as refused:
@@ -582,7 +582,7 @@ def test_closing_a_client_ends_its_calls_without_an_error(client):
     client.release(5)
 
 
-def test_threads_that_write_and_read_a_store_that_overflows_never_get_wrong_bytes(client, node):
+def test_threads_on_an_overflowing_store_get_no_wrong_bytes(client, node):
     least, over = time.monotonic() + 1.5, time.monotonic() + 60
     chains = [a_chain(6, f"c{number}") for number in range(8)]
     found = []
@@ -641,7 +641,7 @@ def test_a_session_that_waits_keeps_its_blocks_until_it_goes_on(node, client):
     assert client.stats().held_bytes == 3 * BLOCK_BYTES
 
     client.release_hold("session")
-    client.release_hold("session")  # again does nothing
+    client.release_hold("session")  # a second call does nothing
     client.write(a_chain(CAPACITY_BLOCKS, "another"), a_block)
     assert len(client.match(chain, lease_seconds=0)) == 0
     assert client.hold("session", [], seconds=1) == SessionPinResult(blocks=0)

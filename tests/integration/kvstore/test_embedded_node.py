@@ -1,4 +1,4 @@
-"""A node on a thread of another process: what it leaves to its host, and what it takes from it."""
+"""Tests of a node on a thread of another process: what it shares with its host and what it leaves alone."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ def store_and_fetch(address: str, prefer=("shm",)) -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-async def test_it_serves_its_own_process_and_leaves_nothing_behind(new_loop):
+async def test_embedded_node_serves_its_process_and_cleans_up(new_loop):
     with a_short_folder() as folder:
         shared_before, files_before = segments_of(os.getpid()), len(file_names_in("/proc/self/fd"))
         async with open_embedded(node_settings(folder), MonotonicClock(), new_loop=new_loop) as endpoints:
@@ -80,7 +80,7 @@ def hits_over_tcp(address: str) -> int:
         return len(match)
 
 
-async def test_it_can_be_opened_again_and_again_at_the_same_sockets_and_gives_its_memory_back():
+async def test_reopened_node_reuses_its_sockets_and_frees_memory():
     with a_short_folder() as folder:
         files = 0
         for _ in range(4):
@@ -94,7 +94,7 @@ async def test_it_can_be_opened_again_and_again_at_the_same_sockets_and_gives_it
 
 
 def pools() -> list[str]:
-    """Mappings of a pool in this process."""
+    """Return the mappings of a pool in this process."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore-pool" in line]
 
 
@@ -112,16 +112,16 @@ async def test_an_engine_that_computes_for_long_holds_up_no_look_up():
 
             with client:
                 looking = asyncio.get_running_loop().run_in_executor(None, look_up)
-                await asyncio.sleep(0.05)
+                await until(lambda: looks)
                 before = looks
-                # As an engine's step does that lets the interpreter go, but not the loop.
+                # Run like a step of an engine that releases the interpreter but blocks the event loop.
                 eventually(lambda: looks > before + 20)
                 stop.set()
                 await looking
 
 
 async def test_grpc_on_both_loops_says_nothing_in_the_log(caplog):
-    """It has one queue for all event loops of a process, and some versions complain where there are two."""
+    """Check gRPC's only queue for all event loops of a process; some versions complain about two loops."""
     with a_short_folder() as folder:
         async with node(folder) as endpoints, grpc.aio.insecure_channel(endpoints.listen[0]) as channel:
             stub, health = pb_grpc.BlockStoreStub(channel), health_pb2_grpc.HealthStub(channel)
@@ -142,7 +142,7 @@ async def test_grpc_on_both_loops_says_nothing_in_the_log(caplog):
         (r"listen\[0\]", {"listen": ("0.0.0.0:0",)}),
     ],
 )
-async def test_settings_that_cannot_be_obeyed_are_refused_by_field_and_nothing_is_left(field, fields):
+async def test_invalid_settings_name_the_field_and_leave_nothing(field, fields):
     with a_short_folder() as folder:
         with pytest.raises(StoreNotStarted, match=f"^{field}: "):
             async with node(folder, **fields):
@@ -152,7 +152,7 @@ async def test_settings_that_cannot_be_obeyed_are_refused_by_field_and_nothing_i
         assert node_threads() == []
 
 
-async def test_a_second_node_on_the_same_socket_is_refused_and_the_first_goes_on():
+async def test_second_node_on_one_socket_is_rejected():
     with a_short_folder() as folder:
         async with node(folder) as endpoints:
             with pytest.raises(StoreNotStarted, match=r"^shm_socket: another process listens"):
@@ -178,7 +178,7 @@ async def test_a_node_that_ends_by_itself_ends_the_work_of_its_host(monkeypatch)
             async with node(folder):
                 failing.set()
                 try:
-                    await asyncio.sleep(20)
+                    await asyncio.Event().wait()
                 finally:
                     worked.append("cancelled")
 
@@ -190,7 +190,7 @@ async def test_a_node_that_ends_by_itself_ends_the_work_of_its_host(monkeypatch)
         assert file_names_in(str(folder)) == set()
 
 
-async def test_what_the_host_raises_comes_out_as_it_is():
+async def test_exception_of_the_host_is_passed_on_unchanged():
     with a_short_folder() as folder:
         error = ValueError("the engine's own")
         with pytest.raises(ValueError, match="the engine's own") as raised:
@@ -200,7 +200,7 @@ async def test_what_the_host_raises_comes_out_as_it_is():
         assert file_names_in(str(folder)) == set()
 
 
-async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_piece_of_it_and_leaves_nothing(
+async def test_host_cancelled_while_allocating_leaves_nothing(
     monkeypatch,
 ):
     taking, chunks, in_chunks = threading.Event(), [], pages._in_chunks
@@ -236,7 +236,7 @@ async def test_a_host_that_is_cancelled_while_much_memory_is_taken_waits_for_a_p
         await until(lambda: len(file_names_in("/proc/self/fd")) <= files)
 
 
-async def test_where_no_thread_can_be_had_nothing_is_left_open(monkeypatch):
+async def test_node_without_a_thread_leaves_nothing_open(monkeypatch):
     def no_thread(_):
         raise RuntimeError("can't start new thread")
 
@@ -249,7 +249,7 @@ async def test_where_no_thread_can_be_had_nothing_is_left_open(monkeypatch):
     assert loop.is_closed()
 
 
-async def test_a_host_that_is_cancelled_while_the_node_starts_leaves_nothing():
+async def test_host_cancelled_while_the_node_starts_leaves_nothing():
     with a_short_folder() as folder:
 
         async def open_it() -> None:

@@ -1,4 +1,4 @@
-"""Calls of clients on the node's own host: framed, over the socket that hands out the memory."""
+"""Tests of calls by clients on the node's own host: frames over the socket that also hands out the memory."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ FRAME = struct.Struct("<IB")
 
 
 class NoGrpc:
-    """A stub that nobody may use."""
+    """Stub that must not be used."""
 
     def __getattr__(self, name: str) -> Any:
         def refuse(*_: Any, **__: Any) -> Any:
@@ -94,14 +94,14 @@ def framed(method: int, message: bytes) -> bytes:
 
 
 def is_over(line: socket.socket) -> bool:
-    """Whether the node has ended it, in whatever way."""
+    """Return whether the node has ended the connection."""
     try:
         return line.recv(1) == b""
     except ConnectionResetError:
         return True
 
 
-def test_what_is_called_all_the_time_does_not_go_by_grpc(node, calls):
+def test_frequent_calls_do_not_use_grpc(node, calls):
     name = b"".join(a_chain(1, "new"))
     owner = {"digest": NAMESPACE.digest, "incarnation": node.endpoints.incarnation, "owner": "me"}
 
@@ -125,7 +125,7 @@ def test_what_is_called_all_the_time_does_not_go_by_grpc(node, calls):
         ("tenant", {"tenant": b"x"}),
     ],
 )
-def test_a_bad_request_is_refused_by_field_and_the_connection_goes_on(node, calls, field, wrong):
+def test_invalid_request_is_rejected_on_a_live_connection(node, calls, field, wrong):
     for _ in range(2):
         with pytest.raises(grpc.RpcError) as refused:
             calls.match(a_request(node, **wrong), 5)
@@ -168,7 +168,7 @@ def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
     assert len(calls.connections) == 1, "it kept its connection"
 
 
-def test_requests_that_come_in_pieces_or_together_are_answered_in_order(node):
+def test_split_or_joined_requests_are_answered_in_order(node):
     with a_line(node) as line:
         two = framed(Method.MATCH, a_request(node).SerializeToString())
         one = framed(Method.MATCH, a_request(node, 1).SerializeToString())
@@ -210,7 +210,7 @@ def test_an_answer_that_comes_too_late_is_nobody_elses():
         calls.close()
 
 
-def test_a_connection_that_the_node_has_ended_is_replaced_before_anything_is_sent():
+def test_ended_connection_is_replaced_before_sending():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
         calls = NodeCalls(NoGrpc(), node.endpoints.shm_socket, MonotonicClock())
         calls.match(a_request(node), 5)
@@ -237,7 +237,7 @@ def test_nobody_waits_for_a_release_and_it_takes_place():
         assert len(client.connection.session.calls.connections) == 1
 
 
-def test_a_release_that_nobody_answered_costs_the_next_call_its_deadline_and_no_more():
+def test_unanswered_release_costs_only_the_next_calls_deadline():
     with a_node() as node, a_store_client(node.address, NAMESPACE, call_timeout_seconds=0.3) as client:
         eventually(lambda: client.write(a_chain(1), a_block))
         match = eventually(lambda: client.match(a_chain(1), lease_seconds=10))
@@ -254,7 +254,7 @@ def test_a_release_that_nobody_answered_costs_the_next_call_its_deadline_and_no_
         assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=0))) == 1
 
 
-def test_what_is_released_by_a_client_that_closes_is_released(node):
+def test_release_before_closing_frees_the_lease(node):
     with a_store_client(node.address, NAMESPACE) as client:
         client.release(client.match(a_chain(2), lease_seconds=10).lease_id)
 
@@ -262,7 +262,7 @@ def test_what_is_released_by_a_client_that_closes_is_released(node):
         assert other.stats().pinned == 0
 
 
-def test_where_there_is_no_socket_calls_go_by_grpc(node):
+def test_calls_use_grpc_without_a_socket(node):
     with a_store_client(node.address, NAMESPACE) as client:
         client.connection.session.calls._path = f"{node.folder}/gone"
 
@@ -303,7 +303,7 @@ def an_echo(message: bytes) -> pb.MatchResponse:
 
 @contextlib.asynccontextmanager
 async def a_server() -> AsyncIterator[tuple[FramedCallServer, socket.socket]]:
-    """One that answers with what it was asked, and a connection to it."""
+    """Yield a server that echoes requests, and a connection to it."""
     server = FramedCallServer({Method.MATCH: an_echo})
     ours, theirs = socket.socketpair()
     with ours:
@@ -320,7 +320,7 @@ async def read(line: socket.socket, size: int = 1 << 16) -> bytes:
 
 
 @pytest.mark.parametrize("half", [b"\x05", b"\x05\x00\x00\x00", framed(Method.MATCH, b"12345")[:-1]])
-async def test_who_stops_in_the_middle_of_a_request_is_cut(half):
+async def test_client_that_stops_mid_request_is_cut(half):
     async with a_server() as (server, line):
         line.send(framed(Method.MATCH, b"") + half)
         assert await read(line) == framed(0, b"")
@@ -333,7 +333,7 @@ async def test_who_stops_in_the_middle_of_a_request_is_cut(half):
         assert await read(line) == b""
 
 
-async def test_who_is_quiet_between_two_requests_is_not():
+async def test_client_idle_between_requests_is_not_cut():
     async with a_server() as (server, line):
         line.send(framed(Method.MATCH, b""))
         assert await read(line) == framed(0, b"")
@@ -345,7 +345,7 @@ async def test_who_is_quiet_between_two_requests_is_not():
         assert await read(line) == framed(0, b"")
 
 
-async def test_who_does_not_take_its_answers_is_read_from_no_more_and_cut():
+async def test_client_that_takes_no_answers_is_paused_then_cut():
     request = framed(Method.MATCH, pb.MatchResponse(slots=bytes(100_000)).SerializeToString())
     async with a_server() as (server, line):
         sent = 0
@@ -365,7 +365,7 @@ async def test_who_does_not_take_its_answers_is_read_from_no_more_and_cut():
                 await asyncio.sleep(0)
 
 
-async def test_who_asks_much_at_once_has_a_few_answers_at_a_time_and_others_theirs_between():
+async def test_heavy_client_shares_turns_with_others():
     heard: list[int] = []
 
     def note(message: bytes) -> pb.MatchResponse:
@@ -397,7 +397,7 @@ async def test_who_asks_much_at_once_has_a_few_answers_at_a_time_and_others_thei
     server.close()
 
 
-async def test_who_asks_much_and_leaves_costs_nothing_more():
+async def test_heavy_client_that_leaves_costs_nothing_more():
     async with a_server() as (server, line):
         line.send(framed(Method.MATCH, b"") * 2000)
         await asyncio.sleep(0)
@@ -436,7 +436,7 @@ async def test_a_bug_ends_the_connection_also_in_a_later_turn(caplog):
 
 
 @pytest.mark.parametrize("garbage", [framed(99, b""), framed(Method.MATCH, b"\xff"), b"\xff\xff\xff\xff"])
-async def test_what_is_no_request_is_counted(garbage):
+async def test_malformed_requests_are_counted(garbage):
     async with a_server() as (server, line):
         line.send(garbage)
         assert await read(line) == b""
@@ -477,13 +477,13 @@ def test_silent_connections_do_not_keep_others_from_the_memory(node):
         assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "who came last may still ask"
 
 
-def test_who_finds_the_queue_full_waits_for_its_turn(tmp_path):
+def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):
     path = str(tmp_path / "s")
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as crowd:
         listener.bind(path)
         listener.listen(0)
         waiting = crowd.enter_context(socket.socket(socket.AF_UNIX))
-        waiting.connect(path)  # and fills it
+        waiting.connect(path)  # and fills the queue
         with pytest.raises(BlockingIOError):
             sockets.connect(path, 0.05)
         accept = threading.Timer(0.1, lambda: crowd.push(listener.accept()[0]))
@@ -500,7 +500,7 @@ def test_a_node_that_runs_out_of_descriptors_lives_on():
         _, most = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
         limit = len(list(descriptors.iterdir())) + 2
         resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (limit, most))
-        for _ in range(32):  # more than it can take, also when it has just closed what it needed for its start
+        for _ in range(32):  # more than the node can take, even after it freed the descriptors of its start
             line = crowd.enter_context(socket.socket(socket.AF_UNIX))
             line.connect(node.endpoints.shm_socket)
         eventually(lambda: len(list(descriptors.iterdir())) >= limit - 1)
@@ -510,7 +510,7 @@ def test_a_node_that_runs_out_of_descriptors_lives_on():
             assert client.write(a_chain(2), a_block) == 2
 
 
-async def test_beyond_its_connections_a_node_takes_no_more_and_calls_go_by_grpc(monkeypatch):
+async def test_calls_beyond_the_connection_limit_use_grpc(monkeypatch):
     monkeypatch.setattr(call_server, "CONNECTIONS", 0)
     with a_short_folder() as folder:
         settings = StoreSettings(store_id="s", listen=(f"unix:{folder}/c",), shm_socket=str(Path(folder) / "m"))

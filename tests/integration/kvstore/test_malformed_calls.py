@@ -1,4 +1,4 @@
-"""Requests that are no messages, on a node's control plane."""
+"""Tests of malformed requests on a node's control plane."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ NOT_UTF8 = b"\x22\x02\xff\xfe"  # field 4 of a MatchRequest, a string
 
 @asynccontextmanager
 async def a_channel(**fields: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """To a node on this event loop."""
+    """Open a channel to a node on this event loop."""
     with a_short_folder() as folder:
         settings = StoreSettings(
             **{"store_id": "s", "listen": (f"unix:{folder}/c",), "capacity_bytes": 1 << 20, **fields}
@@ -45,7 +45,7 @@ async def a_channel(**fields: Any) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def ask(channel: grpc.aio.Channel, method: str, content: bytes) -> None:
-    """One request of these bytes."""
+    """Send one request of these bytes."""
     if method.endswith("/ServerReflectionInfo"):
         async for _ in channel.stream_stream(method)(iter([content]), timeout=60):
             pass
@@ -75,7 +75,7 @@ async def refusal_of(channel: grpc.aio.Channel, method: str, content: bytes) -> 
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", GARBAGE),
     ],
 )
-async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_line(method, content, caplog):
+async def test_malformed_message_is_an_invalid_argument_logged_once(method, content, caplog):
     async with a_channel() as channel:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -89,7 +89,7 @@ async def test_what_is_no_message_is_refused_as_an_argument_and_logged_in_one_li
     assert line.method == method
 
 
-async def test_who_sends_what_is_no_message_keeps_the_connection_and_others_notice_nothing():
+async def test_malformed_message_keeps_its_connection():
     async with a_channel() as channel:
         for _ in range(3):
             await refusal_of(channel, f"/{SERVICE}/Match", GARBAGE)
@@ -102,7 +102,7 @@ async def test_who_sends_what_is_no_message_keeps_the_connection_and_others_noti
         assert len([each async for each in answers]) == 2
 
 
-async def test_what_is_no_message_is_counted_by_whichever_way_it_comes():
+async def test_malformed_messages_are_counted_on_every_path():
     port = a_free_port()
     with a_short_folder() as folder:
         fields = {"listen": (f"unix:{folder}/c",), "shm_socket": f"{folder}/m", "metrics_listen": f"127.0.0.1:{port}"}
@@ -118,7 +118,7 @@ async def test_what_is_no_message_is_counted_by_whichever_way_it_comes():
 
 
 async def bring(path: Path, call: bytes) -> None:
-    """Send that after the opening of a connection for calls; returns when the node has ended it."""
+    """Send bytes after the opening of a call connection, and wait until the node has ended it."""
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(OPENING + call)
     async with asyncio.timeout(60):
@@ -126,7 +126,7 @@ async def bring(path: Path, call: bytes) -> None:
     writer.close()
 
 
-async def test_a_stranger_is_asked_for_a_proof_before_anything_is_said_of_what_it_sends(tmp_path):
+async def test_unknown_client_needs_a_proof_before_any_detail(tmp_path):
     (tmp_path / "secret").write_text("a secret of this deployment\n")
     credentials = Credentials(secret_file=str(tmp_path / "secret"))
     async with a_channel(listen=("127.0.0.1:0",), credentials=credentials) as channel:

@@ -1,4 +1,4 @@
-"""The node process itself: how it starts, tells, and goes."""
+"""Tests of the node process: its start, its watchers and its end."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ async def test_a_cancelled_node_leaves_nothing_behind():
         await until(lambda: len(file_names_in("/proc/self/fd")) <= files_before + 4)  # gRPC keeps a few of its own
 
 
-def test_a_killed_node_leaves_no_shared_memory_and_can_be_started_again():
+def test_killed_node_leaves_no_memory_and_can_restart():
     with a_node(capacity_bytes=64 << 20) as node:
         with a_store_client(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
@@ -117,7 +117,7 @@ async def test_health_and_reflection_answer():
         ("capacity_bytes", lambda folder, port: {"capacity_bytes": 1 << 62}),
     ],
 )
-async def test_settings_that_this_machine_cannot_obey_are_refused_by_field(field, fields):
+async def test_impossible_settings_are_rejected_by_field(field, fields):
     with (
         a_short_folder() as folder,
         socket.create_server(("127.0.0.1", 0)) as busy,
@@ -176,7 +176,7 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
             watch = pb_grpc.BlockStoreStub(channel).Watch(pb.WatchRequest())
             async with asyncio.timeout(30):
                 await watch.read()  # the empty dump
-                for number in range(40):  # 64 KiB of names each: more than the connection takes before the queue fills
+                for number in range(40):  # 64 KiB of names each, more than the connection takes before the queue fills
                     written = await asyncio.to_thread(client.write, a_chain(2048, f"n{number}"), blocks)
                     assert written == 2048
                 last = set(a_chain(2048, "n39"))
@@ -192,8 +192,8 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
 
 
 async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatch):
-    monkeypatch.setattr(server, "MIN_PING_MS", 800)  # in proportion: routers would need a quarter of a minute
-    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC pings no more often than that
+    monkeypatch.setattr(server, "MIN_PING_MS", 800)  # scaled down from a quarter of a minute
+    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC sends pings no more often
     with a_short_folder() as folder:
         async with (
             open_node(node_settings(folder), MonotonicClock()) as endpoints,
@@ -205,7 +205,7 @@ async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatc
                 while await watch.read() is not grpc.aio.EOF:
                     pass
 
-            with pytest.raises(TimeoutError):  # it is quiet, and stays
+            with pytest.raises(TimeoutError):  # the connection is idle and stays
                 await asyncio.wait_for(cut(), 4.5)  # the fourth ping in a row is one too many
 
 
@@ -213,7 +213,7 @@ def test_routers_ping_a_node_no_more_often_than_it_allows():
     assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] > server.MIN_PING_MS
 
 
-async def test_who_finds_many_blocks_bad_does_not_keep_the_node_for_itself(monkeypatch):
+async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):
     looks: list[int] = []
     turns = 0
 
@@ -264,7 +264,7 @@ def test_leases_end_even_when_nobody_calls():
 
 
 def test_a_match_and_a_read_are_mostly_copying():
-    """94 blocks of 128 KiB, a prompt of 3,000 tokens; loose enough for a machine that is busy with other things."""
+    """Match and read 94 blocks of 128 KiB, a prompt of 3,000 tokens; the limit suits a busy machine."""
     block_bytes = 128 << 10
     with (
         a_node(capacity_bytes=100 * block_bytes) as node,

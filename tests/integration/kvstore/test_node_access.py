@@ -1,4 +1,4 @@
-"""Nodes that are reached from elsewhere: what they ask for, and by which way the bytes come."""
+"""Tests of nodes that are reached from other hosts: their credentials and their data paths."""
 
 import importlib.util
 import subprocess
@@ -15,7 +15,7 @@ from kvstore.service.server import open_node
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.support.waiting import eventually
 
@@ -91,7 +91,7 @@ def tls_nodes(tmp_path_factory) -> "Iterator[TlsNodes]":
 
 
 class TlsNodes:
-    """Node processes with certificates of one authority, as the command starts them, and their logs."""
+    """Node processes with certificates of one authority, and their logs."""
 
     def __init__(self, folder: Path):
         self.authority, self.stranger = Authority(folder, "authority"), Authority(folder, "stranger")
@@ -109,7 +109,7 @@ class TlsNodes:
             "credentials": credentials,
         }
         with (self.folder / f"{name}.log").open("wb") as log:
-            process, ready = serve("kvstore", settings, self.folder / f"{name}.json", stdout=log, stderr=log)
+            process, ready = start_service("kvstore", settings, self.folder / f"{name}.json", stdout=log, stderr=log)
         self._processes.append(process)
         return ready["grpc"]
 
@@ -117,7 +117,7 @@ class TlsNodes:
         return (self.folder / f"{name}.log").read_text()
 
     def refusal(self, address: str, credentials: Credentials) -> str:
-        """What a client of the node is told."""
+        """Return the error of a client of the node."""
         with pytest.raises(StoreUnreachable) as refused:
             a_store_client(address, a_namespace(), credentials=credentials, timeout_seconds=1)
         return str(refused.value)
@@ -162,7 +162,7 @@ def test_plain_peers_are_named_on_both_sides(tls_nodes):
 
 
 @needs_nixl
-def test_memory_is_shared_on_one_host_and_nixl_is_taken_before_tcp_elsewhere():
+def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp():
     with a_node(nixl="require") as node:
         with a_store_client(node.address, a_namespace()) as client:
             assert client.path is DataPath.SHM

@@ -1,4 +1,4 @@
-"""A node that evicts by value is told by its clients what computing their blocks takes."""
+"""Test of eviction by value: clients tell the node the compute time of their blocks."""
 
 import pytest
 
@@ -12,14 +12,14 @@ BLOCKS = 64
 
 
 def write(client: StoreClient, chain, max_wait_seconds: float) -> None:
-    """As an engine does it: look, compute, write."""
+    """Match, compute and write, like an engine."""
     client.release(client.match(chain, lease_seconds=1, max_wait_seconds=max_wait_seconds).lease_id)
     eventually(lambda: client.write(chain, [a_block(1) for _ in chain]))
 
 
 @pytest.mark.parametrize("dear", ["small", "large"])
-def test_blocks_that_take_long_to_compute_outlive_those_that_do_not(dear):
-    """Without the patience they would be worth the same, and the oldest go."""
+def test_expensive_blocks_outlive_cheap_ones(dear):
+    """Use a compute time; without it all blocks are worth the same and the oldest go."""
     with (
         a_node(capacity_bytes=BLOCKS * BLOCK_BYTES, eviction="hazard") as node,
         a_store_client(node.address, a_namespace(model="small")) as small,

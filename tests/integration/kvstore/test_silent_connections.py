@@ -1,4 +1,4 @@
-"""Connections to a node that say nothing: they cost those who can prove the secret nothing, on any of its ports."""
+"""Tests of silent connections on all ports of a node: they do not disturb clients with the secret."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from kvstore.service import server
 from kvstore.service.server import open_node
 from kvstore.system_clock import MonotonicClock
 from kvstore.transports.tcp import TcpTransport
-from kvstore.transports.tcp_server import NEWCOMERS
+from kvstore.transports.tcp_server import MAX_UNPROVEN
 from tests.support.kvstore.builders import (
     BLOCK_BYTES,
     NodeProcess,
@@ -25,8 +25,8 @@ from tests.support.kvstore.builders import (
     a_node,
     a_short_folder,
     a_store_client,
+    deadline_in,
     node_settings,
-    soon,
 )
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import SECONDS, eventually, until
@@ -52,7 +52,7 @@ def silent_connections(address: str, count: int = SILENT) -> Iterator[list[socke
 
 
 def ended(connections: list[socket.socket]) -> int:
-    """How many of them the node has ended."""
+    """Return how many connections the node has ended."""
     count = 0
     for each in connections:
         each.settimeout(0)
@@ -84,13 +84,13 @@ def test_silent_connections_refuse_no_client_with_the_secret(secret):
         def connect(_: int) -> TcpTransport:
             key = AuthenticationKey(SECRET.encode(), Purpose.DATA)
             return TcpTransport(
-                node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), soon(SECONDS), key
+                node.endpoints.data_address, namespace.digest, BLOCK_BYTES, MonotonicClock(), deadline_in(SECONDS), key
             )
 
-        clients = list(threads.map(connect, range(CLIENTS)))  # raises where one is refused
+        clients = list(threads.map(connect, range(CLIENTS)))  # raises for a rejected client
 
-        assert eventually(lambda: ended(silent) >= SILENT - NEWCOMERS)
-        assert a_metric(node, "kvstore_data_crowded_out_total") >= SILENT - NEWCOMERS
+        assert eventually(lambda: ended(silent) >= SILENT - MAX_UNPROVEN)
+        assert a_metric(node, "kvstore_data_crowded_out_total") >= SILENT - MAX_UNPROVEN
         assert first.stats() is not None
         for client in clients:
             client.close()

@@ -1,4 +1,4 @@
-"""Sockets in a folder that several nodes use: those that begin at once, and those that follow each other."""
+"""Tests of sockets in a folder shared by several nodes that start at once or one after another."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Of a socket that a killed node left behind."""
+    """Return the path of a socket that a killed node left."""
     with a_short_folder() as folder:
         with socket.socket(socket.AF_UNIX) as left:
             left.bind(f"{folder}/m")
@@ -39,7 +39,7 @@ def test_while_one_node_takes_its_socket_no_other_removes_one(path, monkeypatch)
         assert [each.name for each in path.parent.iterdir()] == ["m"], "the lock is no file"
 
 
-def test_who_ends_leaves_the_socket_of_its_successor(path):
+def test_ended_node_leaves_the_socket_of_its_successor(path):
     with sockets.listen("shm_socket", str(path)):
         own = sockets.identity(str(path))
         path.unlink()
@@ -49,5 +49,5 @@ def test_who_ends_leaves_the_socket_of_its_successor(path):
             assert path.exists()
             sockets.remove(str(path), sockets.identity(str(path)))
             assert not path.exists()
-            sockets.remove(str(path), own)  # again does nothing
+            sockets.remove(str(path), own)  # a second call does nothing
             assert successor.fileno() >= 0

@@ -1,4 +1,4 @@
-"""The router's view of a store node: a real one, killed and started again, and one that misbehaves."""
+"""Tests of the router's watch on a store node: a real one that is killed and restarted, and a misbehaving one."""
 
 import asyncio
 import shutil
@@ -37,7 +37,7 @@ class WatchedStore:
             return await self._heard.get()
 
     async def blocks(self, wanted: int) -> set[bytes]:
-        """What is held, once so many blocks are."""
+        """Return the held blocks once there are that many."""
         held: set[bytes] = set()
         while True:
             change = await self.next()
@@ -66,7 +66,7 @@ async def put(address: str, chain: list[bytes]) -> None:
     await asyncio.to_thread(work)
 
 
-async def test_what_a_node_holds_and_what_it_then_takes_is_told():
+async def test_watch_reports_held_and_new_blocks():
     with a_node() as node:
         await put(node.address, a_chain(3))
         async with watching(node.address) as watch:

@@ -1,4 +1,4 @@
-"""Messages about a connection over TLS that cannot be had."""
+"""Tests of the messages about a failed TLS connection."""
 
 import asyncio
 import socket
@@ -45,7 +45,7 @@ async def a_grpc_server(credentials: Credentials) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def a_stream_server(credentials: Credentials, seen: list[Exception]) -> AsyncIterator[int]:
-    """One that says nothing first, with Python's TLS, as between routers and workers."""
+    """Run a server with Python's TLS that waits for the client, like routers and workers."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(credentials.certificate, credentials.key)
     if credentials.authority:
@@ -69,7 +69,7 @@ async def a_stream_server(credentials: Credentials, seen: list[Exception]) -> As
 
 @contextmanager
 def a_silent_server() -> Iterator[int]:
-    """One that takes connections and says nothing to anybody."""
+    """Run a server that accepts connections and stays silent."""
     with socket.create_server((HOST, 0)) as server:
         yield server.getsockname()[1]
 
@@ -78,7 +78,7 @@ async def told(port: int, credentials: Credentials, host: str = HOST, **how) -> 
     return await asyncio.to_thread(diagnose, host, port, credentials, timeout_seconds=SECONDS, **how)
 
 
-async def test_nothing_is_said_where_tls_works(authority):
+async def test_working_tls_has_no_diagnosis(authority):
     node = Credentials(authority=authority.file, **authority.issue("node"))
     client = Credentials(authority=authority.file, **authority.issue("client"))
     async with a_grpc_server(node) as port:
@@ -163,7 +163,7 @@ def test_silent_server_is_told_in_time(authority):
     assert "has not answered the handshake in time" in says
 
 
-def test_nothing_is_said_where_nobody_listens(authority):
+def test_missing_listener_has_no_tls_diagnosis(authority):
     with a_silent_server() as port:
         pass
     assert diagnose(HOST, port, Credentials(authority=authority.file)) == ""

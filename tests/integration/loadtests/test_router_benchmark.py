@@ -1,4 +1,4 @@
-"""The router benchmark's workers, floor and command."""
+"""Tests of the router benchmark: its workers, its baseline relay and its command."""
 
 import http.client
 import json
@@ -19,6 +19,7 @@ from loadtests.router.mock_workers import workers
 from loadtests.router.systems import relay
 from loadtests.router.systems.processes import ask, started, started_module, wait_until_it_answers
 from loadtests.unavailable import SystemUnavailable
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +29,7 @@ BODY = json.dumps({"model": MODEL, "stream": True, "max_tokens": 1, "prompt": "w
 
 @pytest.fixture
 def serve(tmp_path):
-    """Starts workers and gives their ports."""
+    """Start workers and yield their ports."""
     left = []
 
     def start(**settings):
@@ -117,7 +118,7 @@ def test_prefill_makes_requests_of_a_worker_wait_for_each_other(serve):
     window = round_of([port], [one(request(f"{number}" * 300, 1)) for number in range(4)], 10, NoMeter())
 
     assert window.requests == 4
-    assert window.seconds > 3 * 0.02  # timers may fire early by a clock tick; side by side they would take 0.02
+    assert window.seconds > 3 * 0.02  # timers may fire a clock tick early; concurrent requests would take 0.02
 
 
 def one(*requests):
@@ -140,7 +141,7 @@ def test_the_relay_takes_workers_in_turn_and_changes_no_byte(serve, tmp_path):
         assert ask(ready["port"], PATH, BODY) == direct
 
 
-def test_a_client_gives_up_on_a_router_that_refuses_everything_and_says_what_it_said(serve):
+def test_benchmark_client_gives_up_on_a_rejecting_router(serve):
     (port,) = serve(workers=1)
     refused = request("x", 1).replace(PATH.encode(), b"/v1/nothing....")
 
@@ -150,7 +151,7 @@ def test_a_client_gives_up_on_a_router_that_refuses_everything_and_says_what_it_
 
 def test_a_router_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(client, "WAIT_SECONDS", 0.2)
-    large = request("word " * 2_000_000, 1)  # more than goes out while nobody reads
+    large = request("word " * 2_000_000, 1)  # more than can be sent while nobody reads
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(SystemUnavailable, match="does not answer within"),
@@ -158,7 +159,7 @@ def test_a_router_that_never_answers_is_given_up(monkeypatch):
         round_of([silent.getsockname()[1]], [lambda: large] * 2, 0.1, NoMeter())
 
 
-def test_a_router_that_does_not_start_is_absent_with_its_last_words(tmp_path):
+def test_router_that_does_not_start_is_absent_with_its_output(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such option')"]
     with (
         pytest.raises(SystemUnavailable, match="router ended at its start: no such option"),
@@ -171,10 +172,7 @@ def test_processor_time_and_memory_are_those_of_all_children(tmp_path):
     burn = "import time\nwhile time.process_time() < 0.3: pass\nopen('done', 'w').close()\ntime.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with started("parent", [sys.executable, "-c", parent], tmp_path, ANYWHERE, {}) as server:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "done").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually((tmp_path / "done").exists, 30)
 
         assert server.cpu_seconds() >= 0.3
         assert server.resident_bytes() > 8 << 20
@@ -225,7 +223,7 @@ def test_the_command_names_the_scenario_that_there_is_not(tmp_path):
 
 
 class Sink:
-    """Takes what a connection sends."""
+    """Records the bytes that a connection sends."""
 
     def __init__(self):
         self.sent = []
@@ -239,7 +237,7 @@ class Sink:
 
 @pytest.mark.parametrize("piece", [1, 3, 7, 1000])
 async def test_an_answer_ends_with_its_last_chunk_however_it_is_cut(piece):
-    misleading = b"10\r\n\r\ndata: {12345678\r\n"  # sixteen bytes of which the first look like an end
+    misleading = b"10\r\n\r\ndata: {12345678\r\n"  # sixteen bytes that begin like an end
     answer = b"HTTP/1.1 200 OK\r\n\r\n" + misleading + b"0\r\n\r\n"
     sink, until = Sink(), client.Until()
     until.at = time.perf_counter() + 60

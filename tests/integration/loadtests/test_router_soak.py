@@ -1,4 +1,4 @@
-"""A short run of what is otherwise run for half an hour: a real router, whose workers join, leave, hang and die."""
+"""Short run of the soak test, which otherwise takes half an hour: a real router whose workers join, leave, hang and die."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.timeout(300)
-def test_a_short_soak_loses_no_token_repeats_none_and_leaves_nothing_behind():
+def test_short_soak_loses_and_repeats_no_token():
     command = [sys.executable, "-m", "loadtests.router.soak", "--seconds", "20", "--harm-every", "1.5"]
 
     done = subprocess.run(

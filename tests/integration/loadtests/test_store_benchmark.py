@@ -1,4 +1,4 @@
-"""The benchmark's machinery: peers in processes of their own, and the command."""
+"""Tests of the KV store benchmark: compared systems in their own processes, and the command."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def test_a_peer_answers_and_its_noise_does_not_matter(peer):
     assert peer.ask("talk") == {"seconds": 2}
 
 
-def test_what_a_peer_cannot_do_is_a_reason_and_it_goes_on(peer):
+def test_unsupported_operation_of_a_peer_gives_a_reason(peer):
     with pytest.raises(SystemUnavailable, match="Peer: RuntimeError: no room"):
         peer.ask("fail")
     with pytest.raises(SystemUnavailable, match="has no such function"):
@@ -86,7 +86,7 @@ def test_a_peer_that_hangs_is_given_up_with_its_children(peer, monkeypatch):
     eventually(lambda: alive([child]) == [])
 
 
-def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path):
+def test_uninstallable_peer_is_absent_with_the_reason(tmp_path):
     impossible = SystemDistribution(name="Nobody", version="1", steps=(((str(tmp_path / "missing.whl"),),),))
 
     with pytest.raises(SystemUnavailable, match=r"Nobody 1 could not be installed: .*missing\.whl"):

@@ -1,4 +1,4 @@
-"""A short run of what is otherwise run for ten minutes: real processes, killed and stopped at random."""
+"""Short run of the torture test, which otherwise takes ten minutes: real processes, killed and stopped at random."""
 
 import json
 import shutil

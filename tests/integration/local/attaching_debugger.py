@@ -1,6 +1,6 @@
-"""A debugger for the supervisor's tests: attaches to a process, which stops it, and holds it until it is ended.
+"""Debugger for the supervisor's tests: it attaches to a process, which stops it, and holds it until the debugger ends.
 
-When a tracer ends, the kernel lets the process go.
+The kernel releases a traced process when its tracer ends.
 """
 
 import ctypes

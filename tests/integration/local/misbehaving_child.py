@@ -1,5 +1,6 @@
-"""A child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
-slow SECONDS``."""
+"""Child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
+slow SECONDS``.
+"""
 
 import asyncio
 import json
@@ -51,7 +52,7 @@ def say_ready(ready_fd: int) -> None:
 
 
 async def stay_alive(ready_fd: int) -> None:
-    """Send beats until somebody sends SIGUSR1: then the event loop is stuck."""
+    """Send heartbeats until SIGUSR1 blocks the event loop."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: time.sleep(3600))
     say_ready(ready_fd)
     send_heartbeats(ready_fd)

@@ -1,4 +1,4 @@
-"""What pools of a local cluster make of plans, as files say them; the processes are only noted."""
+"""Tests of the pools of a local cluster under plans in files; processes are only recorded."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 
 class Processes:
-    """Whose children are ready at once."""
+    """Processes whose children are ready at once."""
 
     def __init__(self, *names):
         self.names = frozenset(names)
@@ -45,7 +45,7 @@ def refused(name):
     raise ConfigurationRefused("simulated.speedup: must be finite")
 
 
-def test_a_pool_whose_workers_cannot_be_says_why_and_the_cluster_goes_on(tmp_path):
+def test_pool_with_impossible_workers_says_why(tmp_path):
     sections = (PoolSection(role=Role.BOTH), PoolSection(role=Role.DECODE, replicas=0))
     topology = Topology(cluster=ClusterSection(engine="simulated"), pools=sections)
     planned = SimpleNamespace(
@@ -67,7 +67,7 @@ def test_a_pool_whose_workers_cannot_be_says_why_and_the_cluster_goes_on(tmp_pat
     assert processes.names == {"both-0", "both-1"}
 
 
-def test_a_report_that_was_cleared_away_is_written_again_and_no_worker_goes(tmp_path):
+def test_deleted_report_is_rewritten_and_no_worker_ends(tmp_path):
     topology = Topology(cluster=ClusterSection(engine="simulated"), pools=(PoolSection(role=Role.BOTH),))
     planned = SimpleNamespace(pools=(a_pool(Role.BOTH, "both-0", settings=worker),))
     pools = LocalPools(topology, planned, Processes("both-0"), tmp_path, lambda line: None)

@@ -1,4 +1,4 @@
-"""Promises of the supervisor, with children that misbehave on request."""
+"""Tests of the supervisor, with children that misbehave on request."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def a_process(name: str, *how: str) -> LocalProcess:
 def a_beating_process(
     name: str, *, silent: float = 3600, stopped: float = 3600, how: Sequence[str] = ("beat",)
 ) -> LocalProcess:
-    """A child that sends beats; limits in seconds."""
+    """Return a child that sends heartbeats; limits are in seconds."""
     return structs.replace(a_process(name, *how), limits=LivenessLimits(stopped=nanos(stopped), silent=nanos(silent)))
 
 
@@ -83,7 +83,7 @@ def family_of(folder: Path) -> list[int]:
     return [int(line) for path in folder.glob("*.family") for line in path.read_text().split()]
 
 
-async def test_the_body_runs_when_all_are_ready_and_their_endpoints_are_known(folder):
+async def test_body_runs_when_all_children_are_ready(folder):
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"))
     seen = {}
 
@@ -134,14 +134,14 @@ async def test_a_resource_tracker_may_finish_removing_shared_memory(folder):
     assert not segments[0].exists()
 
 
-async def test_refused_settings_end_the_attempt_with_the_childs_own_words(folder):
+async def test_rejected_settings_end_the_start_with_the_childs_error(folder):
     processes = supervise(folder, [], a_process("good", "serve"), a_process("bad", "exit", "3", "fleet: x: is wrong"))
 
     with pytest.raises(ConfigurationRefused, match=r"^x: is wrong$"):
         await processes.hold(never)
 
 
-async def test_a_child_that_fails_at_the_start_shows_the_tail_of_its_log(folder):
+async def test_child_that_fails_at_start_shows_its_last_log_lines(folder):
     said = []
     processes = supervise(folder, said, a_process("good", "serve"), a_process("bad", "exit", "1", "Traceback: boom"))
 
@@ -158,7 +158,7 @@ async def test_a_command_that_does_not_exist_ends_the_attempt(folder):
         await supervise(folder, [], missing).hold(never)
 
 
-async def test_a_child_that_ignores_being_asked_is_killed_by_a_second_request(folder):
+async def test_child_that_ignores_sigterm_is_killed_by_a_second_one(folder):
     processes = supervise(folder, [], a_process("a", "stubborn"))
 
     async def body():
@@ -168,7 +168,7 @@ async def test_a_child_that_ignores_being_asked_is_killed_by_a_second_request(fo
         await asyncio.Event().wait()
 
     pids = {}
-    with at_most(4):  # and not the five seconds of grace
+    with at_most(4):  # instead of the five seconds of grace
         await processes.hold(body)
 
     assert alive(pids.values()) == []
@@ -184,7 +184,7 @@ async def test_stopping_while_children_load_leaves_nothing(folder):
     assert alive(family_of(folder)) == []
 
 
-async def test_what_the_body_raises_comes_out_after_the_children_have_ended(folder):
+async def test_exception_of_the_body_is_raised_after_children_ended(folder):
     processes = supervise(folder, [], a_process("a", "serve"))
     pids = {}
 
@@ -252,7 +252,7 @@ async def never():
     raise AssertionError("the cluster was never ready")
 
 
-async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(folder):
+async def test_children_come_and_go_despite_one_failing_start(folder):
     said: list[str] = []
     processes = supervise(folder, said, a_process("a", "serve"))
 
@@ -273,13 +273,13 @@ async def test_children_come_and_go_and_one_that_does_not_start_troubles_nobody(
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_does_not_listen(folder, told):
+async def test_removed_child_drains_and_is_killed_if_it_ignores_it(folder, told):
     asked = []
 
     async def drain(endpoints, within):
         asked.append((endpoints, within))
         if told:
-            os.kill(processes.pids["b"], signal.SIGKILL)  # its own end
+            os.kill(processes.pids["b"], signal.SIGKILL)  # it ends by itself
         return told
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
@@ -293,7 +293,7 @@ async def test_a_child_that_is_removed_is_asked_to_drain_and_stopped_where_it_do
     assert await processes.hold(body)
 
 
-async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_and_nothing_else_ends(folder):
+async def test_child_that_ends_while_removed_affects_no_other(folder):
     asked = []
 
     async def drain(endpoints, within):
@@ -301,15 +301,15 @@ async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_an
         return True
 
     processes = supervise(folder, [], a_process("a", "serve"), a_process("b", "serve"), drain=drain)
-    tell = processes._tell_guardian
+    tell = processes._tell_reaper
 
     def remove_when_it_ends(change, group):
         tell(change, group)
         if change == "-" and "b" in processes.names:
-            processes.remove("b", Nanos(300 * SECOND))  # before it is known that it has ended
+            processes.remove("b", Nanos(300 * SECOND))  # before its end is noticed
 
     async def body():
-        processes._tell_guardian = remove_when_it_ends
+        processes._tell_reaper = remove_when_it_ends
         os.kill(processes.pids["b"], signal.SIGKILL)
         await until(lambda: processes.names == {"a"})
         await asyncio.sleep(0)
@@ -318,13 +318,13 @@ async def test_a_child_that_ends_in_the_moment_in_which_it_is_removed_is_gone_an
     assert await processes.hold(body)
 
 
-async def test_a_stopped_guardian_does_not_keep_a_cluster_from_ending(folder, monkeypatch):
+async def test_stopped_orphan_reaper_does_not_keep_cluster_alive(folder, monkeypatch):
     monkeypatch.setattr("fleet.local.processes.ORPHAN_REAPER_SECONDS", 0.5)
     processes = supervise(folder, [], a_process("a", "serve"))
 
     async def body():
-        (guardian,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
-        guardian.suspend()
+        (reaper,) = (each for each in psutil.Process().children() if str(folder) in each.cmdline())
+        reaper.suspend()
 
     async with asyncio.timeout(60):
         assert await processes.hold(body)
@@ -370,7 +370,7 @@ async def test_a_child_that_refuses_its_settings_later_ends_nobody(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1], ids=["stopped", "stuck"])
-async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder, number):
+async def test_unresponsive_child_is_killed_and_restarted(folder, number):
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=5, stopped=3), a_beating_process("b"))
 
@@ -387,7 +387,7 @@ async def test_a_child_that_does_not_respond_is_killed_and_started_again(folder,
     assert any(line.startswith("a was ended by SIGKILL; starting it again in 0.") for line in said)
 
 
-async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder):
+async def test_child_that_loads_longer_than_all_limits_is_kept(folder):
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1, how=("slow", "4")))
 
@@ -399,7 +399,7 @@ async def test_a_child_that_loads_for_longer_than_any_limit_is_left_alone(folder
 
 
 async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
-    """Supervisor, child and loops share one core."""
+    """Run supervisor, child and loops on one core."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
     before = os.sched_getaffinity(0)
@@ -422,7 +422,7 @@ async def test_a_child_on_a_core_with_four_busy_loops_is_left_alone(folder):
 
 
 async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
-    """The debugger is a process that attaches to the child (ptrace), which stops it."""
+    """Attach a process with ptrace, which stops the child."""
     said: list[str] = []
     processes = supervise(folder, said, a_beating_process("a", silent=1, stopped=1))
 
@@ -443,7 +443,7 @@ async def test_a_child_that_a_debugger_holds_is_left_alone(folder):
 
 
 def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
-    """Supervisor and child are stopped together for several limits, as if the machine had been suspended."""
+    """Stop supervisor and child together for several limits, like a suspended machine."""
     supervisor = tmp_path / "supervisor.py"
     supervisor.write_text(
         textwrap.dedent(
@@ -473,11 +473,11 @@ def test_a_machine_that_was_asleep_costs_no_child(tmp_path):
         assert process.stdin is not None
         child = int(process.stdout.readline())
         for _ in range(2):
-            time.sleep(1)  # awake: it would be found to hang by now, if it did
+            time.sleep(1)  # awake: a hang would be noticed by now
             for pid in (process.pid, child):
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(3)  # asleep
-            for pid in (process.pid, child):  # the supervisor first: to it the child seems to hang
+            for pid in (process.pid, child):  # continue the supervisor first, to which the child then seems to hang
                 os.kill(pid, signal.SIGCONT)
         time.sleep(2)
         process.stdin.write("\n")

@@ -1,4 +1,4 @@
-"""Clusters of `fleet up` that were killed together with their guardian: what is said of them, and what the next one clears away."""
+"""Tests of clusters of `fleet up` that were killed together with their orphan reaper: what is reported, and what the next cluster removes."""
 
 import errno
 import multiprocessing
@@ -18,7 +18,7 @@ from fleet.cli.main import run
 from fleet.core.file_locks import hold_lock_file, is_abandoned, share_lock_file, take_abandoned
 from fleet.local import runs as local_runs
 from fleet.local.runs import LocalRun, note_group, note_logs, runtime_folder
-from tests.support.fleet_processes import alive, command_of, fleet_up, listens, run_fleet
+from tests.support.fleet_processes import alive, command_of, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
 
@@ -37,7 +37,7 @@ with runtime_folder() as folder:
 
 @pytest.fixture
 def parent(tmp_path, monkeypatch):
-    """Where runtime folders are made, and nobody else's are."""
+    """Use a separate parent for runtime folders."""
     monkeypatch.setattr(local_runs, "Path", lambda path: tmp_path if path == "/tmp" else Path(path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
@@ -55,7 +55,7 @@ def a_killed_run(parent):
 
 
 def a_process(log=None, **environment):
-    """That leads a group of its own."""
+    """Start a process that leads its own group."""
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
     with Path(log or os.devnull).open("ab") as errors:
         started = subprocess.Popen(
@@ -88,14 +88,14 @@ def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
         assert not is_abandoned(path), "two do not clear up at a time"
 
 
-def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
+def test_killed_run_is_cleared_without_touching_others(parent):
     folder = a_killed_run(parent)
     (parent / "kept").mkdir()
     note_logs(folder, parent / "kept")
     its = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     renamed, elsewhere = a_process(folder / "decode-0.log"), a_process(parent / "kept" / "decode-0.log")
     others = a_process(TMPDIR="/tmp", PATH="/bin")
-    renamed_too = a_process()  # somebody's whose group has the number that one of the run had
+    renamed_too = a_process()  # a foreign process whose group reuses a number of the run
     ended = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     started = [its, renamed, elsewhere, others, renamed_too, ended]
     try:
@@ -117,7 +117,7 @@ def test_a_killed_run_is_cleared_with_its_processes_and_nobody_elses(parent):
             each.communicate()
 
 
-def test_half_a_number_is_nobodys_group(parent):
+def test_truncated_group_number_matches_no_group(parent):
     folder = a_killed_run(parent)
     process = a_process(TMPDIR=str(folder / "tmp"), PATH="/bin")
     try:
@@ -130,7 +130,7 @@ def test_half_a_number_is_nobodys_group(parent):
 
 
 def ends_killed(left):
-    """A run that is killed when it has removed so many of its files and folders."""
+    """Kill a run after it has removed a given number of files and folders."""
 
     def count(event, _):
         nonlocal left
@@ -146,7 +146,7 @@ def ends_killed(left):
         sys.addaudithook(count)
 
 
-def test_a_run_that_is_killed_while_it_clears_itself_away_is_known_as_killed(parent, monkeypatch):
+def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
     for done in range(20):
         process = multiprocessing.get_context("fork").Process(target=ends_killed, args=(done,))
@@ -167,9 +167,9 @@ def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
-    for what in ("held", "mkdir"):
+    for what in ("lock", "mkdir"):
         with monkeypatch.context() as patch:
-            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            patch.setattr(*((local_runs, "hold_lock_file", full) if what == "lock" else (Path, "mkdir", full)))
             with pytest.raises(OSError, match="No space"), runtime_folder():
                 pass
         assert list(parent.iterdir()) == [], what
@@ -180,7 +180,7 @@ def test_a_folder_that_may_not_be_looked_into_is_passed_over(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", parent)
         folder = Path(parent) / "fleet-shut"
         folder.mkdir(0)
-        is_root = os.geteuid() == 0  # whom no mode keeps out
+        is_root = os.geteuid() == 0  # root may read every folder
         Path(parent).chmod(0o755)
         if is_root:
             os.seteuid(NOBODY)
@@ -202,21 +202,19 @@ def test_a_run_that_is_alive_is_never_cleared(parent, monkeypatch):
     assert local_runs.local_runs() == []
 
 
-def test_a_folder_that_does_not_say_whether_it_is_alive_is_left_alone(parent):
+def test_folder_of_unknown_state_is_left_alone(parent):
     for name in ("fleet-begins", "fleet-of-others"):
         (parent / name / "tmp").mkdir(parents=True)
     assert local_runs.local_runs() == []
 
 
-def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_clears_it_away(
-    tmp_path, capsys, monkeypatch
-):
-    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # not those of clusters that other tests start meanwhile, and short
+def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys, monkeypatch):
+    folder_of_runs = tempfile.mkdtemp(dir="/tmp")  # a short path, without clusters of other tests
     monkeypatch.setenv("TMPDIR", folder_of_runs)
     monkeypatch.setattr(tempfile, "tempdir", folder_of_runs)
     with fleet_up(tmp_path) as up:
         folder, pids, segments = up.runtime_folder(), up.pids(), up.segments()
-        guardian = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
+        reaper = next(pid for pid in pids if "fleet.local.orphan_reaper" in command_of(psutil.Process(pid)))
         scaling = subprocess.Popen(
             [sys.executable, "-m", "fleet.cli.main", "scale", "decode=99", "--plans", str(folder / "plans")],
             stderr=subprocess.PIPE,
@@ -227,7 +225,7 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
         scaling.communicate()
         assert run(["status", "--address", up.grpc]) == 0
         shown = capsys.readouterr().err
-        os.kill(guardian, signal.SIGKILL)
+        os.kill(reaper, signal.SIGKILL)
         up.end(signal.SIGKILL)
     eventually(lambda: alive(pids) == [])
     assert folder.exists()
@@ -244,19 +242,19 @@ def test_a_cluster_killed_with_its_guardian_is_said_to_be_gone_and_the_next_one_
     assert capsys.readouterr().err == (
         f"fleet: {plans}: whoever obeyed plans there was killed; start it again (fleet up)\n"
     )
-    with closing(socket()) as taken:  # so that the next one ends when it has cleared up
+    with closing(socket()) as taken:  # the next one ends after the cleanup
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         next_one = run_fleet("up", "--engine", "simulated", "--http-port", port, "--grpc-port", "0")
     assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
     assert not folder.exists()
-    assert not any(listens(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
+    assert not any(is_listening(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
     eventually(lambda: not remaining_of(segments))
     Path(folder_of_runs).rmdir()
 
 
-def test_of_a_killed_cluster_scale_does_not_speak_as_if_it_ran(parent, capsys):
+def test_scale_reports_a_killed_cluster_as_gone(parent, capsys):
     folder = a_killed_run(parent)
     (folder / "plans").mkdir()
     (folder / "plans" / "report.json").write_text('{"pools": {"decode": {"asked": 1, "ready": 1}}}')

@@ -1,4 +1,4 @@
-"""`fleet up` as its users see it, with the engine that needs nothing installed."""
+"""Tests of `fleet up` as its users see it, with the simulated engine."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from fleet.client import Client, Placement, Source
 from fleet.core.requests import Finish
 from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
-from fleet.router.placement.break_even import LEAST_TOKENS, MOST_TOKENS
+from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
-from tests.support.fleet_processes import alive, fleet_up, listens, run_fleet
+from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-PROMPT = list(range(100, 300))  # six full blocks and a bit
+PROMPT = list(range(100, 300))  # six full blocks and a part
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +45,14 @@ def asked_over_http(cluster, **fields):
         return json.load(response)
 
 
-def test_the_ready_file_says_how_the_cluster_is_reached_and_who_it_is(cluster):
+def test_ready_file_describes_the_cluster(cluster):
     assert cluster.endpoints["model"] == "tiny"
     assert cluster.endpoints["pids"].keys() == {"supervisor", "kvstore", "router", "prefill-0", "decode-0"}
     assert cluster.endpoints["pids"]["supervisor"] == cluster.process.pid
     assert alive(cluster.endpoints["pids"].values()) == list(cluster.endpoints["pids"].values())
 
 
-def test_a_prompt_goes_in_over_grpc_and_its_blocks_go_from_prefill_to_decode(cluster):
+def test_grpc_prompt_moves_blocks_from_prefill_to_decode(cluster):
     with Client(cluster.grpc) as client:
         result = client.complete(PROMPT, max_tokens=8, ignore_eos=True, placement=Placement.DISAGGREGATED)
 
@@ -79,8 +79,8 @@ def test_a_prompt_goes_in_over_grpc_and_its_blocks_go_from_prefill_to_decode(clu
         ),
     ],
 )
-def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(cluster, options, phases, moved):
-    """The counters add up to the prompt's blocks, though no engine finished."""
+def test_stopped_answer_still_carries_its_kv_report(cluster, options, phases, moved):
+    """Check that the counters add up to the prompt's blocks, although no engine finished."""
     with Client(cluster.grpc) as client:
         asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, **options}
         whole = client.complete(PROMPT, **asked, tenant=f"all of {options}")
@@ -99,7 +99,7 @@ def test_an_answer_that_a_stop_string_ended_says_where_its_blocks_came_from(clus
 
 
 def kv_counters(cluster):
-    """What the router has counted of KV, blocks and bytes, by phase and source."""
+    """Return the router's counters of KV blocks and bytes, by phase and source."""
     with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=60) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     return Counter(
@@ -112,8 +112,8 @@ def kv_counters(cluster):
     )
 
 
-def test_the_routers_counters_of_blocks_are_the_sums_of_what_its_answers_say(cluster):
-    """Over both fronts, both ways and one worker, for new prompts and those that caches and store have."""
+def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
+    """Use both frontends, both KV paths and one worker, for new prompts and for cached and stored ones."""
     ways = [
         {"placement": "aggregated"},
         {"placement": "disaggregated", "kv_path": "store"},
@@ -148,7 +148,7 @@ def test_a_prompt_goes_in_over_http(cluster):
     assert asked_over_http(cluster, prompt="Hello", max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-def test_an_adapter_of_the_topology_is_asked_for_by_its_name_and_shares_no_block(cluster):
+def test_lora_adapter_of_the_topology_shares_no_block(cluster):
     with Client(cluster.grpc) as client:
         own, adapted = (client.complete(PROMPT, model=name, max_tokens=8) for name in ("tiny", "ada"))
         again = client.complete(PROMPT, model="ada", max_tokens=8)
@@ -167,7 +167,7 @@ def test_an_adapter_of_the_topology_is_asked_for_by_its_name_and_shares_no_block
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ],
 )
-def test_what_engine_and_template_cannot_obey_is_refused_under_the_clients_name(cluster, asked, field):
+def test_unsupported_option_is_rejected_under_the_clients_name(cluster, asked, field):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5, **asked}
     request = Request(
         f"{cluster.endpoints['http']}/v1/chat/completions",
@@ -209,7 +209,7 @@ def test_generate_says_in_one_line_what_was_refused(cluster):
     assert done.stderr.count("\n") == 1
 
 
-def test_explain_says_why_a_request_went_where_it_went_in_terms_that_add_up(cluster):
+def test_explain_gives_terms_that_add_up(cluster):
     with Client(cluster.grpc) as client:
         asked = client.complete(PROMPT, max_tokens=2, placement=Placement.DISAGGREGATED)
     done = run_fleet("explain", asked.request_id, "--address", cluster.grpc, "--json")
@@ -230,7 +230,7 @@ def test_a_request_that_nobody_remembers_is_one_line(cluster):
     assert "request_id: 'nobody'" in done.stderr
 
 
-def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
+def test_thresholds_can_be_shown_set_and_are_checked(cluster):
     before = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)
     changed = run_fleet("router", "thresholds", "max_queued=7", "--address", cluster.grpc, "--json")
     after = json.loads(run_fleet("router", "thresholds", "--address", cluster.grpc, "--json").stdout)
@@ -246,8 +246,8 @@ def test_thresholds_of_a_running_router_are_shown_set_and_checked(cluster):
     run_fleet("router", "thresholds", f"max_queued={before['max_queued']}", "--address", cluster.grpc)
 
 
-def test_what_a_router_has_measured_of_when_another_worker_computes_a_prompt_is_reported(cluster):
-    """After so many hand-offs as are needed, the break-even of the worker that answers; in a table and as JSON."""
+def test_measured_prefill_break_even_is_reported(cluster):
+    """Run the required number of handoffs; the break-even of the decode worker appears in a table and as JSON."""
     with Client(cluster.grpc) as client:
         for number in range(client.remote_prefill().handoffs_needed):
             prompt = [number + 3, *PROMPT[1:]]
@@ -259,7 +259,7 @@ def test_what_a_router_has_measured_of_when_another_worker_computes_a_prompt_is_
     assert found["handoffs"] >= found["handoffs_needed"]
     assert (worker["worker_id"], worker["requests"]) == ("decode-0", 0)
     even = found["handoff_ms"] / worker["token_ms"]
-    assert worker["min_tokens"] == pytest.approx(min(max(even, LEAST_TOKENS), MOST_TOKENS), abs=1)
+    assert worker["min_tokens"] == pytest.approx(min(max(even, MIN_TOKENS), MAX_TOKENS), abs=1)
     table = run_fleet("router", "thresholds", "--address", cluster.grpc).stdout
     assert "learn_remote_prefill is off" in table
     assert f"decode-0: from {worker['min_tokens']} tokens on" in table
@@ -297,7 +297,7 @@ def test_sockets_lie_in_one_private_folder_with_a_short_path(cluster):
     assert max(len(str(path)) for path in sockets) < 100
 
 
-def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
+def test_next_request_works_after_decode_worker_was_killed(tmp_path):
     with fleet_up(tmp_path) as up, Client(up.grpc) as client:
         before = client.complete(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)
         killed = up.pid_of("decode-0")
@@ -311,7 +311,7 @@ def test_the_next_request_works_after_the_decode_worker_was_killed(tmp_path):
         assert "starting it again" in (tmp_path / "up.log").read_text()
 
 
-def test_a_seeded_answer_in_one_piece_survives_kill_9_of_its_worker(tmp_path):
+def test_seeded_unary_answer_survives_a_killed_worker(tmp_path):
     path = tmp_path / "topology.toml"
     path.write_text("[[pools]]\nrole = 'both'\nreplicas = 2\n[pools.simulated]\nspeedup = 0.05\n")
     asked = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "temperature": 1.0, "frequency_penalty": 0.2}
@@ -323,7 +323,7 @@ def test_a_seeded_answer_in_one_piece_survives_kill_9_of_its_worker(tmp_path):
             return [(worker.worker_id, worker.kv_blocks_used) for worker in workers if worker.running]
 
         def begun() -> str:
-            """Who has computed tokens of the answer: their blocks come after those of the prompt."""
+            """Wait until the workers have computed tokens of the answer, whose blocks follow those of the prompt."""
             return next((worker for worker, blocks in running() if blocks > len(PROMPT) // 32 + 1), "")
 
         eventually(lambda: not running())
@@ -372,17 +372,17 @@ def test_workers_register_where_control_has_a_port_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_leaves_no_process_no_port_no_folder_and_no_shared_memory(tmp_path, number):
+def test_stopped_cluster_leaves_nothing_behind(tmp_path, number):
     with fleet_up(tmp_path) as up:
         pids, segments, folder = up.pids(), up.segments(), up.runtime_folder()
         ports = [int(up.endpoints[name].rpartition(":")[2]) for name in ("http", "grpc")]
         assert len(pids) >= 5
-        assert all(listens(port) for port in ports)
+        assert all(is_listening(port) for port in ports)
 
         assert up.end(number) == 0
 
     assert alive(pids) == []
-    assert not any(listens(port) for port in ports)
+    assert not any(is_listening(port) for port in ports)
     assert not folder.exists()
     eventually(lambda: not remaining_of(segments))
 
@@ -408,7 +408,7 @@ def test_a_running_answer_is_finished_before_a_stop(tmp_path):
 
 
 def refusals(said):
-    """Its lines, less those that say that it goes on: on a busy machine it takes its time."""
+    """Return the error lines, without the notices that a busy machine delays the start."""
     return [line for line in said.splitlines() if not line.startswith("fleet: loading ")]
 
 
@@ -438,7 +438,7 @@ def test_a_model_folder_that_is_none_is_refused_with_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_what_only_a_child_finds_wrong_is_refused_with_one_line_too(tmp_path):
+def test_error_found_by_a_child_is_one_line_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
 

@@ -1,4 +1,4 @@
-"""Directories of workers in which somebody else has left something: no record of a worker may suffer from what is none."""
+"""Tests of worker directories with foreign entries: an invalid record must not affect any worker's record."""
 
 import os
 from contextlib import aclosing
@@ -32,7 +32,7 @@ async def who_is_in(settings) -> list[str]:
 
 @pytest.fixture
 async def settings(tmp_path):
-    """Of a folder with one worker."""
+    """Return the settings of a folder with one worker."""
     settings = FileDiscovery(folder=str(tmp_path))
     async with open_directory(settings) as directory:
         await directory.register(WORKER, INCARNATION, ADDRESS)
@@ -54,13 +54,13 @@ async def test_a_pipe_and_a_link_to_itself_harm_no_file(tmp_path, settings):
 
 
 async def test_a_copy_of_a_record_does_not_keep_a_dead_worker(tmp_path, settings):
-    """Seen in turns with the record, which says another number, it would be a renewal each time."""
+    """Alternate between the record and its copy, whose numbers differ; the change must not count as a renewal."""
     (tmp_path / f"a copy{SUFFIX}").write_bytes((tmp_path / f"{WORKER}{SUFFIX}").read_bytes().replace(b":1}", b":7}"))
 
     assert await who_is_in(settings) == [WORKER]
 
 
-async def test_a_key_of_etcd_that_is_no_record_harms_no_other_when_it_comes_and_goes():
+async def test_invalid_etcd_key_harms_no_other_record():
     aetcd = pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     with an_etcd_server() as server:
         async with (

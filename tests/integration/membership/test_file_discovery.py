@@ -1,4 +1,4 @@
-"""Real workers and a real router that find each other in a folder, without a registry."""
+"""Tests of real workers and a real router that find each other in a folder, without a registry."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def a_worker(folder, name: str) -> WorkerSettings:
     )
 
 
-async def test_a_router_that_starts_cold_finds_workers_drops_the_killed_and_takes_it_back(folder, model_dir):
+async def test_cold_router_finds_workers_and_readmits_a_killed_one(folder, model_dir):
     settings = RouterSettings(
         http_listen="127.0.0.1:0",
         grpc_listen="127.0.0.1:0",

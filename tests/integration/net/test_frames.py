@@ -1,4 +1,4 @@
-"""Frames over real sockets."""
+"""Tests of frames over real sockets."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ TCP = "127.0.0.1:0"
 
 
 class FrameInbox:
-    """A receiver that writes down what happens."""
+    """Receiver that records its events."""
 
     def __init__(self, connection: FrameConnection):
         self.connection = connection
@@ -63,7 +63,7 @@ class FrameInbox:
 
 
 class AcceptedConnections:
-    """Keeps the receivers of a server's connections."""
+    """Collects the receivers of a server's connections."""
 
     def __init__(self) -> None:
         self.all: list[FrameInbox] = []
@@ -82,7 +82,7 @@ class AcceptedConnections:
 
 @asynccontextmanager
 async def a_pair(address: str = TCP, **settings: int) -> AsyncIterator[tuple[FrameInbox, FrameInbox]]:
-    """The client's and the server's end."""
+    """Yield the client's and the server's end."""
     accepted = AcceptedConnections()
     async with open_server("listen", address, accepted, limit=LIMIT, **settings) as listening:
         client = await connected(listening)
@@ -105,7 +105,7 @@ async def connected(address: str, **settings: object) -> FrameInbox:
 
 @asynccontextmanager
 async def a_raw_client() -> AsyncIterator[tuple[FrameInbox, asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A server's end, and a peer that says what it likes."""
+    """Yield a server's end and a raw client connection."""
     accepted = AcceptedConnections()
     async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:
         reader, writer = await asyncio.open_connection(*listening.split(":"))
@@ -153,14 +153,14 @@ async def test_tls_protects_tcp_and_a_stranger_is_refused(tmp_path):
     assert server.payloads == [b"x" * LIMIT]
 
 
-async def test_small_frames_do_not_wait_for_one_another_s_acknowledgement():
+async def test_small_frames_do_not_wait_for_acknowledgements():
     async with a_pair() as (client, server):
         for end in (client, server):
             opened = end.connection._transport.get_extra_info("socket")
             assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_what_is_said_in_one_turn_leaves_in_one_write():
+async def test_frames_of_one_turn_leave_in_one_write():
     async with a_pair() as (client, _):
         writes: list[bytes] = []
 
@@ -205,7 +205,7 @@ async def test_an_end_within_a_frame_is_told(begun):
         assert isinstance(await server.ended(), FrameTorn)
 
 
-async def test_an_orderly_end_has_no_cause_and_what_was_said_before_it_arrives():
+async def test_orderly_end_has_no_cause_and_loses_no_frame():
     async with a_pair() as (client, server):
         client.connection.send(b"last words")
         client.connection.close()
@@ -215,7 +215,7 @@ async def test_an_orderly_end_has_no_cause_and_what_was_said_before_it_arrives()
     assert server.payloads == [b"last words"]
 
 
-async def test_a_peer_that_is_gone_is_told_once_and_sending_on_is_harmless():
+async def test_lost_peer_is_reported_once_and_sending_is_harmless():
     async with a_pair() as (client, server):
         client.connection.abort()
         await server.ended()
@@ -226,7 +226,7 @@ async def test_a_peer_that_is_gone_is_told_once_and_sending_on_is_harmless():
     assert len(server.ends) == 1
 
 
-async def test_what_a_peer_does_not_take_fills_the_connection_until_it_does():
+async def test_unread_frames_fill_the_connection_until_taken():
     async with a_pair(f"{TCP}") as (client, server):
         client.connection.pause_reading()
         piece = b"x" * 1000
@@ -245,7 +245,7 @@ async def test_what_a_peer_does_not_take_fills_the_connection_until_it_does():
     assert not server.connection.full
 
 
-async def test_a_peer_that_says_much_does_not_keep_the_event_loop_for_itself():
+async def test_talkative_peer_does_not_monopolise_the_event_loop():
     async with a_pair() as (client, server):
         loop = asyncio.get_running_loop()
         heard_by_turn: list[int] = []
@@ -285,7 +285,7 @@ async def test_a_pause_holds_although_a_large_piece_was_just_cut():
                 await asyncio.sleep(0)
 
 
-async def test_more_than_the_bound_is_not_kept_for_a_peer_that_does_not_read():
+async def test_unread_bytes_beyond_the_bound_are_not_kept():
     bound = 2 * HIGH_WATER_BYTES
     async with a_pair(send_limit=bound) as (client, server):
         client.connection.pause_reading()
@@ -306,7 +306,7 @@ async def test_a_frame_that_the_peer_would_not_take_is_not_sent():
     assert server.payloads == [b"fine"]
 
 
-async def test_nothing_is_received_after_the_receiver_has_closed():
+async def test_no_frame_arrives_after_the_receiver_closed():
     async with a_pair() as (client, server):
         server.received = lambda payload: (server.payloads.append(payload), server.connection.close())
         client.connection.send(b"one")
@@ -316,7 +316,7 @@ async def test_nothing_is_received_after_the_receiver_has_closed():
     assert server.payloads == [b"one"]
 
 
-async def test_a_server_that_stops_ends_its_connections_even_those_that_do_not_read(monkeypatch):
+async def test_stopping_server_ends_connections_that_do_not_read(monkeypatch):
     monkeypatch.setattr("kvstore.net.frames.STOP_SECONDS", 0.1)
     accepted = AcceptedConnections()
     async with open_server("listen", TCP, accepted, limit=LIMIT) as listening:

@@ -1,4 +1,4 @@
-"""How long connections of clients last: they are moved without a call noticing."""
+"""Tests of the age limit of client connections: clients move to another connection without losing a call."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ import pytest
 from fleet.net.grpc import http2 as grpc_http2
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.grpc.options import SHARED_SERVER_OPTIONS, frontend_server_options
+from tests.support.waiting import until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -17,7 +18,7 @@ SECONDS = 0.2
 @pytest.fixture(params=["clients", "gateways"])
 async def server(request, monkeypatch):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
-    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.05)
+    monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.05)
     if request.param == "clients":
         return Http2Server(connection_seconds=SECONDS)
     return grpc.aio.server(options=frontend_server_options(shared=False, connection_seconds=SECONDS))
@@ -46,9 +47,12 @@ async def test_connections_end_in_time_and_no_call_does(server):
         async with asyncio.timeout(60), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             streaming = channel.unary_stream("/a.Service/Stream")(b"")
             ask = channel.unary_unary("/a.Service/Ask")
-            while len(peers) < 3:
+
+            async def moved_twice() -> bool:
                 assert await ask(b"") == b"answer"
-                await asyncio.sleep(0.01)
+                return len(peers) >= 3
+
+            await until_answered(moved_twice)
 
             assert [part async for part in streaming] == [b"part"] * 8
     finally:

@@ -1,4 +1,4 @@
-"""Tests have a loop each, and grpc one poller for all of them."""
+"""Tests share grpc's only poller between their event loops."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from tests.support.planner.connectors import silent_port
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_loop, caplog):
+def test_late_call_end_does_not_disturb_the_next_event_loop(new_loop, caplog):
     def run(main):
         loop = new_loop()
         try:
@@ -24,13 +24,13 @@ def test_the_end_of_a_call_of_a_closed_loop_is_no_complaint_of_the_next_one(new_
 
     async def left(port):
         channel, call = await a_call(port)
-        await asyncio.sleep(0.05)  # it has begun
+        await asyncio.sleep(0.05)  # the call has begun
         call.cancel()
         return channel
 
     async def the_next(port):
         channel, call = await a_call(port)
-        await asyncio.wait([asyncio.ensure_future(call.code())], timeout=0.5)  # what is late comes meanwhile
+        await asyncio.wait([asyncio.ensure_future(call.code())], timeout=0.5)  # late events arrive meanwhile
         call.cancel()
         await channel.close()
 

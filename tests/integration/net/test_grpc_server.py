@@ -1,4 +1,4 @@
-"""A gRPC server on the event loop's own sockets, asked by the library's client and, below gRPC, by hostile ones."""
+"""Tests of the gRPC server on raw sockets, with the library's client and with hostile HTTP/2 clients."""
 
 import asyncio
 import base64
@@ -31,7 +31,7 @@ OPEN = PREFACE + frame(SETTINGS, 0, 0)
 HEAD = call(b"/x.Y/Thrice")
 
 
-class TestedService:
+class CountingService:
     def __init__(self):
         self.began = 0
         self.cancelled = 0
@@ -98,7 +98,7 @@ class GrpcServerSetup:
 
     @asynccontextmanager
     async def client(self, settings=None):
-        """A client that does what it is told, and nothing else."""
+        """HTTP/2 client that does only what the test says."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         client = Http2Client(reader, writer, settings)
         try:
@@ -107,7 +107,7 @@ class GrpcServerSetup:
             writer.close()
 
     async def say(self, *pieces):
-        """What the server answers until it closes the connection."""
+        """Return the server's bytes until it closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             for piece in pieces:
@@ -164,7 +164,7 @@ class Http2Client:
                 self.flush()
 
     async def end_of(self, stream):
-        """What the call's status is said with."""
+        """Return the headers that end the call."""
         await self.until(lambda: stream in self.closed)
         return self.tails.get(stream) or self.heads.get(stream)
 
@@ -181,7 +181,7 @@ async def world(monkeypatch):
 
 @pytest.fixture
 async def crowded_world(monkeypatch):
-    """It takes three connections."""
+    """Open a server that takes three connections."""
     async with a_world(monkeypatch, GrpcSettings(max_connections=3)) as world:
         yield world
 
@@ -189,8 +189,8 @@ async def crowded_world(monkeypatch):
 @asynccontextmanager
 async def a_world(monkeypatch, limits):
     monkeypatch.setattr(grpc_http2, "SWEEP_SECONDS", 0.05)
-    monkeypatch.setattr(grpc_http2, "GOING_SECONDS", 0.1)
-    server, service = Http2Server(limits=limits), TestedService()
+    monkeypatch.setattr(grpc_http2, "SHUTDOWN_NOTICE_SECONDS", 0.1)
+    server, service = Http2Server(limits=limits), CountingService()
     methods = {
         "Thrice": grpc.unary_stream_rpc_method_handler(service.thrice),
         "Wait": grpc.unary_stream_rpc_method_handler(service.wait),
@@ -217,7 +217,7 @@ async def status_of(call):
     return raised.value.code()
 
 
-async def test_calls_share_a_connection_and_what_is_written_in_one_turn_leaves_in_one_write(world, monkeypatch):
+async def test_writes_of_one_turn_share_a_connection_and_a_write(world, monkeypatch):
     async with world.channel() as channel:
         calls = [channel.unary_stream("/x.Y/Wait")(b"%d" % number) for number in range(8)]
         await until(lambda: world.service.began == 8)
@@ -242,14 +242,14 @@ async def test_calls_share_a_connection_and_what_is_written_in_one_turn_leaves_i
 
 
 @pytest.mark.parametrize("path", ["/x.Y/No", "/", "/x.Z/Thrice"])
-async def test_what_nobody_serves_is_unimplemented(world, path):
+async def test_unknown_method_is_unimplemented(world, path):
     async with world.channel() as channel:
         assert await status_of(channel.unary_stream(path)(b"")) is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_clients_may_compress(world, compression):
-    """Which is an option of theirs, for calls and for channels."""
+    """Use compression per call and per channel."""
     target, options = f"127.0.0.1:{world.port}", [("grpc.use_local_subchannel_pool", 1)]
     prose = " ".join(map(str, range(400_000))).encode()
     async with grpc.aio.insecure_channel(target, options=options, compression=compression) as channel:
@@ -264,7 +264,7 @@ async def test_clients_may_compress(world, compression):
     assert world.server.held_bytes == 0
 
 
-async def test_a_message_that_would_unpack_to_much_more_than_it_is_ends_its_call_and_no_other(world):
+async def test_message_that_expands_too_much_ends_only_its_call(world):
     bomb = gzip.compress(bytes(16 << 20))
     async with world.channel() as channel, world.client() as client:
         waiting = channel.unary_stream("/x.Y/Wait")(b"a")
@@ -284,7 +284,7 @@ async def test_a_message_that_would_unpack_to_much_more_than_it_is_ends_its_call
     assert world.service.began == 1
 
 
-async def test_what_cannot_be_unpacked_ends_its_call_and_no_other(world):
+async def test_undecodable_message_ends_only_its_call(world):
     packed = gzip.compress(b"a" * 999)
     wrong = [
         (message(packed[:-3], compressed=1), b"gzip", b"13"),
@@ -325,7 +325,7 @@ async def test_a_message_may_come_in_any_pieces(world):
             assert client.content[call] == b"".join(map(message, sent))
 
 
-async def test_a_message_that_is_too_long_is_refused_by_its_length_before_it_has_come(world):
+async def test_too_long_message_is_rejected_by_its_announced_length(world):
     announced = bytes(1) + (1 << 31).to_bytes(4, "big")
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.write(OPEN + frame(HEADERS, END_HEADERS, 1, call(b"/x.Y/Thrice")) + frame(DATA, 0, 1, announced))
@@ -342,13 +342,13 @@ async def test_a_deadline_ends_a_call_on_both_sides(world):
         async def asked():
             status = await status_of(channel.unary_stream("/x.Y/Wait")(b"", timeout=0.3))
             assert status is grpc.StatusCode.DEADLINE_EXCEEDED
-            return world.service.began  # a client that stood still for so long has not sent it
+            return world.service.began  # a client that stood still has not sent it yet
 
         await until_answered(asked)
         await until(lambda: world.service.cancelled == world.service.began)
 
 
-async def test_a_call_that_is_cancelled_or_cut_takes_its_handler_with_it(world):
+async def test_cancelled_or_cut_call_cancels_its_handler(world):
     async with world.channel() as channel:
         first, _ = channel.unary_stream("/x.Y/Wait")(b""), channel.unary_stream("/x.Y/Wait")(b"")
         await until(lambda: world.service.began == 2)
@@ -357,7 +357,7 @@ async def test_a_call_that_is_cancelled_or_cut_takes_its_handler_with_it(world):
     await until(lambda: world.service.cancelled == 2)
 
 
-async def test_who_sends_more_than_is_read_is_given_no_room_for_more_and_nothing_is_lost(world):
+async def test_sender_faster_than_the_reader_is_throttled(world):
     async with world.channel() as channel:
         call = channel.stream_stream("/x.Y/Echo")()
 
@@ -384,16 +384,16 @@ async def test_a_connection_that_says_nothing_is_cut(world, monkeypatch):
     await until(lambda: not world.server.connections)
 
 
-async def test_a_server_that_stood_still_does_not_take_it_for_silence_of_its_clients(world):
+async def test_paused_server_does_not_blame_its_clients(world):
     async with world.channel() as channel:
         call = channel.unary_stream("/x.Y/Wait")(b"a")
         await until(lambda: world.service.began == 1)
         (connection,) = world.server.connections
 
-        connection.look(asyncio.get_running_loop().time() + 1000)
+        connection.check_limits(asyncio.get_running_loop().time() + 1000)
 
-        assert connection._asked_at is not None
-        await until(lambda: connection._asked_at is None)  # it has answered
+        assert connection.pinged_at is not None
+        await until(lambda: connection.pinged_at is None)  # the client has answered
         world.service.go.set()
         assert [each async for each in call] == [b"a"]
 
@@ -414,8 +414,8 @@ async def test_a_server_that_stood_still_does_not_take_it_for_silence_of_its_cli
     ],
     ids=["http1", "tls", "pings", "settings", "continuations", "data", "even", "resets", "calls that are reset"],
 )
-async def test_floods_and_what_is_no_http2_end_their_connection_and_nobody_elses(world, flood, caplog, monkeypatch):
-    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # it is not for that
+async def test_floods_and_invalid_http2_end_only_their_connection(world, flood, caplog, monkeypatch):
+    monkeypatch.setattr(grpc_http2, "SILENCE_SECONDS", 60.0)  # the silence limit is not under test
     async with world.channel() as channel:
         first = [each async for each in channel.unary_stream("/x.Y/Thrice")(b"a")]
         await world.say(flood)
@@ -459,7 +459,7 @@ async def test_metadata_that_is_too_long_ends_its_call_and_no_other(world):
     [tuple((f"x-{number}", "v") for number in range(1500)), (("x", "y" * 100_000),)],
     ids=["many", "much"],
 )
-async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, metadata):
+async def test_oversized_head_ends_only_its_connection(world, metadata):
     async with world.channel() as channel, world.channel() as other:
         waiting = other.unary_stream("/x.Y/Wait")(b"a")
         await until(lambda: world.service.began == 1)
@@ -470,7 +470,7 @@ async def test_a_head_beyond_all_bounds_ends_its_connection_and_no_other(world, 
     assert world.service.began == 1
 
 
-async def test_what_the_metadata_of_all_calls_takes_is_bounded(world, monkeypatch):
+async def test_total_metadata_of_all_calls_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 300_000)
     world.server.max_held_bytes = 0
     async with world.channel() as channel:
@@ -507,15 +507,15 @@ async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
         assert client.closed[call] == 0, "and what else it would say is of no use"
 
 
-async def test_who_leaves_the_last_words_unread_is_reset(world, monkeypatch):
-    monkeypatch.setattr(grpc_http2_call, "LAST_SECONDS", 0.1)
+async def test_call_whose_answer_stays_unread_is_reset(world, monkeypatch):
+    monkeypatch.setattr(grpc_http2_call, "UNREAD_STATUS_SECONDS", 0.1)
     async with world.client({INITIAL_WINDOW: 100}) as client:
         call = client.call("Thrice", message(b"x" * 995))
         await client.end_of(call)
         assert client.closed[call] == 8
 
 
-async def test_what_was_sent_and_not_read_takes_no_room_from_other_calls(world):
+async def test_unread_answers_take_no_window_from_other_calls(world):
     async with asyncio.timeout(60), world.channel() as channel:
         for _ in range(30):
             call = channel.stream_stream("/x.Y/Echo")()
@@ -533,7 +533,7 @@ async def test_what_was_sent_and_not_read_takes_no_room_from_other_calls(world):
 
 
 @pytest.mark.parametrize("method", ["One", "LateEcho"])
-async def test_a_message_that_is_not_whole_in_time_is_refused_and_takes_nothing(world, method, monkeypatch):
+async def test_message_incomplete_at_the_deadline_is_rejected(world, method, monkeypatch):
     monkeypatch.setattr(grpc_http2_call, "REQUEST_SECONDS", 0.2)
     async with world.client() as client:
         call = client.call(method, message(b"x" * 50_000)[:-1], end=False)
@@ -553,7 +553,7 @@ async def test_a_stream_may_be_silent_between_messages(world, monkeypatch):
         assert await call.read() is grpc.aio.EOF
 
 
-async def test_what_half_messages_take_together_is_bounded(world, monkeypatch):
+async def test_total_size_of_incomplete_messages_is_bounded(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 500_000)
     world.server.max_held_bytes = 0
     async with world.client() as client:
@@ -565,7 +565,7 @@ async def test_what_half_messages_take_together_is_bounded(world, monkeypatch):
     await until(lambda: world.server.held_bytes == 0)
 
 
-async def test_half_messages_that_are_long_leave_room_for_ordinary_calls(world, monkeypatch):
+async def test_long_incomplete_messages_leave_room_for_normal_calls(world, monkeypatch):
     monkeypatch.setattr(grpc_http2, "HELD_BYTES", 1_000_000)
     world.server.max_held_bytes = 200_000
     async with world.client() as client, world.client() as other, world.channel() as channel:
@@ -591,7 +591,7 @@ async def test_more_calls_than_it_takes_are_refused_until_others_end(world, monk
         assert await channel.unary_unary("/x.Y/One")(b"") == b""
 
 
-async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
+async def test_client_that_reads_nothing_is_cut_and_holds_little(world):
     world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     _reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.transport.pause_reading()
@@ -609,7 +609,7 @@ async def test_who_takes_nothing_is_cut_and_holds_little_until_then(world):
 
 
 async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):
-    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
+    """Refill all buffers, those of the kernel included, whenever the client has read something."""
     world.server.limits = GrpcSettings(write_timeout_seconds=1.0)
     loop = asyncio.get_running_loop()
     with socket.socket() as sock:
@@ -637,7 +637,7 @@ async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
 
         async def drip():
             while not world.service.cancelled:
-                with contextlib.suppress(ngh2.NGH2Error):  # the stream was reset just now
+                with contextlib.suppress(ngh2.NGH2Error):  # the stream was just reset
                     client.http.acknowledge_received_data(20, stream)
                 client.flush()
                 await asyncio.sleep(0.02)
@@ -742,7 +742,7 @@ async def test_a_server_that_stops_cancels_what_does_not_end_in_time(world):
         assert await status_of(stuck) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_path_is_taken_from_who_was_killed_and_from_nobody_else(tmp_path):
+async def test_socket_path_is_taken_over_only_from_a_killed_server(tmp_path):
     path = tmp_path / "it"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -761,7 +761,7 @@ async def test_a_name_is_all_its_addresses(monkeypatch):
     found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.2", 0)),
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0)),  # none of this machine's
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.1", 0)),  # not an address of this machine
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     server = Http2Server()
@@ -777,7 +777,7 @@ async def test_a_name_is_all_its_addresses(monkeypatch):
 @pytest.mark.parametrize(
     "listen", ["127.0.0.1", "50051", ":50051", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.1:0", "unix:/no/such"]
 )
-def test_what_is_no_place_to_listen_is_refused(listen):
+def test_invalid_listen_address_is_rejected(listen):
     with pytest.raises(RuntimeError, match=f"cannot listen on {listen}: "):
         Http2Server().add_insecure_port(listen)
 

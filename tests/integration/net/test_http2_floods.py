@@ -1,4 +1,4 @@
-"""What a client can do to the gRPC port below gRPC: streams that are opened and reset, as fast as it can."""
+"""Test of floods of the gRPC port below gRPC: streams are opened and reset as fast as possible."""
 
 import signal
 import socket
@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from fleet.client import Client, FleetError
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +27,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def call(path: bytes) -> bytes:
-    """The head of a call, in HPACK without compression."""
+    """Return the head of a call in HPACK without compression."""
     fields = {
         b":method": b"POST",
         b":scheme": b"http",
@@ -41,9 +41,9 @@ def call(path: bytes) -> bytes:
 
 @pytest.fixture
 def router(tmp_path):
-    """A router in a process of its own; yields the process and its gRPC address."""
+    """Run a router in its own process; yield the process and its gRPC address."""
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
-    process, endpoints = serve("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
+    process, endpoints = start_service("router", settings, tmp_path / "router.json", stderr=subprocess.DEVNULL)
     try:
         yield psutil.Process(process.pid), endpoints["grpc"]
     finally:
@@ -51,7 +51,7 @@ def router(tmp_path):
         process.wait(60)
 
 
-def test_streams_that_are_reset_at_once_take_bounded_memory_and_others_are_soon_served(router):
+def test_reset_streams_take_bounded_memory_and_delay_nobody(router):
     process, address = router
     before = process.memory_info().rss
     head = call(b"/fleet.v1.Inference/Generate")

@@ -1,4 +1,4 @@
-"""The HTTP front as clients see it that do not behave: raw sockets."""
+"""Tests of the HTTP frontend with misbehaving clients on raw sockets."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from fleet.frontend.openai.service import open_http_frontend
 from fleet.net import connection_table
 from fleet.net.settings import HttpSettings
 from tests.support.frontend.frontends import Frontends, open_frontends
-from tests.support.frontend.http_clients import RawHttpClient, connected, error_of, get, post
+from tests.support.frontend.http_clients import RawHttpClient, error_of, get, post, raw_http_client
 from tests.support.frontend.text_model import EOS
 from tests.support.waiting import until
 
@@ -45,8 +45,8 @@ COMPLETIONS = "/v1/completions"
         (post(COMPLETIONS, {"prompt": "x", "fleet": {"placement": "here"}}), 400, "fleet.placement"),
     ],
 )
-async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sent, status, said):
-    async with connected(fronts) as peer:
+async def test_invalid_request_is_answered_on_a_live_connection(frontends, sent, status, said):
+    async with raw_http_client(frontends) as peer:
         for _ in range(2):
             await peer.send(sent)
             answered, headers, body = await peer.answer()
@@ -54,7 +54,7 @@ async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sen
             assert (answered, headers["content-type"]) == (status, "application/json")
             assert said in error_of(body)["message"]
             assert (status == 405) == ("allow" in headers)
-    assert fronts.router.submitted == []
+    assert frontends.router.submitted == []
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ async def test_what_is_wrong_is_answered_and_the_connection_lives_on(fronts, sen
         ),
     ],
 )
-async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts, sent, status):
-    async with connected(fronts) as peer:
+async def test_non_http_bytes_are_answered_once_then_closed(frontends, sent, status):
+    async with raw_http_client(frontends) as peer:
         await peer.send(sent)
 
         answered, headers, body = await peer.answer()
@@ -88,7 +88,7 @@ async def test_what_is_no_http_is_answered_once_and_the_connection_closes(fronts
 
 
 async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
-    async with open_frontends(model_dir, max_body_bytes=1000) as fronts, connected(fronts) as peer:
+    async with open_frontends(model_dir, max_body_bytes=1000) as frontends, raw_http_client(frontends) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for _ in range(3):
             await peer.send(b"%x\r\n" % 400 + b"x" * 400 + b"\r\n")
@@ -99,8 +99,8 @@ async def test_a_body_that_grows_too_large_in_chunks_is_refused(model_dir):
         assert "1000 bytes" in error_of(body)["message"]
 
 
-async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fronts):
-    async with connected(fronts) as peer:
+async def test_client_that_keeps_sending_still_reads_the_answer(frontends):
+    async with raw_http_client(frontends) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
         for _ in range(90):
             await peer.send(b"x" * 100_000)
@@ -108,10 +108,10 @@ async def test_a_client_that_goes_on_sending_too_much_still_reads_the_answer(fro
         assert (await peer.answer())[0] == 413
 
 
-async def test_a_chunked_body_is_put_together(fronts):
-    fronts.will_answer("the fox")
+async def test_a_chunked_body_is_put_together(frontends):
+    frontends.will_answer("the fox")
     body = json.dumps({"prompt": "once"}).encode()
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         await peer.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         for byte in body:
             await peer.send(b"1\r\n%c\r\n" % byte)
@@ -125,11 +125,11 @@ async def test_a_chunked_body_is_put_together(fronts):
 CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n".encode()
 
 
-async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(fronts):
-    fronts.will_answer("abc")
+async def test_trailers_of_a_chunked_body_change_nothing(frontends):
+    frontends.will_answer("abc")
     body = b'{"prompt": "x"}'
     trailers = b"content-type: text/plain\r\nauthorization: Bearer no\r\n"
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         for _ in range(2):
             await peer.send(CHUNKED + b"\r\n%x\r\n%s\r\n0\r\n%s\r\n" % (len(body), body, trailers))
             status, headers, _ = await peer.answer()
@@ -147,11 +147,11 @@ async def test_what_follows_a_body_in_chunks_changes_nothing_about_the_request(f
     ids=["trailers", "one trailer", "an extension of a chunk"],
 )
 async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, more):
-    async with open_frontends(model_dir, max_head_bytes=4096) as fronts, connected(fronts) as peer:
+    async with open_frontends(model_dir, max_head_bytes=4096) as frontends, raw_http_client(frontends) as peer:
         with suppress(ConnectionError):
             await peer.send(CHUNKED + b"\r\n" + begin)
             for _ in range(200):
-                await peer.send(more * 100)  # more than one read, since what comes with content is not counted
+                await peer.send(more * 100)  # more than one read, since bytes that come with content are not counted
         status, _, body = await peer.answer()
 
         assert status == 431
@@ -159,9 +159,9 @@ async def test_a_body_cannot_go_on_for_ever_without_content(model_dir, begin, mo
         assert await peer.rest() == b""
 
 
-async def test_a_request_byte_by_byte_is_understood(fronts):
-    fronts.will_answer("the fox")
-    async with connected(fronts) as peer:
+async def test_a_request_byte_by_byte_is_understood(frontends):
+    frontends.will_answer("the fox")
+    async with raw_http_client(frontends) as peer:
         for byte in post(COMPLETIONS, {"prompt": "once"}):
             await peer.send(bytes([byte]))
             await asyncio.sleep(0)
@@ -169,10 +169,10 @@ async def test_a_request_byte_by_byte_is_understood(fronts):
         assert (await peer.answer())[0] == 200
 
 
-async def test_a_client_may_ask_before_it_sends_the_body(fronts):
-    fronts.will_answer("the fox")
+async def test_a_client_may_ask_before_it_sends_the_body(frontends):
+    frontends.will_answer("the fox")
     head, _, body = post(COMPLETIONS, {"prompt": "once"}, "expect: 100-continue").partition(b"\r\n\r\n")
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         await peer.send(head + b"\r\n\r\n")
         assert (await peer.head())[0] == 100
         await peer.send(body)
@@ -180,20 +180,20 @@ async def test_a_client_may_ask_before_it_sends_the_body(fronts):
         assert (await peer.answer())[0] == 200
 
 
-async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts):
-    fronts.will_answer("the fox")
-    fronts.router.hold_after = 1
-    async with connected(fronts) as peer:
+async def test_pipelined_requests_are_answered_in_order(frontends):
+    frontends.will_answer("the fox")
+    frontends.router.hold_after = 1
+    async with raw_http_client(frontends) as peer:
         await peer.send(
             post(COMPLETIONS, {"prompt": "once"})
             + get("/nowhere")
             + post(COMPLETIONS, {"prompt": "x"})
             + b"BAD\r\n\r\n"
         )
-        await fronts.router.until(fronts.router.submitted)
+        await frontends.router.until(frontends.router.submitted)
         await asyncio.sleep(0.05)
-        assert len(fronts.router.submitted) == 1
-        fronts.router.release.set()
+        assert len(frontends.router.submitted) == 1
+        frontends.router.release.set()
 
         statuses = [(await peer.answer())[0] for _ in range(4)]
 
@@ -202,9 +202,9 @@ async def test_requests_in_one_packet_are_answered_in_order_one_at_a_time(fronts
 
 
 @pytest.mark.parametrize("cut", [20, 9000])
-async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, cut):
+async def test_hundreds_of_pipelined_requests_are_answered_in_order(frontends, cut):
     many = b"".join(get(f"/{number}") for number in range(800))
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         await peer.send(many[:cut])
         await peer.send(many[cut:])
         for number in range(800):
@@ -214,14 +214,14 @@ async def test_hundreds_of_requests_in_one_packet_are_answered_in_order(fronts, 
         assert (await peer.answer())[0] == 200
 
 
-async def test_who_sends_many_requests_at_once_does_not_hold_up_others(fronts):
+async def test_pipelining_client_does_not_hold_up_others(frontends):
     many = get("/nowhere", "DELETE") * 5000
-    async with connected(fronts) as peer, connected(fronts) as other:
+    async with raw_http_client(frontends) as peer, raw_http_client(frontends) as other:
         await peer.send(many)
         await other.send(get("/health"))
         assert (await other.answer())[0] == 200
 
-        (busy,) = [each for each in fronts.http._connections if each._unparsed]
+        (busy,) = [each for each in frontends.http._connections if each._unparsed]
         assert len(busy._waiting) < 500
 
 
@@ -229,11 +229,11 @@ OFFER = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-async def test_a_request_that_offers_another_protocol_is_served_in_this_one(fronts, whole):
-    """As Java's client does, and curl when it is told --http2."""
-    fronts.will_answer("the fox")
+async def test_upgrade_offer_is_served_with_http_1(frontends, whole):
+    """Offer an upgrade like Java's client, and like curl with --http2."""
+    frontends.will_answer("the fox")
     asked = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 20_000}, *OFFER)
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         await peer.send(asked if whole else asked[:-1])
         if not whole:
             await asyncio.sleep(0.02)
@@ -253,8 +253,8 @@ async def test_a_request_that_offers_another_protocol_is_served_in_this_one(fron
     ],
     ids=["a tunnel", "a body in chunks"],
 )
-async def test_another_protocol_is_not_spoken(fronts, sent):
-    async with connected(fronts) as peer:
+async def test_another_protocol_is_not_spoken(frontends, sent):
+    async with raw_http_client(frontends) as peer:
         await peer.send(sent)
         status, _, body = await peer.answer()
 
@@ -265,9 +265,9 @@ async def test_another_protocol_is_not_spoken(fronts, sent):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_older_clients_and_those_that_say_so_get_their_connection_closed(fronts, version, stream):
-    fronts.will_answer("the fox")
-    async with connected(fronts) as peer:
+async def test_http_1_0_and_close_requests_close_the_connection(frontends, version, stream):
+    frontends.will_answer("the fox")
+    async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}, "connection: close", version=version))
 
         status, headers, body = await peer.answer()
@@ -278,47 +278,47 @@ async def test_older_clients_and_those_that_say_so_get_their_connection_closed(f
         assert await peer.rest() == b""
 
 
-async def test_head_and_first_event_arrive_together(fronts):
-    fronts.will_answer("the fox")
-    fronts.router.hold_after = 2  # tokens are single steps, so that something was sent before
-    async with connected(fronts) as peer:
+async def test_head_and_first_event_arrive_together(frontends):
+    frontends.will_answer("the fox")
+    frontends.router.hold_after = 2  # each token is a step, so that something was sent before
+    async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
         async with asyncio.timeout(60):
-            first = await peer._reader.read(65536)
+            first = await peer.reader.read(65536)
 
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"data: {" in first
 
 
-async def test_a_client_that_disconnects_cancels_its_request(fronts):
-    fronts.will_answer("the quick brown fox")
+async def test_a_client_that_disconnects_cancels_its_request(frontends):
+    frontends.will_answer("the quick brown fox")
     for stream, tokens_before in ((True, 1), (True, 0), (False, 0)):
-        fronts.router.hold_after = tokens_before
-        count = len(fronts.router.submitted) + 1
-        async with connected(fronts) as peer:
+        frontends.router.hold_after = tokens_before
+        count = len(frontends.router.submitted) + 1
+        async with raw_http_client(frontends) as peer:
             await peer.send(post(COMPLETIONS, {"prompt": "once", "stream": stream}))
-            await fronts.router.until(fronts.router.submitted, count)
+            await frontends.router.until(frontends.router.submitted, count)
             if tokens_before:
                 await peer.head()
 
-        await fronts.router.until(fronts.router.cancelled, count)
-    await until(lambda: fronts.generation.running == 0)
+        await frontends.router.until(frontends.router.cancelled, count)
+    await until(lambda: frontends.generation.running == 0)
 
 
-async def test_a_client_that_closes_its_side_is_taken_to_be_gone(fronts):
-    fronts.will_answer("the fox")
-    fronts.router.hold_after = 0
-    async with connected(fronts) as peer:
+async def test_a_client_that_closes_its_side_is_taken_to_be_gone(frontends):
+    frontends.will_answer("the fox")
+    frontends.router.hold_after = 0
+    async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once"}))
-        await fronts.router.until(fronts.router.submitted)
+        await frontends.router.until(frontends.router.submitted)
         peer.writer.write_eof()
 
-        await fronts.router.until(fronts.router.cancelled)
+        await frontends.router.until(frontends.router.cancelled)
         assert await peer.rest() == b""
 
 
-async def test_a_simple_question_from_a_half_closed_connection_is_answered(fronts):
-    async with connected(fronts) as peer:
+async def test_half_closed_connection_gets_a_simple_answer(frontends):
+    async with raw_http_client(frontends) as peer:
         peer.writer.write(get("/health"))
         peer.writer.write_eof()
 
@@ -327,8 +327,8 @@ async def test_a_simple_question_from_a_half_closed_connection_is_answered(front
 
 
 @pytest.mark.parametrize("sent", [b"POST /v1/completions HT", post(COMPLETIONS, b"x" * 100)[:-50]])
-async def test_half_a_request_is_told_so(fronts, sent):
-    async with connected(fronts) as peer:
+async def test_incomplete_request_is_reported(frontends, sent):
+    async with raw_http_client(frontends) as peer:
         await peer.send(sent)
         peer.writer.write_eof()
 
@@ -340,15 +340,15 @@ async def test_half_a_request_is_told_so(fronts, sent):
 
 async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
     limits = {"head_timeout_seconds": 0.2, "body_timeout_seconds": 0.2, "idle_timeout_seconds": 0.2}
-    async with open_frontends(model_dir, **limits) as fronts:
+    async with open_frontends(model_dir, **limits) as frontends:
         for sent in (b"POST /v1/completions HTTP/1.1\r\nhost", post(COMPLETIONS, b"x" * 100)[:-50]):
-            async with connected(fronts) as peer:
+            async with raw_http_client(frontends) as peer:
                 await peer.send(sent)
                 status, _, body = await peer.answer()
                 assert (status, error_of(body)["code"]) == (408, "request_timeout")
-        async with connected(fronts) as peer:
-            assert await peer.rest() == b""  # idle: nothing to tell
-        async with connected(fronts) as peer:
+        async with raw_http_client(frontends) as peer:
+            assert await peer.rest() == b""  # an idle connection gets no answer
+        async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             await peer.answer()
             assert await peer.rest() == b""
@@ -364,9 +364,13 @@ async def test_requests_that_do_not_arrive_in_time_are_told_so(model_dir):
     ids=["a head", "a body", "a body in chunks"],
 )
 async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop):
-    """As slow-loris does it, to hold connections for ever."""
+    """Drip bytes like slow-loris, which tries to hold connections for ever."""
     limits = {"head_timeout_seconds": 0.3, "body_timeout_seconds": 0.3}
-    async with open_frontends(model_dir, **limits) as fronts, connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+    async with (
+        open_frontends(model_dir, **limits) as frontends,
+        raw_http_client(frontends) as peer,
+        asyncio.TaskGroup() as tasks,
+    ):
 
         async def drip():
             with suppress(ConnectionError):
@@ -391,10 +395,10 @@ async def test_a_drop_now_and_then_gives_nobody_more_time(model_dir, begin, drop
     ],
     ids=["strings", "tokens"],
 )
-async def test_a_million_stops_are_refused_and_leave_nothing(fronts, many, said):
-    fronts.will_answer("the fox")
+async def test_a_million_stops_are_refused_and_leave_nothing(frontends, many, said):
+    frontends.will_answer("the fox")
     asked = post(COMPLETIONS, {"prompt": "x", **many})
-    async with connected(fronts) as peer, connected(fronts) as other:
+    async with raw_http_client(frontends) as peer, raw_http_client(frontends) as other:
         tracemalloc.start()
         try:
             for _ in range(2):
@@ -406,7 +410,7 @@ async def test_a_million_stops_are_refused_and_leave_nothing(fronts, many, said)
             tracemalloc.stop()
         await other.send(post(COMPLETIONS, {"prompt": "once"}))
         assert (await other.answer())[0] == 200
-    assert len(fronts.router.submitted) == 1
+    assert len(frontends.router.submitted) == 1
 
 
 MUCH = {
@@ -418,23 +422,23 @@ MUCH = {
 }
 
 
-def will_answer_much(fronts: Frontends) -> int:
-    """More than the sockets' buffers hold: 10 MB; returns its steps."""
-    answer = fronts.will_answer("the quick brown fox " * 990)
-    fronts.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
+def will_answer_much(frontends: Frontends) -> int:
+    """Prepare an answer larger than the sockets' buffers (10 MB); return its number of steps."""
+    answer = frontends.will_answer("the quick brown fox " * 990)
+    frontends.router.logprobs = [Logprobs(-1.0, tuple(range(300, 320)), (-1.234567890123456,) * 20) for _ in answer]
     return len(answer)
 
 
-async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fronts):
-    steps = will_answer_much(fronts)
-    async with connected(fronts, limit=16 << 10) as peer:
+async def test_slow_client_delays_only_itself_and_memory_stays_flat(frontends):
+    steps = will_answer_much(frontends)
+    async with raw_http_client(frontends, limit=16 << 10) as peer:
         await peer.send(post(CHAT, MUCH))
         await peer.head()
         taken = -1
-        while taken != fronts.router.steps_taken:  # until nothing moves any more
-            taken = fronts.router.steps_taken
+        while taken != frontends.router.steps_taken:  # until nothing moves any more
+            taken = frontends.router.steps_taken
             await asyncio.sleep(0.2)
-        (connection,) = fronts.http._connections
+        (connection,) = frontends.http._connections
 
         assert taken < steps
         assert connection._transport.get_write_buffer_size() < 256 << 10
@@ -443,20 +447,20 @@ async def test_a_slow_client_holds_its_own_request_up_and_memory_stays_flat(fron
 
 
 async def test_a_client_that_never_reads_is_cut_off(model_dir):
-    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
-        will_answer_much(fronts)
-        async with connected(fronts, limit=16 << 10) as peer:
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as frontends:
+        will_answer_much(frontends)
+        async with raw_http_client(frontends, limit=16 << 10) as peer:
             await peer.send(post(CHAT, MUCH))
 
-            await fronts.router.until(fronts.router.cancelled)
+            await frontends.router.until(frontends.router.cancelled)
 
-        await until(lambda: fronts.generation.running == 0)
+        await until(lambda: frontends.generation.running == 0)
 
 
 async def test_client_that_drips_is_cut_off_as_well(model_dir):
-    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts, asyncio.TaskGroup() as tasks:
-        will_answer_much(fronts)
-        async with connected(fronts, limit=1) as peer:
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as frontends, asyncio.TaskGroup() as tasks:
+        will_answer_much(frontends)
+        async with raw_http_client(frontends, limit=1) as peer:
             peer.writer.transport.pause_reading()
             sock = peer.writer.get_extra_info("socket")
             await peer.send(post(CHAT, MUCH))
@@ -469,15 +473,15 @@ async def test_client_that_drips_is_cut_off_as_well(model_dir):
                         await asyncio.sleep(0.01)
 
             dripping = tasks.create_task(drip())
-            await fronts.router.until(fronts.router.cancelled)
+            await frontends.router.until(frontends.router.cancelled)
             dripping.cancel()
-        await until(lambda: fronts.generation.running == 0 and not fronts.http._connections)
+        await until(lambda: frontends.generation.running == 0 and not frontends.http._connections)
 
 
 @asynccontextmanager
-async def with_small_buffers(fronts, size=64 << 10):
-    """A client whose system takes little before the client reads."""
-    host, _, port = fronts.http.address.rpartition(":")
+async def with_small_buffers(frontends, size=64 << 10):
+    """Connect a client whose kernel takes little before the client reads."""
+    host, _, port = frontends.http.address.rpartition(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
         sock.setblocking(False)
@@ -490,16 +494,16 @@ async def with_small_buffers(fronts, size=64 << 10):
 
 
 async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
-    """In each period, that is, and not all of it in one."""
-    async with open_frontends(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as fronts:
-        will_answer_much(fronts)
-        async with with_small_buffers(fronts) as peer:
+    """Read enough in each period, but not everything in one."""
+    async with open_frontends(model_dir, write_timeout_seconds=1.0, min_read_bytes=1000) as frontends:
+        will_answer_much(frontends)
+        async with with_small_buffers(frontends) as peer:
             await peer.send(post(CHAT, {**MUCH, "stream": False}, "connection: close"))
             status, headers = await peer.head()
             left = int(headers["content-length"])
             began = asyncio.get_running_loop().time()
             while left:
-                left -= len(await peer._reader.readexactly(min(left, 50_000)))
+                left -= len(await peer.reader.readexactly(min(left, 50_000)))
                 await asyncio.sleep(0.02)
 
             assert status == 200
@@ -508,92 +512,92 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
 
 
 async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
-    """Its buffers, those of the kernel among them, are filled again whenever the client has read something."""
-    async with open_frontends(model_dir, write_timeout_seconds=1.0) as fronts:
-        will_answer_much(fronts)
-        async with with_small_buffers(fronts, 4 << 10) as peer:
+    """Refill all buffers, those of the kernel included, whenever the client has read something."""
+    async with open_frontends(model_dir, write_timeout_seconds=1.0) as frontends:
+        will_answer_much(frontends)
+        async with with_small_buffers(frontends, 4 << 10) as peer:
             await peer.send(post(CHAT, MUCH, "connection: close"))
             loop = asyncio.get_running_loop()
             until_then = loop.time() + 4  # periods
             while loop.time() < until_then:
-                await peer._reader.readexactly(10_000)
+                await peer.reader.readexactly(10_000)
                 await asyncio.sleep(0.02)
 
             assert (await peer.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_client_cut_for_reading_slowly_is_logged_once(model_dir, caplog):
-    async with open_frontends(model_dir, write_timeout_seconds=0.3) as fronts:
-        will_answer_much(fronts)
-        async with with_small_buffers(fronts) as peer, with_small_buffers(fronts) as other:
+    async with open_frontends(model_dir, write_timeout_seconds=0.3) as frontends:
+        will_answer_much(frontends)
+        async with with_small_buffers(frontends) as peer, with_small_buffers(frontends) as other:
             for each in (peer, other):
                 each.writer.transport.pause_reading()
                 await each.send(post(CHAT, MUCH))
-            await fronts.router.until(fronts.router.cancelled, 2)
-        await until(lambda: not fronts.http._connections)
+            await frontends.router.until(frontends.router.cancelled, 2)
+        await until(lambda: not frontends.http._connections)
 
     (told,) = [each for each in caplog.records if each.message == "clients cut off because they read too slowly"]
-    assert (told.listen, told.last_client, told.write_timeout_seconds) == (fronts.http.address, "127.0.0.1", 0.3)
+    assert (told.listen, told.last_client, told.write_timeout_seconds) == (frontends.http.address, "127.0.0.1", 0.3)
     assert told.unread_bytes > 0
 
 
 async def test_unread_answer_does_not_keep_its_connection(model_dir):
     limits = {"write_timeout_seconds": 0.5, "idle_timeout_seconds": 1.0}
-    async with open_frontends(model_dir, **limits) as fronts, with_small_buffers(fronts) as peer:
+    async with open_frontends(model_dir, **limits) as frontends, with_small_buffers(frontends) as peer:
         peer.writer.transport.pause_reading()
-        await until(lambda: fronts.http._connections)
-        (connection,) = fronts.http._connections
+        await until(lambda: frontends.http._connections)
+        (connection,) = frontends.http._connections
         while not connection._transport.get_write_buffer_size():
             idle_until = connection._deadline
             await peer.send(get("/openapi.json"))
             await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
         assert connection._paused is None, "so nobody waits for the client to read"
 
-        await until(lambda: not fronts.http._connections)
+        await until(lambda: not frontends.http._connections)
 
 
-async def test_long_bodies_have_a_bound_together_and_ordinary_ones_are_always_taken(model_dir):
+async def test_long_bodies_share_a_bound_and_normal_ones_fit(model_dir):
     long = post(COMPLETIONS, {"prompt": "x", "ignored": "y" * 300_000})
-    async with open_frontends(model_dir, max_held_bytes=1 << 20) as fronts, AsyncExitStack() as stack:
-        fronts.will_answer("abc")
-        peers = [await stack.enter_async_context(connected(fronts)) for _ in range(4)]
+    async with open_frontends(model_dir, max_held_bytes=1 << 20) as frontends, AsyncExitStack() as stack:
+        frontends.will_answer("abc")
+        peers = [await stack.enter_async_context(raw_http_client(frontends)) for _ in range(4)]
         for peer in peers[:3]:
             await peer.send(long[:-1])
-        await until(lambda: fronts.http._held.bytes >= 3 * 300_000)
+        await until(lambda: frontends.http._held.bytes >= 3 * 300_000)
         await peers[3].send(long[:-1])
 
         status, headers, body = await peers[-1].answer()
 
         assert (status, headers["connection"]) == (503, "close")
         assert "too many long requests" in error_of(body)["message"]
-        async with connected(fronts) as other:
+        async with raw_http_client(frontends) as other:
             await other.send(post(COMPLETIONS, {"prompt": "x"}))
             assert (await other.answer())[0] == 200
         for peer in peers[:2]:
             await peer.send(long[-1:])
             assert (await peer.answer())[0] == 200
-        async with connected(fronts) as other:
-            for _ in range(4):  # the second one comes with a head that is known
+        async with raw_http_client(frontends) as other:
+            for _ in range(4):  # the second request has a cached head
                 await other.send(long)
                 assert (await other.answer())[0] == 200
 
 
 async def test_newcomers_are_refused_where_all_are_served(model_dir):
-    async with open_frontends(model_dir, max_connections=2) as fronts:
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 0
-        async with connected(fronts) as one, connected(fronts) as two:
+    async with open_frontends(model_dir, max_connections=2) as frontends:
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 0
+        async with raw_http_client(frontends) as one, raw_http_client(frontends) as two:
             for peer in (one, two):
                 await peer.send(post(COMPLETIONS, {"prompt": "once"}))
-            await fronts.router.until(fronts.router.submitted, 2)
-            async with connected(fronts) as three:
+            await frontends.router.until(frontends.router.submitted, 2)
+            async with raw_http_client(frontends) as three:
                 status, headers, body = await three.answer()
                 assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "1")
                 assert error_of(body)["type"] == "server_error"
-            fronts.router.release.set()
+            frontends.router.release.set()
             assert [(await peer.answer())[0] for peer in (one, two)] == [200, 200]
-        await until(lambda: not fronts.http._connections)
-        async with connected(fronts) as peer:
+        await until(lambda: not frontends.http._connections)
+        async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200
 
@@ -604,83 +608,86 @@ WAITING = {
     "idle": get("/nowhere"),
     "a body": post(COMPLETIONS, b"x" * 100)[:-50],
 }
-"""How a connection waits, in the order in which they give way."""
+"""Ways in which a connection waits, in the order in which they give way."""
 
 
 async def test_connections_that_wait_give_way_to_newcomers(model_dir, monkeypatch):
     monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
-    async with open_frontends(model_dir, max_connections=5) as fronts, AsyncExitStack() as stack:
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 0
+    async with open_frontends(model_dir, max_connections=5) as frontends, AsyncExitStack() as stack:
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 0
 
         async def newcomer(sent):
-            peer = await stack.enter_async_context(connected(fronts))
+            peer = await stack.enter_async_context(raw_http_client(frontends))
             await peer.send(sent)
             return peer
 
         served = await newcomer(post(COMPLETIONS, {"prompt": "once"}))
-        await fronts.router.until(fronts.router.submitted)
+        await frontends.router.until(frontends.router.submitted)
         peers = {name: await newcomer(sent) for name, sent in reversed(WAITING.items())}
         await peers["idle"].answer()
-        await until(lambda: len(fronts.http._table) == 5)
+        await until(lambda: len(frontends.http._table) == 5)
         for count, (name, peer) in enumerate(reversed(peers.items()), 2):
             await newcomer(post(COMPLETIONS, {"prompt": "once"}))
-            await fronts.router.until(fronts.router.submitted, count)
+            await frontends.router.until(frontends.router.submitted, count)
             if name in ("a head", "a body"):
                 status, headers, body = await peer.answer()
                 assert (status, headers["retry-after"]) == (503, "1")
                 assert "too many connections" in error_of(body)["message"]
             assert await peer.rest() == b"", name
-        fronts.http._table.check()
-        fronts.router.release.set()
+        frontends.http._table.check()
+        frontends.router.release.set()
 
         assert (await served.answer())[0] == 200
 
 
 async def test_burst_of_newcomers_displaces_idle_ones_not_itself(model_dir):
-    async with open_frontends(model_dir, max_connections=20) as fronts, AsyncExitStack() as stack:
-        table = fronts.http._table
-        for _ in range(18):  # as many as one address may have
-            peer = await stack.enter_async_context(connected(fronts))
+    async with open_frontends(model_dir, max_connections=20) as frontends, AsyncExitStack() as stack:
+        table = frontends.http._table
+        for _ in range(18):  # as many as one address may open
+            peer = await stack.enter_async_context(raw_http_client(frontends))
             await peer.send(get("/nowhere"))
             await peer.answer()
         for count in range(1, 6):
-            burst = [await stack.enter_async_context(connected(fronts)) for _ in range(3)]
+            burst = [await stack.enter_async_context(raw_http_client(frontends)) for _ in range(3)]
             await until(lambda most=3 * count: table.displaced == most)
             for peer in burst:
                 await peer.send(get("/health"))
             assert [(await peer.answer())[0] for peer in burst] == [200] * 3
 
 
-async def test_closed_connection_is_freed_without_the_collector(fronts):
+async def test_closed_connection_is_freed_without_the_collector(frontends):
     gc.disable()
     try:
-        async with connected(fronts) as peer:
+        async with raw_http_client(frontends) as peer:
             await peer.send(get("/health"))
             assert (await peer.answer())[0] == 200
-            (known,) = (weakref.ref(each) for each in fronts.http._connections)
+            (known,) = (weakref.ref(each) for each in frontends.http._connections)
         await until(lambda: known() is None)
     finally:
         gc.enable()
 
 
 async def test_silent_clients_of_one_address_leave_room_for_another(model_dir):
-    async with open_frontends(model_dir, max_connections=20, address_share=0.5) as fronts, AsyncExitStack() as stack:
-        other = await stack.enter_async_context(connected(fronts, local_addr=("127.0.0.2", 0)))
+    async with open_frontends(model_dir, max_connections=20, address_share=0.5) as frontends, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(raw_http_client(frontends, local_addr=("127.0.0.2", 0)))
         for _ in range(40):
-            await stack.enter_async_context(connected(fronts))
-        await until(lambda: fronts.http._table.displaced == 30)
+            await stack.enter_async_context(raw_http_client(frontends))
+        await until(lambda: frontends.http._table.displaced == 30)
 
-        assert len(fronts.http._table) == 11
+        assert len(frontends.http._table) == 11
         await other.send(get("/health"))
         assert (await other.answer())[0] == 200
 
 
 async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
-    async with open_frontends(model_dir, first_byte_timeout_seconds=0.2) as fronts, connected(fronts) as idle:
+    async with (
+        open_frontends(model_dir, first_byte_timeout_seconds=0.2) as frontends,
+        raw_http_client(frontends) as idle,
+    ):
         await idle.send(get("/health"))
         await idle.answer()
-        async with connected(fronts) as silent:
+        async with raw_http_client(frontends) as silent:
             assert await silent.rest() == b""
 
         await idle.send(get("/health"))
@@ -713,8 +720,8 @@ async def test_client_that_never_speaks_is_cut_before_idle_ones(model_dir):
     ],
 )
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_requests_without_one_host_or_a_version_are_refused(fronts, sent, said, in_pieces):
-    async with connected(fronts) as peer:
+async def test_requests_without_one_host_or_a_version_are_refused(frontends, sent, said, in_pieces):
+    async with raw_http_client(frontends) as peer:
         for piece in (bytes([byte]) for byte in sent) if in_pieces else (sent,):
             await peer.send(piece)
             await asyncio.sleep(0)
@@ -737,16 +744,16 @@ async def test_requests_without_one_host_or_a_version_are_refused(fronts, sent, 
         b"GET HTTPS://a/health HTTP/1.1\r\nhost: a\r\n\r\n",
     ],
 )
-async def test_requests_whose_host_is_well_formed_are_served(fronts, sent):
-    async with connected(fronts) as peer:
+async def test_requests_whose_host_is_well_formed_are_served(frontends, sent):
+    async with raw_http_client(frontends) as peer:
         await peer.send(sent)
         assert (await peer.answer())[0] == 200
 
 
-async def test_known_head_without_its_host_is_refused(fronts):
-    fronts.will_answer("abc")
+async def test_known_head_without_its_host_is_refused(frontends):
+    frontends.will_answer("abc")
     asked = post(COMPLETIONS, {"prompt": "x"})
-    async with connected(fronts) as peer:
+    async with raw_http_client(frontends) as peer:
         for _ in range(2):
             await peer.send(asked)
             assert (await peer.answer())[0] == 200
@@ -754,11 +761,11 @@ async def test_known_head_without_its_host_is_refused(fronts):
         assert (await peer.answer())[0] == 400
 
 
-async def test_health_follows_the_workers(fronts):
-    async with connected(fronts) as peer:
+async def test_health_follows_the_workers(frontends):
+    async with raw_http_client(frontends) as peer:
         await peer.send(get("/health"))
         assert (await peer.answer())[::2] == (200, b'{"status":"ok","models":["tiny"]}')
-        fronts.router.cards = ()
+        frontends.router.cards = ()
 
         await peer.send(get("/health", "HEAD") + get("/health"))
 
@@ -766,19 +773,19 @@ async def test_health_follows_the_workers(fronts):
         assert (await peer.answer())[0] == 503
 
 
-def through_health(fronts):
-    """A connection to the listener for health and metrics."""
-    return connected(SimpleNamespace(http=SimpleNamespace(address=fronts.http.health_address)))
+def through_health(frontends):
+    """Connect to the listener for health and metrics."""
+    return raw_http_client(SimpleNamespace(http=SimpleNamespace(address=frontends.http.health_address)))
 
 
 async def test_health_listener_answers_probes_and_nothing_else(model_dir):
-    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts, through_health(fronts) as peer:
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as frontends, through_health(frontends) as peer:
         for path, status in (("/health", 200), ("/live", 200), ("/metrics", 200), ("/v1/models", 404)):
             await peer.send(get(path))
             assert (await peer.answer())[0] == status, path
         await peer.send(post(CHAT, {"messages": []}))
         assert (await peer.answer())[0] == 404
-        fronts.router.cards = ()
+        frontends.router.cards = ()
 
         for path, status in (("/health", 503), ("/live", 200)):
             await peer.send(get(path))
@@ -786,40 +793,40 @@ async def test_health_listener_answers_probes_and_nothing_else(model_dir):
 
 
 async def test_health_listener_answers_while_the_front_drains(model_dir):
-    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as fronts:
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 1
-        async with connected(fronts) as peer, asyncio.TaskGroup() as tasks:
+    async with open_frontends(model_dir, health_listen="127.0.0.1:0") as frontends:
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 1
+        async with raw_http_client(frontends) as peer, asyncio.TaskGroup() as tasks:
             await peer.send(post(COMPLETIONS, {"prompt": "once"}))
-            await fronts.router.until(fronts.router.submitted)
-            tasks.create_task(fronts.http.drain(60))
-            await until(lambda: fronts.http.draining)
-            async with through_health(fronts) as probe:
+            await frontends.router.until(frontends.router.submitted)
+            tasks.create_task(frontends.http.drain(60))
+            await until(lambda: frontends.http.draining)
+            async with through_health(frontends) as probe:
                 await probe.send(get("/health"))
                 status, _, body = await probe.answer()
                 assert (status, json.loads(body)["status"]) == (503, "draining")
                 await probe.send(get("/live"))
                 assert (await probe.answer())[0] == 200
-            fronts.router.release.set()
+            frontends.router.release.set()
             assert (await peer.answer())[0] == 200
 
 
 async def test_full_http_port_leaves_the_health_listener_alone(model_dir):
-    async with open_frontends(model_dir, max_connections=1, health_listen="127.0.0.1:0") as fronts:
-        fronts.will_answer("the fox")
-        fronts.router.hold_after = 0
-        async with connected(fronts) as peer:
+    async with open_frontends(model_dir, max_connections=1, health_listen="127.0.0.1:0") as frontends:
+        frontends.will_answer("the fox")
+        frontends.router.hold_after = 0
+        async with raw_http_client(frontends) as peer:
             await peer.send(post(COMPLETIONS, {"prompt": "once"}))
-            await fronts.router.until(fronts.router.submitted)
-            async with connected(fronts) as refused, through_health(fronts) as probe:
+            await frontends.router.until(frontends.router.submitted)
+            async with raw_http_client(frontends) as refused, through_health(frontends) as probe:
                 assert (await refused.answer())[0] == 503
                 await probe.send(get("/health"))
                 assert (await probe.answer())[0] == 200
 
 
-async def test_metrics_tell_what_was_served(fronts):
-    fronts.will_answer("the fox", then=[EOS])
-    async with connected(fronts) as peer:
+async def test_metrics_tell_what_was_served(frontends):
+    frontends.will_answer("the fox", then=[EOS])
+    async with raw_http_client(frontends) as peer:
         await peer.send(
             post(COMPLETIONS, {"prompt": "once", "max_tokens": 100})
             + post(COMPLETIONS, {"prompt": ""})
@@ -833,56 +840,56 @@ async def test_metrics_tell_what_was_served(fronts):
     assert headers["content-type"].startswith("text/plain")
     assert 'fleet_requests_total{outcome="stop",placement="aggregated"} 1.0' in lines
     assert 'fleet_requests_total{outcome="invalid_argument",placement="unknown"} 1.0' in lines
-    assert f"fleet_completion_tokens_total {len(fronts.router.answer):.1f}" in lines
+    assert f"fleet_completion_tokens_total {len(frontends.router.answer):.1f}" in lines
     assert 'fleet_kv_blocks_total{phase="aggregated",source="computed"} 1.0' in lines
     assert "fleet_ttft_seconds_count 1.0" in lines
 
 
-async def test_draining_finishes_what_runs_and_takes_nothing_new(fronts):
-    fronts.will_answer("the fox")
-    fronts.router.hold_after = 1
-    async with connected(fronts) as busy, connected(fronts) as idle, asyncio.TaskGroup() as tasks:
+async def test_draining_finishes_what_runs_and_takes_nothing_new(frontends):
+    frontends.will_answer("the fox")
+    frontends.router.hold_after = 1
+    async with raw_http_client(frontends) as busy, raw_http_client(frontends) as idle, asyncio.TaskGroup() as tasks:
         await busy.send(post(COMPLETIONS, {"prompt": "once", "stream": True}))
-        await fronts.router.until(fronts.router.submitted)
+        await frontends.router.until(frontends.router.submitted)
 
-        draining = tasks.create_task(fronts.http.drain(10))
+        draining = tasks.create_task(frontends.http.drain(10))
 
         assert await idle.rest() == b""
         with pytest.raises(ConnectionRefusedError):
-            async with connected(fronts):
+            async with raw_http_client(frontends):
                 pass
         assert not draining.done()
-        fronts.router.release.set()
+        frontends.router.release.set()
         _, _, body = await busy.answer()
         assert body.endswith(b"[DONE]\n\n")
         await draining
         assert await busy.rest() == b""
 
 
-async def test_a_bug_is_an_internal_error_and_the_next_request_is_served(fronts, caplog):
-    fronts.will_answer("the fox")
-    fronts.router.bug = ZeroDivisionError("bug")
-    async with connected(fronts) as peer:
+async def test_bug_gives_500_and_the_next_request_is_served(frontends, caplog):
+    frontends.will_answer("the fox")
+    frontends.router.bug = ZeroDivisionError("bug")
+    async with raw_http_client(frontends) as peer:
         await peer.send(post(COMPLETIONS, {"prompt": "once"}))
         status, _, body = await peer.answer()
         assert (status, error_of(body)["code"]) == (500, "internal")
         assert "bug" not in error_of(body)["message"]
         assert "ZeroDivisionError" in caplog.text
-        fronts.router.bug = None
+        frontends.router.bug = None
 
         await peer.send(post(COMPLETIONS, {"prompt": "once"}))
 
         assert (await peer.answer())[0] == 200
 
 
-async def test_a_port_in_use_is_refused_with_its_address(fronts):
-    with pytest.raises(ConfigurationRefused, match=fronts.http.address):
-        async with open_http_frontend(fronts.http.address, HttpSettings(), None, None, None):
+async def test_a_port_in_use_is_refused_with_its_address(frontends):
+    with pytest.raises(ConfigurationRefused, match=frontends.http.address):
+        async with open_http_frontend(frontends.http.address, HttpSettings(), None, None, None):
             pass
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:http", "127.0.0.1:65536", "host.invalid:0", ":1"])
-async def test_what_is_no_address_is_refused(listen):
+async def test_invalid_address_is_rejected(listen):
     with pytest.raises(ConfigurationRefused, match=listen):
         async with open_http_frontend(listen, HttpSettings(), None, None, None):
             pass

@@ -1,4 +1,4 @@
-"""What reads clients' bytes meets what atheris thinks of, for some seconds; longer by hand (`tests.support.frontend.fuzz_parsers`)."""
+"""Run the parser fuzzer for some seconds; run it longer by hand (`tests.support.frontend.fuzz_parsers`)."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = [
 SECONDS = 8
 
 
-def test_no_input_makes_a_parser_do_anything_but_answer_or_refuse(tmp_path):
+def test_parsers_only_answer_or_reject(tmp_path):
     command = [sys.executable, "-m", "tests.support.frontend.fuzz_parsers", str(SECONDS), str(tmp_path)]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False)

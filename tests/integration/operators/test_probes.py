@@ -1,4 +1,4 @@
-"""Probes of deployments: what counts as an answer, and what is told of everything else."""
+"""Tests of deployment probes: what counts as an answer, and how everything else is reported."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -28,33 +28,41 @@ TENANTS = {"probes": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdige
 SECONDS = 60.0
 
 
-def a_probe(worker="w1", *, pair=False, door="10.0.0.1"):
-    return Probe(namespace="ns", deployment="dd", service="dd-router", model=MODEL, worker=worker, pair=pair, door=door)
+def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1"):
+    return Probe(
+        namespace="ns",
+        deployment="dd",
+        service="dd-router",
+        model=MODEL,
+        worker=worker,
+        pair=pair,
+        router_address=router_address,
+    )
 
 
 def probes(url, keys=None, seconds=SECONDS, router=None):
-    """To whatever listens there: behind the Service, and at the address of the router's pod, if that is no other one."""
+    """Probe the listener through the Service, and at the router pod's address if it differs."""
 
     def service(namespace, name):
         assert (namespace, name) == ("ns", "dd-router")
         return url.removeprefix("http://")
 
-    def door(host):
+    def router_address(host):
         assert host == "10.0.0.1"
         return (router or url).removeprefix("http://")
 
-    return ServedProbes(keys or {}, seconds, service, door)
+    return ServedProbes(keys or {}, seconds, service, router_address)
 
 
 @asynccontextmanager
-async def answering(content, status=200, heard=None):
-    """A server that says the same to everybody."""
+async def exchange(content, status=200, heard=None):
+    """Run a server that gives everybody the same answer."""
 
     async def answer(request):
         if heard is not None:
             heard.append((request.headers, msgspec.json.decode(await request.read())))
         if content is None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         headers = {"Location": "http://127.0.0.1:9/"} if status == 302 else {}
         return web.Response(status=status, body=content, content_type="application/json", headers=headers)
 
@@ -88,33 +96,33 @@ DEEP = b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
 PREFILL = ("prefill", "p1", "computed", 9)
 
 
-async def test_a_routers_completion_by_the_worker_that_was_asked_for_is_an_answer(model_dir):
-    async with open_frontends(model_dir) as fronts:
-        fronts.will_answer("A")
-        found = [await probes(fronts.url).ask(a_probe()) for _ in range(2)]
+async def test_completion_by_the_requested_worker_is_an_answer(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("A")
+        found = [await probes(frontends.url).ask(a_probe()) for _ in range(2)]
 
-        one, other = fronts.router.submitted
+        one, other = frontends.router.submitted
         assert found == [ProbeCompletion(), ProbeCompletion()]
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
         assert one.tokens[:64] != other.tokens[:64], "no cache has it"
-        assert await probes(fronts.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
+        assert await probes(frontends.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
 
 
-async def test_what_a_router_refuses_is_told_in_its_words(model_dir):
-    async with open_frontends(model_dir) as fronts:
-        fronts.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
+async def test_rejection_by_the_router_is_reported_in_its_words(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.router.refuse = RequestRejected(Reason.NO_WORKER, "pin: w1 is draining;\n try later")
 
-        found = await probes(fronts.url).ask(a_probe())
+        found = await probes(frontends.url).ask(a_probe())
 
     assert found == ProbeFailure(503, "no_worker: pin: w1 is draining; try later")
 
 
-async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody(model_dir):
-    async with open_frontends(model_dir, TENANTS) as fronts:
-        fronts.will_answer("A")
+async def test_key_is_sent_only_to_its_own_deployment(model_dir):
+    async with open_frontends(model_dir, TENANTS) as frontends:
+        frontends.will_answer("A")
 
         async def asked(**keys):
-            return await probes(fronts.url, keys).ask(a_probe())
+            return await probes(frontends.url, keys).ask(a_probe())
 
         assert await asked(**{"ns/dd": KEY}) == ProbeCompletion()
         assert await asked(**{"ns/other": KEY}) == ProbeFailure(401, "its routers want an API key", wants_key=True)
@@ -123,19 +131,19 @@ async def test_a_key_is_sent_to_the_deployment_that_it_is_for_and_told_to_nobody
         )
 
     refusal = {"error": {"code": "internal", "message": f"Bearer {KEY} is bad"}}
-    async with answering(b"{}", 401) as service, answering(msgspec.json.encode(refusal), 500) as router:
+    async with exchange(b"{}", 401) as service, exchange(msgspec.json.encode(refusal), 500) as router:
         found = await probes(service, {"ns/dd": KEY}, router=router).ask(a_probe())
         assert found == ProbeFailure(500, "internal: Bearer (key) is bad")
 
 
-async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_key(model_dir):
+async def test_redirected_service_never_sees_the_key(model_dir):
     elsewhere = []
-    async with open_frontends(model_dir, TENANTS) as fronts, answering(b"{}", 401, elsewhere) as service:
-        fronts.will_answer("A")
-        bound = probes(service, {"ns/dd": KEY}, router=fronts.url)
+    async with open_frontends(model_dir, TENANTS) as frontends, exchange(b"{}", 401, elsewhere) as service:
+        frontends.will_answer("A")
+        bound = probes(service, {"ns/dd": KEY}, router=frontends.url)
 
         assert await bound.ask(a_probe()) == ProbeCompletion()
-        assert await bound.ask(a_probe(door="")) == ProbeFailure(
+        assert await bound.ask(a_probe(router_address="")) == ProbeFailure(
             0, "its routers want an API key, and none of them has an address"
         )
 
@@ -154,15 +162,15 @@ async def test_a_service_that_somebody_has_turned_elsewhere_is_never_shown_the_k
     ],
 )
 async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
-    async with open_frontends(model_dir) as fronts:
-        fronts.router.refuse = refused
+    async with open_frontends(model_dir) as frontends:
+        frontends.router.refuse = refused
 
-        assert await probes(fronts.url).ask(a_probe()) == found
+        assert await probes(frontends.url).ask(a_probe()) == found
 
 
 async def test_a_429_of_somebody_else_shows_nothing(model_dir):
     for content in (b"slow down", b'{"error": {"code": "internal", "message": "x"}}'):
-        async with answering(content, 429) as url:
+        async with exchange(content, 429) as url:
             assert not (await probes(url).ask(a_probe())).busy
 
 
@@ -179,7 +187,7 @@ async def test_a_429_of_somebody_else_shows_nothing(model_dir):
 )
 async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
     heard = []
-    async with answering(a_completion(*phases), heard=heard) as url:
+    async with exchange(a_completion(*phases), heard=heard) as url:
         assert await probes(url).ask(a_probe(pair=True)) == found
 
     [(_, asked)] = heard
@@ -190,12 +198,16 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
 @pytest.mark.parametrize(
     ("content", "status", "found"),
     [
-        (b"<html>hunter2</html>", 502, ProbeFailure(502, "not in words of a router")),
-        (b'{"error": {"code": "hunter2", "message": "hunter2"}}', 500, ProbeFailure(500, "not in words of a router")),
-        (b"hunter2", 200, ProbeFailure(200, "what was answered is no completion")),
-        (b"[" * 100_000, 200, ProbeFailure(200, "what was answered is no completion")),
-        (DEEP, 200, ProbeFailure(200, "what was answered is no completion")),
-        (DEEP, 500, ProbeFailure(500, "not in words of a router")),
+        (b"<html>hunter2</html>", 502, ProbeFailure(502, "the answer is not a router's error")),
+        (
+            b'{"error": {"code": "hunter2", "message": "hunter2"}}',
+            500,
+            ProbeFailure(500, "the answer is not a router's error"),
+        ),
+        (b"hunter2", 200, ProbeFailure(200, "the answer is not a completion")),
+        (b"[" * 100_000, 200, ProbeFailure(200, "the answer is not a completion")),
+        (DEEP, 200, ProbeFailure(200, "the answer is not a completion")),
+        (DEEP, 500, ProbeFailure(500, "the answer is not a router's error")),
         (
             b'{"error": {"code": "internal", "message": "\\u001b[31mred\\u0000 \\u202eder"}}',
             500,
@@ -203,17 +215,17 @@ async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
         ),
         (a_completion(tokens=0), 200, ProbeFailure(200, "the completion has no token")),
         (a_completion(), 200, ProbeFailure(200, "another worker answered")),
-        (a_completion(), 302, ProbeFailure(302, "not in words of a router")),
+        (a_completion(), 302, ProbeFailure(302, "the answer is not a router's error")),
         (None, 200, ProbeFailure(0, "no answer within 0.2 s")),
     ],
     ids=range(11),
 )
-async def test_what_else_is_answered_is_no_answer_and_is_not_repeated(content, status, found):
-    async with answering(content, status) as url:
+async def test_other_answers_fail_the_probe_and_are_not_quoted(content, status, found):
+    async with exchange(content, status) as url:
         assert await probes(url, seconds=0.2 if content is None else SECONDS).ask(a_probe()) == found
 
 
-async def test_where_nobody_listens_that_is_told():
+async def test_probe_without_a_listener_says_so():
     found = await probes("http://127.0.0.1:9").ask(a_probe())
 
     assert found == ProbeFailure(0, "no answer: ClientConnectorError")
@@ -224,13 +236,13 @@ def test_a_service_has_a_name_that_no_public_domain_has():
     assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
 
 
-async def test_a_router_without_room_refuses_a_probe_of_who_waits_most_and_lets_one_of_its_own_tenant_in():
-    """By a router as it is: so a probe needs no priority."""
+async def test_full_router_rejects_a_probe_but_serves_another_tenant():
+    """Use a real router, which shows that a probe needs no priority."""
     go, server = asyncio.Event(), OpenAiServer()
 
-    async def when_let(answering: ServerExchange) -> None:
+    async def when_let(exchange: ServerExchange) -> None:
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     server.play = when_let
     await server.start()

@@ -1,4 +1,4 @@
-"""What the operator is told by a router: which workers get requests, and how much their caches are worth."""
+"""Tests of a router's report to the operator: the serving workers and the worth of their caches."""
 
 import pytest
 from msgspec import structs
@@ -24,13 +24,15 @@ def a_worker(worker_id, state="serving", cached_blocks=0):
     return WorkerSnapshot(worker_id=WorkerId(worker_id), **fields)
 
 
-async def test_workers_that_serve_are_registered_and_those_that_drain_are_not(model_dir, monkeypatch):
-    async with open_frontends(model_dir) as fronts:
+async def test_serving_workers_are_registered_and_draining_are_not(model_dir, monkeypatch):
+    async with open_frontends(model_dir) as frontends:
         workers = (a_worker("a", cached_blocks=7), a_worker("b", state="draining"))
         pool = PoolSnapshot(model=ModelName("m"), role=Role.BOTH, workers=workers)
-        status = structs.replace(fronts.router.status(), pools=(pool,))
-        monkeypatch.setattr(fronts.router, "status", lambda: status)
-        assert await RouterRegistrations().workers(fronts.control, b"") == (WorkerRegistration(pod="a", warm_blocks=7),)
+        status = structs.replace(frontends.router.status(), pools=(pool,))
+        monkeypatch.setattr(frontends.router, "status", lambda: status)
+        assert await RouterRegistrations().workers(frontends.control, b"") == (
+            WorkerRegistration(pod="a", warm_blocks=7),
+        )
 
 
 async def test_a_router_that_does_not_answer_has_said_nothing():
@@ -41,8 +43,8 @@ async def test_a_router_that_asks_for_a_secret_is_told_the_deployments(model_dir
     (tmp_path / "secret").write_bytes(SECRET)
     access = load_control_access("test", Credentials(secret_file=str(tmp_path / "secret")))
     async with (
-        open_frontends(model_dir) as fronts,
-        open_control_port("127.0.0.1:0", access, fronts.router, lambda: True, grpc_address="") as address,
+        open_frontends(model_dir) as frontends,
+        open_control_port("127.0.0.1:0", access, frontends.router, lambda: True, grpc_address="") as address,
     ):
         assert await RouterRegistrations().workers(address, SECRET) == ()
         assert await RouterRegistrations().workers(address, b"that of another deployment") is None

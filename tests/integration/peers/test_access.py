@@ -1,4 +1,4 @@
-"""Access to `replicas_listen`: real router processes, strangers, and what both ends say of a refusal."""
+"""Tests of access to `replicas_listen`: real router processes, unknown peers, and the logs of both ends."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ from kvstore.net.frames import connect
 from kvstore.security.credentials import Credentials
 from tests.integration.peers.test_peer_messages import RecordingRouter
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
@@ -37,7 +37,7 @@ FORGED = (
 
 
 class RouterWithState(RecordingRouter):
-    """With the few things that a router tells."""
+    """With the state that a router sends to its peers."""
 
     def registrations(self):
         return ()
@@ -59,7 +59,7 @@ class UnknownPeer:
 
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory, model_dir):
-    """Two routers with one secret, which tell each other over TCP: clients of both, their peer ports, and their logs."""
+    """Run two routers with one secret that are peers over TCP; yield clients of both, their peer ports and their logs."""
     folder = tmp_path_factory.mktemp("replicas")
     secret = folder / "secret"
     secret.write_text("a secret of this cluster alone")
@@ -80,7 +80,7 @@ def routers(tmp_path_factory, model_dir):
                 }
                 log = folder / f"{number}.log"
                 with log.open("w") as output:
-                    process, endpoints = serve(
+                    process, endpoints = start_service(
                         "router", settings, folder / f"{number}.json", stdout=output, stderr=output
                     )
                 assert endpoints, log.read_text()
@@ -131,7 +131,7 @@ def test_open_replica_port_is_refused_at_start(tmp_path, listen):
     log = tmp_path / "log"
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "replicas_listen": listen}
     with log.open("w") as output:
-        process, endpoints = serve("router", settings, tmp_path / "r.json", stdout=output, stderr=output)
+        process, endpoints = start_service("router", settings, tmp_path / "r.json", stdout=output, stderr=output)
 
     assert not endpoints
     assert process.wait(60) == 3
@@ -160,7 +160,7 @@ async def a_router(number, listen, others, credentials):
             await running
 
 
-# What the listener has and what the caller has, and what each of them says.
+# Credentials of the listener and of the caller, and the message of each.
 REFUSALS = {
     "caller without the secret": (
         {"secret_file": "one"},
@@ -226,17 +226,17 @@ async def test_both_routers_say_why_they_do_not_meet(files, caplog, case):
     listener, caller, at_listener, at_caller = REFUSALS[case]
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(listener)) as router, a_caller(address, files(caller)):
-        await until(lambda: at_listener in said(caplog, "stream refused", "another router was refused"))
-        await until(lambda: at_caller in said(caplog, "another router cannot be reached", "lost another router"))
+        await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
+        await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
 
-        assert "ReplicaBooked" not in router.events
+        assert "PeerReserved" not in router.events
 
 
 @pytest.mark.parametrize("told", [{"secret_file": "one"}, {"authority": "ours", "certificate": "ours"}])
 async def test_routers_meet_by_a_secret_or_by_certificates(files, told):
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(told)) as router, a_caller(address, files(told)):
-        await until(lambda: "ReplicaBooked" in router.events)
+        await until(lambda: "PeerReserved" in router.events)
 
 
 @asynccontextmanager

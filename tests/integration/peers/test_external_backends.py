@@ -1,4 +1,4 @@
-"""Several router processes behind one port, before servers that tell nothing of their caches."""
+"""Tests of several router processes behind one port, in front of servers that report nothing about their caches."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.backends.openai_servers import MODEL, OpenAiServer, ask, routers_in_front_of
+from tests.support.backends.openai_servers import MODEL, OpenAiServer, fetch, routers_in_front_of
 from tests.support.waiting import until_answered
 
 pytestmark = pytest.mark.integration
@@ -16,8 +16,8 @@ SERVERS = 4
 
 
 async def known(address):
-    """Of all workers together, as each process knows it: their number, blocks in their caches, requests there."""
-    text = await asyncio.to_thread(ask, address, "GET", "/metrics")
+    """Return each process's view of all workers: their number, cached blocks and requests."""
+    text = await asyncio.to_thread(fetch, address, "GET", "/metrics")
     columns = {"cached_blocks": 1, "booked_requests": 2, "booked_elsewhere": 2}
     by_router = {}
     for family in text_string_to_metric_families(text):
@@ -30,11 +30,11 @@ async def known(address):
 
 
 async def have_met(address):
-    """Whichever process is asked reaches all the others, and all know all workers."""
+    """Wait until every process is connected to all others and knows all workers."""
     return all([await known(address) == [[SERVERS, 0, 0]] * ROUTERS for _ in range(16)])
 
 
-async def test_what_one_process_has_sent_to_a_server_all_believe_to_be_there(tmp_path):
+async def test_prompt_sent_by_one_process_is_known_to_all(tmp_path):
     servers = [OpenAiServer() for _ in range(SERVERS)]
     for server in servers:
         await server.start()
@@ -46,10 +46,10 @@ async def test_what_one_process_has_sent_to_a_server_all_believe_to_be_there(tmp
             body = json.dumps({"model": MODEL, "prompt": prompt, "stream": True})
 
             async def complete(body=body):
-                await asyncio.to_thread(ask, address, "POST", "/v1/completions", body)
+                await asyncio.to_thread(fetch, address, "POST", "/v1/completions", body)
 
             async def told(blocks=blocks):
-                """All processes believe all that was sent so far to be somewhere, and that nothing runs."""
+                """Wait until all processes believe the sent prompts cached and nothing running."""
                 return await known(address) == [[SERVERS, blocks, 0]] * ROUTERS
 
             await complete()

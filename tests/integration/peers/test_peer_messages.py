@@ -1,4 +1,4 @@
-"""What a router makes of what another one says, over real sockets: nonsense ends the connection and changes nothing."""
+"""Tests of messages of a peer router over real sockets: an invalid message ends the connection and changes nothing."""
 
 import asyncio
 from contextlib import suppress
@@ -15,6 +15,7 @@ from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +23,7 @@ HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
 
 
 class RecordingRouter:
-    """A router and its registry that note what they hear."""
+    """A router and its registry that record what they receive."""
 
     def __init__(self):
         self.on_change = None
@@ -46,7 +47,7 @@ class RecordingRouter:
 
 
 class SendingPeer:
-    """The other router's end of a connection."""
+    """A peer router's end of a connection."""
 
     def __init__(self):
         self.over = asyncio.Event()
@@ -62,12 +63,12 @@ class SendingPeer:
 
 
 def heard_of(tmp_path, *said, **fields):
-    """What one router hears of another that says so and waits until it is cut, or a moment."""
+    """Return what a router receives from a peer that sends these messages and waits for the end or a moment."""
     return heard(tmp_path, *said, **fields)[0]
 
 
 def heard(tmp_path, *said, **fields):
-    """The same, and the prompts that were told."""
+    """Return the same with the peer prompts."""
 
     async def play():
         router = RecordingRouter()
@@ -76,13 +77,11 @@ def heard(tmp_path, *said, **fields):
         running = asyncio.create_task(replicas.run())
         speaker = SendingPeer()
         async with asyncio.timeout(60):
-            while not (tmp_path / "r.sock").exists():
-                await asyncio.sleep(0.002)
+            await until((tmp_path / "r.sock").exists)
             connection = await connect(address, lambda _: speaker)
             for message in (HELLO, *said, pb.ReplicaMessage(bookings=pb.ReplicaBookings())):
                 connection.send(message.SerializeToString())
-            while not speaker.over.is_set() and "PeerReserved" not in router.events:
-                await asyncio.sleep(0.002)
+            await until(lambda: speaker.over.is_set() or "PeerReserved" in router.events)
         heard = list(router.events), router.placed
         connection.abort()
         running.cancel()
@@ -99,7 +98,7 @@ def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
 
 
-def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp_path):
+def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     sessions = SessionTable(ttl_seconds=1, capacity=10, telling=True)
     sessions.heard(SessionBinding(key=("", "s"), worker_id=WorkerId("w"), stamp=LATEST), Nanos(0))
     sessions.bind(("", "t"), WorkerId("w"), Nanos(0))
@@ -109,21 +108,21 @@ def test_who_has_heard_of_the_latest_clock_there_can_be_is_still_listened_to(tmp
 
 
 def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
-    """All clocks would be put forward to it, for ever."""
+    """Guard the clocks of all routers, which would be put forward for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
 
 
 @pytest.mark.parametrize("keys", [0, 7, 12, 8 * (MAX_ANNOUNCED_KEYS + 1)])
-def test_prompts_without_whole_keys_or_with_too_many_end_the_connection(tmp_path, keys):
+def test_invalid_prompt_keys_end_the_connection(tmp_path, keys):
     placed = [pb.PlacedPrompt(worker_id="w", number=1, keys=bytes(keys))]
     said = heard_of(tmp_path, pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed)))
     assert not {"PeerPlaced", "PeerReserved"} & set(said)
 
 
 @pytest.mark.parametrize(("private", "ours"), [(5, True), (6, False), (0, False)])
-def test_prompts_named_by_another_secret_are_passed_over_and_those_that_workers_name_are_not(tmp_path, private, ours):
-    """And named by none: of an older version, or of a router whose names are its own, as they may be here."""
+def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
+    """Include prompts without any secret, from an older version or from a router whose block names are its own."""
     placed = [pb.PlacedPrompt(worker_id="w", number=number, keys=bytes(8)) for number in (0, 1)]
     said = pb.ReplicaMessage(prompts=pb.ReplicaPrompts(placed=placed, private=private))
 

@@ -1,4 +1,4 @@
-"""Several router processes behind one port, with real workers in processes of their own."""
+"""Tests of several router processes behind one port, with real workers in their own processes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from fleet.client import Client, FleetError
 from fleet.net.control.address import control_socket
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
-from tests.support.fleet_processes import routers_of, serve
+from tests.support.fleet_processes import routers_of, start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 
 class RouterGroup:
-    """`fleet serve router --processes N`, and simulated workers that register with whichever answers."""
+    """A `fleet serve router --processes N` with simulated workers that register with any of them."""
 
     def __init__(self, folder, model_dir, count):
         self.folder = folder
@@ -32,7 +32,7 @@ class RouterGroup:
             "grpc_listen": self.grpc,
             "models": {"tiny": str(model_dir)},
             "policy": "least_loaded",
-            "catch_up_seconds": 20.0,  # where five are enough, on a busy machine
+            "catch_up_seconds": 20.0,  # five are enough on an idle machine
         }
         self.router = self.start("router", config, "--processes", str(count))
         self.workers = []
@@ -40,7 +40,7 @@ class RouterGroup:
     def start(self, part, config, *options):
         file = self.folder / f"{config.get('worker_id', part)}.json"
         with file.with_suffix(".log").open("w") as log:
-            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+            process, endpoints = start_service(part, config, file, *options, stdout=log, stderr=log)
         assert endpoints, file.with_suffix(".log").read_text()
         return process
 
@@ -58,7 +58,7 @@ class RouterGroup:
         self.workers.append(self.start("worker", config))
 
     def asked(self, what):
-        """Answers of as many connections as it takes to meet every process, most likely."""
+        """Return the answers of enough connections to reach every process, most likely."""
         answers = []
         for _ in range(16):
             with Client(self.grpc) as client:
@@ -74,7 +74,7 @@ class RouterGroup:
 
 @pytest.fixture(scope="module")
 def routers(tmp_path_factory, model_dir):
-    """Two routers, and two workers that both know."""
+    """Run two routers with two workers that both know."""
     started = RouterGroup(tmp_path_factory.mktemp("r"), model_dir, 2)
     try:
         for name in ("w0", "w1"):
@@ -90,13 +90,13 @@ def workers_seen(client):
 
 
 def booked_by_all(client):
-    """Requests by worker, as one router knows them."""
+    """Return the reserved requests by worker, as one router knows them."""
     workers = [worker for pool in client.status().pools for worker in pool.workers]
     return {worker.worker_id: worker.booked_requests + worker.booked_elsewhere for worker in workers}
 
 
-def test_what_one_router_has_booked_keeps_the_others_off(routers):
-    """Eight long answers, each over a connection of its own, so through either router: four on each worker."""
+def test_reservations_of_one_router_keep_the_others_away(routers):
+    """Run eight long answers over connections of their own, so through both routers: four on each worker."""
     body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
     with ExitStack() as held:
         for number in range(8):
@@ -109,7 +109,7 @@ def test_what_one_router_has_booked_keeps_the_others_off(routers):
 
 
 def scraped(routers):
-    """All samples of one answer, by name and labels."""
+    """Return all samples of one answer by name and labels."""
     with closing(HTTPConnection(routers.http, timeout=20)) as connection:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
@@ -121,11 +121,11 @@ def scraped(routers):
 
 
 def both_routers(routers):
-    """Names of the processes whose metrics are in one answer."""
+    """Return the names of the processes whose metrics are in one answer."""
     return {dict(labels).get("router") for _, labels in scraped(routers)}
 
 
-def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
+def test_any_router_explains_any_placement(routers):
     placed = routers.asked(lambda client: client.complete("Hello", max_tokens=1).request_id)
 
     for request_id in placed[:4]:
@@ -134,13 +134,13 @@ def test_whoever_is_asked_explains_what_any_router_has_placed(routers):
         client.explain("nobodys")
 
 
-def test_whoever_is_told_of_a_lease_the_router_that_gave_it_hears_of_it(routers):
+def test_lease_report_reaches_the_router_that_gave_the_lease(routers):
     with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
         lease = SelectionStub(channel).Select(
             SelectRequest(model="tiny", tokens=bytes(40), lease_ms=20_000), timeout=10
         )
     for _ in range(16):
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, and so either router
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, and so any of the routers
         with grpc.insecure_channel(control_socket(routers.grpc), options) as channel:
             stub = SelectionStub(channel)
             told = stub.Report(ReportRequest(lease_id=lease.lease_id, answer_tokens=1), timeout=10)
@@ -167,7 +167,7 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
     assert both_routers(routers) == {"router-0", "router-1"}
 
 
-def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_serves_while_any_router_lives(routers):
+def test_one_registration_and_one_port_serve_all_routers(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=78)
     eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})
@@ -179,14 +179,14 @@ def test_a_worker_that_registers_with_one_router_is_known_to_all_and_one_port_se
         try:
             return client.complete("Hello", max_tokens=4).usage.completion_tokens
         except FleetError as error:
-            if error.reason is not None:  # it was no connection of the dead one's: who takes one knows the workers
+            if error.reason is not None:  # not a dead router's connection: a router that accepts knows the workers
                 raise
             return 0
 
     eventually(lambda: 0 not in routers.asked(answered))
     assert second in routers_of(routers.router.pid)
-    # It is started again, and takes connections when it knows the workers.
+    # The router is restarted, and accepts connections when it knows the workers.
     eventually(lambda: routers.asked(answered) and len(both_routers(routers)) == 2)
     eventually(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
-    # What was set before it died counts for its successor too.
+    # Thresholds set before its death hold for its successor too.
     eventually(lambda: {told["max_queued"] for told in routers.asked(lambda client: client.tune())} == {78})

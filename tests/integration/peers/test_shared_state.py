@@ -1,4 +1,4 @@
-"""Two routers of one event loop that tell each other over real sockets: how often, where sessions go, and whose leases are whose."""
+"""Tests of two peer routers on one event loop over real sockets: message rate, sessions, and owners of leases."""
 
 import asyncio
 import random
@@ -13,7 +13,8 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.membership.messages import MemberJoined, Register
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
@@ -24,8 +25,7 @@ from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from fleet.router.settings.selection import SelectionSettings
-from fleet.router.shared_limits import admit_with_peers
-from fleet.router.tenants import Tenants, TenantSettings
+from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.net.frames import open_server
@@ -46,7 +46,7 @@ class NoWorkers:
 
 
 class CountingRouterServer(RouterServer):
-    """Counts what it hears of the others' bookings."""
+    """Router server that counts the peer reservations that it receives."""
 
     times = 0
 
@@ -56,7 +56,7 @@ class CountingRouterServer(RouterServer):
 
 
 class SilentRouter:
-    """A router that takes connections and answers nothing."""
+    """A router that accepts connections and answers nothing."""
 
     def received(self, payload):
         pass
@@ -69,7 +69,7 @@ class SilentRouter:
 
 
 class SeverableLink:
-    """Passes on to a socket what comes at another one, while it is not cut."""
+    """Forwards one socket to another while it is not cut."""
 
     def __init__(self, folder, number):
         self._from, self._to = f"{folder}/wire{number}", f"{folder}/{number}"
@@ -102,16 +102,17 @@ async def _pass(reader, writer):
 
 
 class PeerRouterSetup:
-    """A router with its selection service, on a port of its own."""
+    """A router with its selection service on its own port."""
 
     def __init__(self, folder, number, count, *, link="", **settings):
-        """It dials `link` and a number for each other one."""
+        """Dial `link` plus a number for each peer."""
         others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
         settings = RouterSettings(
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
         )
         selecting = SelectionAwareWorkers(NoWorkers())
-        self.server = CountingRouterServer(RouterMachine(settings, random.Random(number)), selecting, SystemClock())
+        self.machine = RouterMachine(settings, random.Random(number))
+        self.server = CountingRouterServer(self.machine, selecting, SystemClock())
         for worker_id in WORKERS:
             self.server.hear(a_joined_worker(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
@@ -144,11 +145,11 @@ class PeerRouterSetup:
         return selected.decode.worker_id
 
     def foretold(self):
-        """Prompts that others have sent somewhere and are not done with."""
-        return sum(len(worker.foretold.chains()) for worker in self.server._machine._roster)
+        """Return the prompts that peers have sent and not finished."""
+        return sum(len(worker.foretold.chains()) for worker in self.machine._roster)
 
     def homes(self):
-        """Workers by session."""
+        """Return the worker of each session."""
         return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
 
     def booked(self):
@@ -168,7 +169,7 @@ def _meeting_soon(monkeypatch):
 
 
 async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
-    """To hear of another is an event too: it must not be one to tell of."""
+    """Check that receiving an update is not itself an update to send."""
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b) and a.server.times and b.server.times)
         a.server.times = b.server.times = 0
@@ -187,7 +188,7 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
         await until(lambda: b.booked_elsewhere() == 0)
 
 
-async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp_path):
+async def test_session_is_known_to_all_and_to_later_routers(tmp_path):
     hard = {"session_affinity": "hard"}
     async with PeerRouterSetup(tmp_path, 0, 3, **hard).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3, **hard).running() as b:
@@ -202,7 +203,7 @@ async def test_a_session_is_known_to_all_routers_and_to_one_that_comes_later(tmp
             assert {session: await c.worker_of(session) for session in homes} == homes
 
 
-async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it_has_caught_up(tmp_path):
+async def test_later_router_learns_registrations_before_catch_up(tmp_path):
     worker = MemberJoined(worker_id=WorkerId("w9"), incarnation=Incarnation("1"), address="unix:/w9")
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         a.members.register(Register(worker_id=worker.worker_id, incarnation=worker.incarnation, address=worker.address))
@@ -214,8 +215,8 @@ async def test_who_has_registered_is_told_to_a_router_that_comes_later_before_it
             assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
 
 
-async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_the_others(tmp_path):
-    """Before its engine has told of it, though others are idle; to a router that comes later, and until it is over."""
+async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
+    """Check it before the engine reports the prompt, with idle workers, for a later router too, and until the end."""
     async with PeerRouterSetup(tmp_path, 0, 3).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 3).running() as b:
             await until(lambda: a.replicas._links and b.replicas._links)
@@ -234,8 +235,8 @@ async def test_a_prompt_that_one_router_has_sent_is_sent_to_the_same_worker_by_t
             assert c.foretold() == 0
 
 
-async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_they_can(tmp_path):
-    """On what was bound last, whoever did, and without a further request."""
+async def test_reconnected_routers_agree_on_sessions(tmp_path):
+    """Keep the latest binding, whoever made it, without a further request."""
     wires = [SeverableLink(tmp_path, number) for number in range(2)]
     for wire in wires:
         await wire.heal()
@@ -268,7 +269,7 @@ async def test_routers_that_could_not_reach_each_other_agree_on_sessions_once_th
         wire.cut()
 
 
-async def test_a_lease_is_reported_and_released_through_whichever_router_is_asked(tmp_path):
+async def test_lease_can_be_reported_and_released_at_any_router(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b))
         selected = await a.select(lease_ms=40_000)
@@ -287,8 +288,8 @@ async def test_a_lease_is_reported_and_released_through_whichever_router_is_aske
             await router.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
 
 
-async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_path, monkeypatch):
-    """Two answer, and the third takes connections and says nothing."""
+async def test_hung_router_does_not_delay_lease_reports(tmp_path, monkeypatch):
+    """Let two routers answer, while the third accepts connections and stays silent."""
     monkeypatch.setattr(replicas, "ANSWER_SECONDS", 60.0)
     silent = open_server("replicas", f"unix:{tmp_path}/2", lambda _: SilentRouter())
     async with silent, PeerRouterSetup(tmp_path, 0, 3).running() as a, PeerRouterSetup(tmp_path, 1, 3).running() as b:
@@ -298,7 +299,7 @@ async def test_a_router_that_hangs_does_not_hold_up_what_is_said_of_leases(tmp_p
         await b.stub.Report(pb.ReportRequest(lease_id=selected.lease_id), timeout=20)
 
 
-async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
+async def test_reservations_of_a_dead_router_are_released(tmp_path):
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a:
         async with PeerRouterSetup(tmp_path, 1, 2).running() as b:
             await until(lambda: met(a, b))
@@ -309,7 +310,7 @@ async def test_what_a_router_that_dies_had_booked_is_free(tmp_path):
 
 
 def limited(address, others, limit=12):
-    """A router that shares the limits of tenants, by itself."""
+    """Run a router alone that shares tenant limits."""
     clock = SystemClock()
     tenants = Tenants({"acme": TenantSettings(requests_per_minute=limit)}, clock.now())
     settings = RouterSettings(router_id=address, replicas_listen=address, replicas=others)
@@ -329,7 +330,7 @@ async def let_in(tenants, clock, count):
 
 
 async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
-    """It is waited for once; then the others count without it."""
+    """Wait for the silent router once; then the others count without it."""
     address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
     async with open_server("listen", deaf, lambda _: SilentRouter()):
         tenants, shared, clock = limited(address, (deaf,))

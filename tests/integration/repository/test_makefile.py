@@ -1,4 +1,4 @@
-"""What `make` does before, and after, an install that finds no room. Python and `df` are stand-ins: nothing is installed."""
+"""Tests of what `make` does before and after an install that finds no room. Python and `df` are stand-ins; nothing is installed."""
 
 import os
 import shutil
@@ -51,9 +51,9 @@ def installs(project):
     return [line for line in asked.read_text().splitlines() if " install " in line] if asked.exists() else []
 
 
-def test_without_room_nothing_is_begun_and_what_is_missing_is_said(project):
+def test_missing_room_is_reported_before_anything_starts(project):
     free(project, 1000)
-    needed = 1750 - 1  # what .venv takes is there already
+    needed = 1750 - 1  # the files of .venv are there already
     refused = make_install(project, "simulated")
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[0] == (
@@ -69,7 +69,7 @@ def test_without_room_nothing_is_begun_and_what_is_missing_is_said(project):
     assert len(installs(project)) == 1, "vLLM is not begun"
 
 
-def test_what_is_there_already_is_not_asked_for_again(project):
+def test_installed_parts_need_no_room_again(project):
     free(project, 1745)
     assert make_install(project, "simulated").returncode == 2
     with (project / ".venv" / "lib" / "large").open("wb") as there:
@@ -78,7 +78,7 @@ def test_what_is_there_already_is_not_asked_for_again(project):
     assert make_install(project, "simulated").returncode == 0
 
 
-def test_where_venv_is_a_link_room_is_looked_for_where_it_leads(project, tmp_path_factory):
+def test_room_is_checked_where_a_venv_link_points(project, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("large")
     shutil.move(project / ".venv", elsewhere / "venv")
     (project / ".venv").symlink_to(elsewhere / "venv")
@@ -86,17 +86,17 @@ def test_where_venv_is_a_link_room_is_looked_for_where_it_leads(project, tmp_pat
 
     told = make_install(project, "simulated").stderr.splitlines()[0]
 
-    needed = 1750 - 1  # what is there is seen through the link
+    needed = 1750 - 1  # the files are seen through the link
     assert f"{needed} MB are needed in {elsewhere / 'venv'}, 100 MB are free" in told
 
 
-def test_what_cannot_be_looked_at_does_not_keep_make_from_it(project):
+def test_unreadable_file_system_does_not_stop_make(project):
     free(project, 9000)
-    a_program(project / "stand-ins" / "du", "echo '1\t.venv'; exit 1")  # of a folder that may not be read
+    a_program(project / "stand-ins" / "du", "echo '1\t.venv'; exit 1")  # of an unreadable folder
     assert make_install(project, "simulated", temporary=f"{project}/removed").returncode == 0
 
 
-def test_an_install_that_was_broken_off_is_gone_through_again_and_what_it_left_half_made_too(project):
+def test_interrupted_install_is_repeated_and_cleaned(project):
     free(project, 9000)
     packages = project / ".venv" / "lib" / "python3.11" / "site-packages"
     for name in ("half-1.dist-info", "whole-1.dist-info"):

@@ -1,4 +1,4 @@
-"""The samples of the README run as they stand, against a cluster on free ports; those of other pages are what they are said to be."""
+"""Tests of the samples in the README, which run unchanged against a cluster on free ports, and of the samples on other pages."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_the_toml_sample_of_the_hardware_page_is_a_profile():
     assert msgspec.convert(tomllib.loads(sample), RouterSettings).profiles["decode"].gpu == "h100"
 
 
-def test_the_samples_of_the_scaling_page_are_what_connectors_read():
+def test_scaling_page_samples_are_readable_by_connectors():
     page = ROOT / "docs" / "scaling.md"
     folder, etcd = (
         msgspec.convert(tomllib.loads(each), PlanConnectorSettings).connector for each in blocks("toml", page)

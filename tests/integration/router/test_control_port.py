@@ -1,4 +1,4 @@
-"""The control port as strangers and colleagues meet it: who is served there, and what a worker's name is worth."""
+"""Tests of access to the control port: which callers are served, and how worker names are protected."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from fleet.v1 import selection_pb2 as selection
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, serve
+from tests.support.fleet_processes import FLEET, fleet_up, run_fleet, start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
@@ -36,7 +36,7 @@ FORGED = control.RegisterRequest(worker_id="decode-0", incarnation="x", address=
 
 
 def calls(channel):
-    """Every call of the control port, by name."""
+    """Return every call of the control port by name."""
     registry = control_pb2_grpc.RegistryStub(channel)
     cluster = control_pb2_grpc.ClusterStub(channel)
     leases = selection_pb2_grpc.SelectionStub(channel)
@@ -61,13 +61,13 @@ def code_of(call):
 
 
 def codes(address, credentials=None):
-    """What each call is answered, by whoever has these credentials."""
+    """Return the status of each call with these credentials."""
     with load_control_access("test", credentials or Credentials()).channel(address) as channel:
         return {name: code_of(call) for name, call in calls(channel).items()}
 
 
 def worker_codes(address, credentials=None):
-    """What each call of a worker's control port is answered, by whoever has these credentials."""
+    """Return the status of each call of a worker's control port with these credentials."""
     with load_control_access("test", credentials or Credentials()).channel(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         return {
@@ -94,11 +94,11 @@ def short_folder():
 
 @contextmanager
 def a_process(part, settings, folder, name=""):
-    """One part, as long as the test needs it; its log is in the folder."""
+    """Run one service; its log is in the folder."""
     file = folder / f"{name or part}.json"
     log = file.with_suffix(".log")
     with log.open("w") as output:
-        process, endpoints = serve(part, settings, file, stdout=output, stderr=output)
+        process, endpoints = start_service(part, settings, file, stdout=output, stderr=output)
     try:
         assert endpoints, log.read_text()
         process.log = log
@@ -137,7 +137,7 @@ def a_worker(folder, control_address, socket="w0", **settings):
 
 @contextmanager
 def a_router_and_a_worker(folder, model_dir):
-    """The router's addresses, a client of it, and the process of worker w0, which serves."""
+    """Yield the router's addresses, a client, and the process of the serving worker w0."""
     with (
         a_process("router", a_router(model_dir), folder) as (_, endpoints),
         Client(endpoints["grpc"]) as client,
@@ -159,7 +159,7 @@ def is_ready(address):
 
 
 def test_a_stranger_on_the_clients_port_finds_no_control(tmp_path):
-    """The trials of the issue: forged registrations, leases for ten minutes, thresholds of nothing, with API keys in force."""
+    """Try forged registrations, leases of ten minutes and empty thresholds, with API keys configured."""
     topology = tmp_path / "topology.toml"
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     topology.write_text(f"[router.tenants.acme]\napi_key_sha256 = ['{digest}']\n")
@@ -178,7 +178,7 @@ def test_a_stranger_on_the_clients_port_finds_no_control(tmp_path):
 
 
 def test_a_forged_registration_takes_no_name_from_a_live_worker(tmp_path):
-    """Even one who may register gets no name that is held: here with the user's own socket."""
+    """Check that even a permitted caller, here on the user's own socket, cannot take a registered name."""
     with fleet_up(tmp_path) as up, Client(up.grpc) as client:
         told = codes(up.endpoints["control"])
 
@@ -238,7 +238,7 @@ def test_a_tcp_control_port_asks_strangers_for_the_proof(tmp_path, model_dir, se
         assert (told.returncode, "--control-secret-file" in told.stderr) == (1, True)
         assert run_fleet(*command, "--control-secret-file", str(secret)).returncode == 0
         told = run_fleet(*command, "--control-authority", Authority(tmp_path, "ours").file)
-        assert told.stderr.endswith(  # gRPC's library may have written a line of its own before
+        assert told.stderr.endswith(  # gRPC's library may have logged a line before
             f"fleet: {address} does not speak TLS, and this client does: --control-authority is set\n"
         )
         told = run_fleet("generate", "hi", "--address", address)
@@ -266,7 +266,7 @@ def test_a_tcp_control_port_takes_certificates_for_a_proof(tmp_path, model_dir):
             eventually(lambda: states(client) == {"w0": "serving"})
 
 
-def test_what_is_wrong_with_tls_at_a_control_port_is_named(tmp_path, model_dir, capsys):
+def test_tls_error_at_the_control_port_is_named(tmp_path, model_dir, capsys):
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     own = {"authority": ours.file, **ours.issue("router")}
     shown, expired = ours.issue("person"), ours.issue("late", hours=(-2, -1))
@@ -322,7 +322,7 @@ def test_a_workers_tcp_port_without_credentials_is_refused(tmp_path, listen):
     told = run_fleet("serve", "worker", "--config", str(file))
 
     assert told.returncode == CONFIGURATION_REFUSED
-    assert f"control_listen: whoever reaches {listen} could end the worker" in told.stderr
+    assert f"control_listen: any caller of {listen} could end the worker" in told.stderr
     assert "control_credentials.secret_file" in told.stderr
 
 
@@ -343,7 +343,7 @@ def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
         assert process.wait(30) == 0, "it has drained"
 
 
-def test_the_default_control_socket_is_private_and_found_by_the_grpc_address(tmp_path, model_dir):
+def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):
     with a_process("router", a_router(model_dir), tmp_path) as (_, endpoints):
         assert endpoints["control"] == control_socket(endpoints["grpc"])
         assert stat.S_IMODE(control_folder().stat().st_mode) == 0o700
@@ -381,11 +381,11 @@ def test_a_control_folder_that_is_not_private_is_refused(tmp_path, model_dir, sh
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_second_worker_of_a_name_is_refused_and_the_first_serves_on(tmp_path, model_dir):
+def test_second_worker_of_one_name_is_rejected(tmp_path, model_dir):
     with a_router_and_a_worker(tmp_path, model_dir) as (endpoints, client, first):
         second = a_worker(tmp_path, endpoints["control"], "second", name_wait_seconds=1.0)
         with a_process("worker", second, tmp_path, "second") as (process, _):
-            eventually(lambda: "waiting until it is gone" in process.log.read_text())
+            eventually(lambda: "worker id held by another process" in process.log.read_text())
             assert not is_ready(second["control_listen"])
             assert client.complete("Hello", max_tokens=4, timeout_seconds=30).finish
             assert process.wait(60) == REPLACED
@@ -414,13 +414,13 @@ def test_a_worker_that_was_replaced_ends_with_an_error(tmp_path, model_dir):
 
 
 def test_a_killed_worker_is_replaced_before_its_lease_ends(tmp_path, model_dir):
-    """Leases last nine seconds; the router knows within a moment that nobody answers at the old address."""
+    """Use leases of nine seconds; the router notices at once that the old address does not answer."""
     with a_router_and_a_worker(tmp_path, model_dir) as (endpoints, _, first):
         first.kill()
         again = a_worker(tmp_path, endpoints["control"], "again")
         with a_process("worker", again, tmp_path, "again") as (second, _):
             eventually(lambda: is_ready(again["control_listen"]))
-            assert "waiting until it is gone" not in second.log.read_text()
+            assert "worker id held by another process" not in second.log.read_text()
 
 
 async def test_a_client_that_knows_no_control_address_says_so():

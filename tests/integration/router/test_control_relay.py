@@ -1,4 +1,4 @@
-"""Relay of the control socket of several router processes: no byte is lost where a side ends, and no socket is left behind."""
+"""Tests of the relay of the control socket of several router processes: no byte is lost, and no socket is left behind."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ def folder():
 
 @asynccontextmanager
 async def a_relay(folder, process):
-    """Yields the path of a relay to one process, whose connections `process` serves."""
+    """Yield the path of a relay to one process whose connections `process` serves."""
     path, own = f"{folder}/control", f"{folder}/own"
     async with await asyncio.start_unix_server(process, own), open_control_relay(f"unix:{path}", [f"unix:{own}"]):
         yield path

@@ -1,4 +1,4 @@
-"""Tenants that flood a router share what is computed by their weights, over real sockets on both sides."""
+"""Test of fair queueing: flooding tenants share the computed tokens by their weights."""
 
 import asyncio
 from collections import Counter
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
-PIECE = 256  # bytes of text that are compared at once, where there is no tokenizer: 64 tokens
+PIECE = 256  # bytes of text per compared piece, which stand for 64 tokens without a tokenizer
 KEYS = {"gold": "sk-gold", "silver": "sk-silver", "other": "sk-other"}
 WEIGHTS = {"gold": 3.0, "silver": 2.0, "other": 1.0}
 TENANTS = {
@@ -23,24 +23,24 @@ TENANTS = {
     for name, key in KEYS.items()
 }
 PIECES = {"gold": (1, 3), "silver": (4, 7), "other": (2, 5)}
-"""Of one prompt, that nobody else has."""
+"""Range of the number of pieces of one prompt that no other prompt has."""
 
 REQUESTS = {"gold": 250, "silver": 90, "other": 80}
 SHARED = "s" * (10 * PIECE)
-"""What all of silver's prompts begin with: computed once, and not charged again."""
+"""Common prefix of all prompts of silver: computed and charged once."""
 
-COUNTED = 600  # pieces; less than any tenant has left by then
+COUNTED = 600  # pieces; every tenant still has more than that
 
 
 def prompts(name: str, dice: Random) -> Iterator[str]:
-    """As many as a tenant sends."""
+    """Return all prompts of a tenant."""
     for number in range(REQUESTS[name]):
         own = f"{name}{number:06}".ljust(16, ".") * (PIECE // 16 * dice.randint(*PIECES[name]))
         yield (SHARED if name == "silver" else "") + own
 
 
 async def flood(world: RelaySetup, name: str, prompt: str) -> int:
-    """The status of one request on a connection of its own."""
+    """Return the status of one request on its own connection."""
     host, _, port = world.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     key = f"authorization: Bearer {KEYS[name]}"
@@ -52,18 +52,18 @@ async def flood(world: RelaySetup, name: str, prompt: str) -> int:
     return status
 
 
-async def test_tenants_that_flood_a_router_get_what_their_weights_say_of_what_is_computed():
-    """Within 5 %; whatever the sizes of their prompts, and how many each has, and what of them is cached."""
+async def test_flooding_tenants_share_compute_by_their_weights():
+    """Allow 5 %, whatever the sizes and numbers of the prompts and the cached share."""
     go = asyncio.Event()
     dice = Random(3)
     server = OpenAiServer()
-    computed: list[tuple[str, int]] = []  # pieces, in the order in which the server got them
+    computed: list[tuple[str, int]] = []  # pieces in the order in which the server received them
 
-    async def when_let(answering: ServerExchange) -> None:
-        own = answering.seen.json["prompt"].removeprefix(SHARED)
+    async def when_let(exchange: ServerExchange) -> None:
+        own = exchange.seen.json["prompt"].removeprefix(SHARED)
         computed.append((next(name for name in KEYS if own.startswith(name)), len(own) // PIECE))
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     server.play = when_let
     await server.start()

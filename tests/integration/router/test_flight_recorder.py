@@ -1,4 +1,4 @@
-"""A router of production that records, and its recording, which the same machine hears again."""
+"""Test of the flight recorder of a real router: the same machine replays its recording."""
 
 import json
 import signal
@@ -11,18 +11,18 @@ from fleet.cli.main import run
 from fleet.client import Client
 from fleet.net.control.address import control_socket
 from tests.integration.peers.test_router_processes import workers_seen
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-TOKENS = 200  # of an answer: some two seconds
+TOKENS = 200  # of an answer, which takes about two seconds
 
 
 class RecordedCluster:
-    """`fleet serve router --record`, and simulated workers."""
+    """A `fleet serve router --record` with simulated workers."""
 
     def __init__(self, folder, model_dir):
         self.folder = folder
@@ -57,13 +57,13 @@ class RecordedCluster:
     def start(self, part, config, *options):
         file = self.folder / f"{config.get('worker_id', part)}.json"
         with file.with_suffix(".log").open("w") as log:
-            process, endpoints = serve(part, config, file, *options, stdout=log, stderr=log)
+            process, endpoints = start_service(part, config, file, *options, stdout=log, stderr=log)
         self.processes.append(process)
         assert endpoints, file.with_suffix(".log").read_text()
         return process
 
     def recorded(self, what):
-        """How often that is in the recording by now."""
+        """Return how often the text occurs in the recording so far."""
         return self.recording.read_bytes().count(what) if self.recording.exists() else 0
 
     def stop(self):
@@ -93,7 +93,7 @@ def replayed(path, capsys):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, capsys):
+def test_recorded_incident_replays_to_the_same_commands(cluster, capsys):
     with Client(cluster.grpc) as client:
         eventually(lambda: workers_seen(client) == {"w0", "w1"})
     answers = []
@@ -101,7 +101,7 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
     for each in asking:
         each.start()
     eventually(lambda: cluster.recorded(b'"Arrived"') == 6 and cluster.recorded(b'["emit"') > 20)
-    cluster.workers["w1"].kill()  # in the middle of answers, which go on elsewhere
+    cluster.workers["w1"].kill()  # during answers, which continue on another worker
     for each in asking:
         each.join(30)
     assert [len(answer.token_ids) for answer in answers] == [TOKENS] * 6
@@ -113,7 +113,7 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
     cluster.router.kill()
     cluster.router.wait(30)
 
-    # Another router takes its place, and leaves the recording of the first alone.
+    # Another router takes over and leaves the recording of the first one alone.
     incident = cluster.folder / "flight.1"
     cluster.start_router()
     eventually(lambda: incident.exists() and cluster.recorded(b'"WorkerJoined"') == 1)
@@ -122,7 +122,7 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
     status, outcome = replayed(cluster.recording, capsys)
     assert (status, outcome["agree"], outcome["notes"]) == (0, True, ["it ends because the router ended"])
 
-    # What the killed one recorded is heard up to its end, be that within a line.
+    # The recording of the killed router is read to its end, even within a line.
     status, outcome = replayed(incident, capsys)
     assert (status, outcome["agree"], outcome["requests"]) == (0, True, 6)
     assert outcome["notes"] == ["it has no end: the router was killed, or records on"]
@@ -134,7 +134,7 @@ def test_an_incident_of_a_live_router_replays_to_the_same_commands(cluster, caps
     assert (status, outcome["agree"]) == (0, True)
     assert outcome["notes"] == ["its last line is cut off, as when a router is killed; it was replayed up to there"]
 
-    # What it hears otherwise it answers otherwise.
+    # Changed events give other commands.
     lines[lost] = lines[lost].replace(b'"worker_id":"w1"', b'"worker_id":"w0"')
     incident.write_bytes(b"".join(lines))
     status, outcome = replayed(incident, capsys)

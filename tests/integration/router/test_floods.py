@@ -1,4 +1,4 @@
-"""Floods of a router in a process of its own: clients that hold connections without a word, and requests that take much memory."""
+"""Tests of floods of a router process: silent connections, and requests that take much memory."""
 
 import json
 import resource
@@ -17,10 +17,10 @@ from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
-MOST = 500  # connections that each port of the router takes
+MOST = 500  # connection limit of each port
 FLOOD = 1500
 FILES = FLOOD + 500
-SECONDS = 20.0  # for an answer; the limit of silence alone would let nobody in for longer than that
+SECONDS = 20.0  # for an answer, less than the silence limit
 CONFIG = f"""
 [router.http]
 max_connections = {MOST}
@@ -34,8 +34,9 @@ first_byte_timeout_seconds = 600
 
 LONG_BYTES = 2_000_000
 MOST_GROWTH = 60 << 20
-"""What may be left of requests that took 90 MB and more each: the tokenizer's cache (16 MiB of text with its ids), and what
-lies between pieces that are in use."""
+"""Memory that may remain after requests of 90 MB and more: the tokenizer's cache (16 MiB of text with its ids) and gaps between
+used pieces.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def up(tmp_path_factory):
 
 @pytest.fixture
 def files():
-    """Enough of them for this process."""
+    """Raise this process's limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
         pytest.skip(f"a process may open {hard} files only, and {FILES} are needed")
@@ -59,7 +60,7 @@ def files():
 
 @contextmanager
 def silent_connections(address, sources=("127.0.0.1",)):
-    """As many as a flood has, from each of these addresses in turn; none of them ever says anything."""
+    """Open a flood of silent connections from each of these addresses in turn."""
     host, port = address.removeprefix("http://").split(":")
     with ExitStack() as held:
         for number in range(FLOOD):
@@ -69,7 +70,7 @@ def silent_connections(address, sources=("127.0.0.1",)):
 
 
 def answered(url, body=None):
-    """Status of the answer, over a connection of its own."""
+    """Return the status of an answer on its own connection."""
     content = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, content, {"content-type": "application/json"})
     try:
@@ -82,7 +83,7 @@ def answered(url, body=None):
 
 
 def is_served(up):
-    """True if clients of HTTP and gRPC get what they ask for."""
+    """Return True if HTTP and gRPC clients are served."""
     url = up.endpoints["http"]
     assert answered(f"{url}/health") == 200
     assert answered(f"{url}/v1/completions", {"prompt": "once", "max_tokens": 2}) == 200

@@ -1,4 +1,4 @@
-"""Processes of a cluster that hang: routers behind one port, the store node, workers."""
+"""Tests of hung processes of a cluster: routers behind one port, the store node, workers."""
 
 import json
 import os
@@ -12,20 +12,20 @@ import pytest
 
 from fleet.client import Client, FleetError, Placement, Source
 from fleet.core.roles import Phase
-from tests.support.fleet_processes import fleet_up, routers_of, run_fleet, serve
+from tests.support.fleet_processes import fleet_up, routers_of, run_fleet, start_service
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
 PROMPT = list(range(100, 300))
-SECONDS = 240  # for what takes some ten seconds on an idle machine
+SECONDS = 240  # some ten seconds on an idle machine
 
 
-def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(tmp_path, model_dir):
+def test_hung_router_restarts_and_every_connection_is_answered(tmp_path, model_dir):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "models": {"tiny": str(model_dir)}}
     log = tmp_path / "router.log"
     with log.open("w") as output:
-        parent, endpoints = serve(
+        parent, endpoints = start_service(
             "router", settings, tmp_path / "router.json", "--processes", "2", stdout=output, stderr=output
         )
     try:
@@ -44,7 +44,7 @@ def test_a_router_that_hangs_is_started_again_and_every_connection_is_answered(t
         parent.wait(60)
 
 
-def test_the_router_of_a_cluster_on_one_machine_that_hangs_is_started_again_and_serves(tmp_path):
+def test_hung_router_of_a_local_cluster_restarts_and_serves(tmp_path):
     with fleet_up(tmp_path) as up:
         hung, worker = up.pid_of("router"), up.pid_of("decode-0")
         address = up.endpoints["http"].removeprefix("http://").removesuffix("/v1")
@@ -91,7 +91,7 @@ def test_a_worker_that_dies_six_times_is_shown_as_failing(tmp_path):
         eventually(lambda: workers_of(client) == {"prefill-0", "decode-0", "decode-1"})
 
 
-def test_workers_replaced_beside_a_hung_store_serve_and_join_it_later(tmp_path):
+def test_workers_replaced_beside_a_hung_store_join_it_later(tmp_path):
     topology = tmp_path / "topology.toml"
     topology.write_text("[supervision]\nstopped_seconds = 20.0\n")  # longer than a worker waits for its store
     with fleet_up(tmp_path, "--config", str(topology)) as up, Client(up.grpc) as client:
@@ -113,21 +113,21 @@ def test_workers_replaced_beside_a_hung_store_serve_and_join_it_later(tmp_path):
 
 
 def goes_through_the_store(client: Client, prompt: list[int]) -> bool:
-    """True if the blocks of a prompt that nobody has yet go from one worker to the other that way."""
+    """Return True if the blocks of a new prompt go through the store from one worker to the other."""
     try:
         asked = client.complete(prompt, max_tokens=4, ignore_eos=True, placement=Placement.DISAGGREGATED)
-    except FleetError:  # while no way leads from one worker to the other
+    except FleetError:  # while there is no path between the workers
         return False
     return any(origin.source is Source.STORE for phase in asked.kv for origin in phase.report.origins)
 
 
 def workers_of(client: Client) -> set[str]:
-    """Names of the workers that serve."""
+    """Return the names of the serving workers."""
     return {each.worker_id for pool in client.status().pools for each in pool.workers if each.state == "serving"}
 
 
 def health(address: str) -> int:
-    """The status, over a connection of its own; 0: nobody answers."""
+    """Return the health status on a new connection, or 0 without an answer."""
     try:
         with urllib.request.urlopen(f"http://{address}/health", timeout=60) as answer:
             return answer.status

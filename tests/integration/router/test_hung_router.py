@@ -1,4 +1,4 @@
-"""A router that hangs, as gRPC clients see it: each kind of call fails in time, and checking connections breaks none of them."""
+"""Tests of a hung router as gRPC clients see it: every call fails in time, and keepalive pings break none."""
 
 import asyncio
 import os
@@ -13,20 +13,20 @@ from fleet.client import AsyncClient, Client, Unavailable
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.grpc.options import CHANNEL_OPTIONS, PING_TIMEOUT_MS, SERVER_OPTIONS
 from kvstore.service.server import MIN_PING_MS
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
 NOTICED_SECONDS = 10  # five until the next ping, five for its answer
-SLACK_SECONDS = 10  # of a busy machine: what is not noticed by pings is noticed after a minute
+SLACK_SECONDS = 10  # for a busy machine; without pings the failure is noticed after a minute
 LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0, "timeout_seconds": NOTICED_SECONDS + SLACK_SECONDS}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, model_dir):
-    """A router that nobody restarts, with a worker: its address and its process id."""
+    """Run a router that nobody restarts, with a worker; yield its address and its process id."""
     folder = tmp_path_factory.mktemp("hung")
     with a_short_folder() as sockets:
         control = f"unix:{sockets}/control.sock"
@@ -46,9 +46,9 @@ def cluster(tmp_path_factory, model_dir):
         }
         processes = []
         try:
-            process, endpoints = serve("router", router, folder / "router.json")
+            process, endpoints = start_service("router", router, folder / "router.json")
             processes.append(process)
-            processes.append(serve("worker", worker, folder / "worker.json")[0])
+            processes.append(start_service("worker", worker, folder / "worker.json")[0])
             yield endpoints["grpc"], process.pid
         finally:
             for each in processes:
@@ -57,7 +57,7 @@ def cluster(tmp_path_factory, model_dir):
 
 
 def served(address):
-    """True if a worker has come, as a client sees it, who then stays connected."""
+    """Return True when a worker has joined, as seen by a client that stays connected."""
     client = Client(address)
     eventually(client.models)
     return client
@@ -71,7 +71,7 @@ def seconds_until_unavailable(call):
 
 
 async def async_calls_fail(address, hang):
-    """Seconds after which a running stream and a call that began later have failed."""
+    """Return the seconds until a running stream and a later call have failed."""
 
     async def seconds(call):
         began = time.monotonic()
@@ -108,7 +108,7 @@ def test_hung_router_fails_all_calls_in_ten_seconds(cluster):
 
 
 def seconds_until_idle(client):
-    """Until a connection on which nothing runs is known to be broken."""
+    """Return the seconds until an idle connection is known to be broken."""
     began, states = time.monotonic(), []
     client._channel.subscribe(states.append)
     eventually(lambda: states and states[-1] is not grpc.ChannelConnectivity.READY, NOTICED_SECONDS + SLACK_SECONDS)
@@ -117,16 +117,16 @@ def seconds_until_idle(client):
 
 async def _endless(content, context):
     await context.write(b"one")
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
 
 
 async def stays_ready(server, calls):
-    """True if a connection outlasts the fourth ping in a row, which would be one too many."""
+    """Return True if a connection outlasts the fourth ping in a row, which would be one too many."""
     methods = {"Stream": grpc.unary_stream_rpc_method_handler(_endless)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # the library pings no more often than that
+    pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # the library sends pings no more often
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(pings.items())) as channel:
             running = [channel.unary_stream("/a.Service/Stream")(b"") for _ in range(calls)]
@@ -144,7 +144,7 @@ async def stays_ready(server, calls):
 
 
 async def test_pings_of_clients_break_no_connection():
-    """In proportion: what a server allows and how often a client pings, both about a fifth."""
+    """Keep the proportion between the server's limit and the client's interval, both about a fifth of the real ones."""
     allowed = list((dict(SERVER_OPTIONS) | {"grpc.http2.min_ping_interval_without_data_ms": 800}).items())
     servers = [Http2Server(), Http2Server(), grpc.aio.server(options=allowed), grpc.aio.server(options=allowed)]
 

@@ -1,7 +1,6 @@
-"""Adapters end to end: simulated engines in processes of their own, a router in front of them, OpenAI's client.
+"""Tests of LoRA adapters end to end: simulated engines in their own processes, a router, and OpenAI's client.
 
-The simulated engine's tokens depend on its adapter and on every byte of KV before them: blocks that two adapters shared would
-show in the answer.
+The simulated tokens depend on the adapter and on every byte of earlier KV, so blocks shared between adapters would change the answer.
 """
 
 import asyncio
@@ -44,9 +43,10 @@ PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 class LoraCluster(Struct):
     client: openai.AsyncOpenAI
     router: RouterServer
+    machine: RouterMachine
 
     async def ask(self, model: str, prompt: str = PROMPT, **fleet: object) -> tuple[str, int]:
-        """The answer's text, and prompt tokens that were cached."""
+        """Return the answer's text and the number of cached prompt tokens."""
         answer = await self.client.completions.create(
             model=model, prompt=prompt, max_tokens=12, temperature=0, extra_body={"ignore_eos": True, "fleet": fleet}
         )
@@ -54,12 +54,12 @@ class LoraCluster(Struct):
         return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
 
     def loaded(self) -> dict[str, set[str]]:
-        """Adapters by worker, as the router has heard."""
-        workers = self.router._machine._roster
+        """Return the adapters of each worker as the router knows them."""
+        workers = self.machine._roster
         return {worker.description.worker_id: set(worker.load.adapters) for worker in workers}
 
     async def home_of(self, adapter: str) -> str:
-        """The worker that has it; the first, if several have."""
+        """Return the first worker that has the adapter."""
         homes = await until(lambda: [worker for worker, held in self.loaded().items() if adapter in held])
         return homes[0]
 
@@ -97,7 +97,8 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
             ]
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
         streams = WorkerStreams(settings, addresses=[process.result().address for process in processes])
-        router = RouterServer(RouterMachine(settings, random.Random(0)), streams, clock)
+        machine = RouterMachine(settings, random.Random(0))
+        router = RouterServer(machine, streams, clock)
         codec = load_codec(model_dir)
         registry = CollectorRegistry()
         threads = TokenizerThreads()
@@ -120,25 +121,25 @@ async def a_world(model_dir: Path, *workers: WorkerSettings, store: str = "") ->
         async with openai.AsyncOpenAI(
             base_url=f"http://{http.address}/v1", api_key="none", max_retries=0, timeout=20
         ) as client:
-            yield LoraCluster(client, router)
-        router._machine.check()
+            yield LoraCluster(client, router, machine)
+        machine.check()
         for task in running:
             task.cancel()
 
 
-async def test_adapters_are_models_to_clients_and_go_where_they_are_loaded(model_dir):
+async def test_adapters_are_models_and_go_where_they_are_loaded(model_dir):
     async with a_world(model_dir, a_worker("w1"), a_worker("w2"), a_worker("x1", model=OTHER, adapters={})) as world:
         listed = {model.id: model.model_extra.get("parent") for model in (await world.client.models.list()).data}
         assert listed == {"tiny": None, "ada": "tiny", "bob": "tiny", "other": None}
         assert world.loaded() == {"w1": set(), "w2": set(), "x1": set()}
 
-        first, cached = await world.ask("ada")  # nobody has it: one of the two loads it
+        first, cached = await world.ask("ada")  # neither worker has it, so one of the two loads it
         assert cached == 0
         home = await world.home_of("ada")
         elsewhere = "w2" if home == "w1" else "w1"
         await world.until_loaded({home: {"ada"}, elsewhere: set(), "x1": set()})
 
-        other, cached = await world.ask("bob")  # the other one has a slot
+        other, cached = await world.ask("bob")  # the other worker has a free slot
         assert cached == 0
         await world.until_loaded({home: {"ada"}, elsewhere: {"bob"}, "x1": set()})
 
@@ -156,7 +157,7 @@ async def test_adapters_are_models_to_clients_and_go_where_they_are_loaded(model
             await world.ask("eve")
 
 
-async def test_one_slot_serves_two_adapters_in_turn_and_nothing_is_mixed(model_dir):
+async def test_one_slot_serves_two_adapters_in_turn(model_dir):
     async with a_world(model_dir, a_worker("w1")) as world:
         alone = {name: (await world.ask(name))[0] for name in ("ada", "bob", "tiny")}
 
@@ -169,7 +170,7 @@ async def test_one_slot_serves_two_adapters_in_turn_and_nothing_is_mixed(model_d
         assert (tenant, cached) == (alone["ada"], 0), "tenants share an adapter, and no blocks of it"
 
 
-async def test_blocks_of_an_adapter_move_between_its_workers_and_to_no_other(model_dir):
+async def test_adapter_blocks_move_only_between_its_own_workers(model_dir):
     with a_node(capacity_bytes=16 << 20) as node:
         pair = (
             a_worker("p1", node.address, role=Role.PREFILL, adapter_slots=2),

@@ -1,4 +1,4 @@
-"""How many files a router may have open: each stream takes two, and 1024, which systems begin with, are not many."""
+"""Tests of the limit on open files: each stream takes two, and the usual limit is 1024."""
 
 import http.client
 import resource
@@ -11,7 +11,7 @@ import pytest
 
 from fleet.app.router import RESERVED_DESCRIPTORS, within_descriptors
 from fleet.router.settings.router import RouterSettings
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 def test_a_router_may_open_as_many_files_as_the_system_lets_it(tmp_path):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0"}
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    router, endpoints = serve(
+    router, endpoints = start_service(
         "router",
         settings,
         tmp_path / "router.json",
@@ -48,7 +48,7 @@ def test_connection_tables_leave_descriptors_for_everything_else(caplog):
 
 def test_silent_clients_leave_a_router_with_few_files_its_health(tmp_path):
     settings = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "health_listen": "127.0.0.1:0"}
-    router, endpoints = serve(
+    router, endpoints = start_service(
         "router",
         settings,
         tmp_path / "router.json",

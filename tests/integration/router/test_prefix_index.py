@@ -1,4 +1,4 @@
-"""The index of a router against what its workers hold: a cold router, and a worker that dies."""
+"""Tests of a router's prefix index against what its workers hold: a cold router, and a worker that dies."""
 
 import asyncio
 import random
@@ -22,12 +22,12 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.stopwatch import at_most
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
-from tests.support.workers.simulated_clusters import simulated
+from tests.support.workers.simulated_clusters import simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_worker_process
 
 pytestmark = pytest.mark.integration
 
-PATIENCE_SECONDS = 5.0  # the lease of a worker's stream: what says nothing for so long is lost
+PATIENCE_SECONDS = 5.0  # lease of a worker's stream; a worker that is silent for longer counts as lost
 IDS = ("w1", "w2", "w3")
 
 
@@ -53,7 +53,7 @@ class RunningRouter:
                     return
 
     def view(self) -> dict[str, set[int]]:
-        """Keys by worker."""
+        """Return the block keys by worker."""
         index = self.machine._roster.index
         return {
             each: set(index._held[engine_cache_holder(WorkerId(each))])
@@ -68,7 +68,7 @@ async def workers() -> AsyncIterator[dict[str, WorkerProcess]]:
         folder = stack.enter_context(a_short_folder())
         yield {
             each: await stack.enter_async_context(
-                a_worker_process(folder, simulated(role=Role.BOTH, worker_id=WorkerId(each)))
+                a_worker_process(folder, simulated_worker(role=Role.BOTH, worker_id=WorkerId(each)))
             )
             for each in IDS
         }
@@ -88,7 +88,7 @@ async def a_router(processes: dict[str, WorkerProcess], name: str) -> AsyncItera
             task.cancel()
 
 
-async def test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die():
+async def test_cold_router_learns_caches_and_forgets_dead_workers():
     rng = random.Random(3)
     async with workers() as processes, a_router(processes, "first") as first:
         for number in range(30):
@@ -99,14 +99,14 @@ async def test_a_cold_router_knows_what_workers_hold_and_forgets_those_that_die(
             await until(lambda: second.view() == first.view())  # all of it, not 99 %
 
             processes["w2"].kill()
-            with at_most(PATIENCE_SECONDS / 2):  # its connection says so, and not its silence
+            with at_most(PATIENCE_SECONDS / 2):  # the broken connection shows it, before the lease ends
                 await until(lambda: "w2" not in second.view())
                 await until(lambda: "w2" not in first.view())
             processes["w3"].freeze()
             try:
                 with at_most(2 * PATIENCE_SECONDS):
                     await until(lambda: "w3" not in second.view())
-                await second.ask(fresh_prompt(300))  # neither keeps it from serving
+                await second.ask(fresh_prompt(300))  # neither event stops it from serving
                 assert second.view().keys() == {"w1"}
                 assert first.machine._roster.index.blocks.keys() == {engine_cache_holder(WorkerId("w1"))}
             finally:

@@ -1,6 +1,6 @@
-"""The router's brain and its real links, with simulated engines in processes of their own.
+"""Tests of the router machine and its real worker streams, with simulated engines in their own processes.
 
-Every test of a way for blocks looks at the blocks and bytes that moved: equal tokens alone could be recomputed ones.
+Every test of a KV path checks the moved blocks and bytes, because equal tokens could be recomputed ones.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ LONG = 700
 
 
 class WorkerCluster:
-    """A router with workers as it sees them; requests get an id each."""
+    """A router with its workers; each request gets an id."""
 
     def __init__(self, addresses: list[str], store: str):
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
@@ -121,14 +121,14 @@ async def a_cluster(*roles: Role, **fields) -> AsyncIterator[tuple[WorkerCluster
 
 
 def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
-    """Blocks and bytes by where they came from, in one phase."""
+    """Return blocks and bytes by source in one phase."""
     (found,) = [one for one in complete.kv if one.phase is phase]
     return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}
 
 
 @pytest.mark.parametrize(("kv_path", "source"), [(KvPath.STORE, Source.STORE), (KvPath.DIRECT, Source.DIRECT)])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=5, max_tokens=ANSWER, ignore_eos=True)])
-async def test_a_pair_says_what_one_worker_says_and_the_blocks_have_moved(kv_path, source, sampling):
+async def test_pair_answers_like_one_worker_and_blocks_move(kv_path, source, sampling):
     async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, _):
         prompt = fresh_prompt(LONG)
         pair, complete = await cluster.ask(prompt, kv_path=kv_path, sampling=sampling)
@@ -158,7 +158,7 @@ async def test_a_prompt_seen_before_by_anybody_is_short_for_everybody():
         assert repeated.cached_tokens >= LONG // 32 * 32
 
 
-async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
+async def test_stream_survives_its_workers_death_with_same_tokens():
     async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
         prompt = fresh_prompt(100)
         expected, _ = await cluster.ask(prompt)
@@ -177,7 +177,7 @@ async def test_a_stream_survives_the_death_of_its_worker_with_the_same_tokens():
 
 
 @pytest.mark.parametrize("sampling", [{"seed": 5}, {"temperature": 0.0, "frequency_penalty": 0.5}])
-async def test_an_answer_in_one_piece_survives_its_worker_whatever_its_sampling(sampling):
+async def test_unary_answer_survives_its_workers_death(sampling):
     told = Sampling(max_tokens=ANSWER, ignore_eos=True, **sampling)
     async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
         prompt = fresh_prompt(100)
@@ -199,11 +199,11 @@ async def test_a_prefill_worker_that_dies_costs_time_only():
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
         arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
         async with asyncio.TaskGroup() as tasks:
-            answering = tasks.create_task(cluster.answer(arrived))
+            exchange = tasks.create_task(cluster.answer(arrived))
             await cluster.until(lambda status: status.counters.disaggregated)
             processes[0].kill()
 
-        tokens, complete = answering.result()
+        tokens, complete = exchange.result()
         assert len(tokens) == 3
         assert [one.phase for one in complete.kv] == [Phase.AGGREGATED]
 
@@ -220,9 +220,9 @@ async def test_cancelling_frees_the_engine():
         assert (worker.booked_requests, worker.booked_blocks, worker.kv_blocks_used) == (0, 0, 0)
 
 
-async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before_it():
-    """The engine computes none of them any further, so that what follows is computed as on an idle worker."""
-    longest = 2000  # tokens: a step each, and ten of them are more than the worker gets ahead
+async def test_cancelled_long_prefills_leave_no_backlog():
+    """Check that the engine stops computing cancelled prompts, so that the next one finds an idle worker."""
+    longest = 2000  # tokens: one step each, and ten such prompts exceed what the worker computes ahead
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.3) as (cluster, _):
 
         def prefill(status: RouterSnapshot) -> WorkerSnapshot:
@@ -248,8 +248,8 @@ async def test_after_ten_cancelled_long_prefills_the_next_one_has_nothing_before
         assert sources(complete, Phase.PREFILL).keys() == {Source.COMPUTED}
 
 
-async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again_when_there_are_some(tmp_path):
-    """Nothing is restarted but the prefill worker itself, which comes back as a process of its own."""
+async def test_requests_are_aggregated_while_prefill_is_missing(tmp_path):
+    """Restart only the prefill worker, as a new process."""
     async with a_cluster(Role.PREFILL, Role.DECODE) as (cluster, (prefill, _)):
         whys = []
         _, complete = await cluster.ask(fresh_prompt(LONG))
@@ -273,7 +273,7 @@ async def test_without_prefill_workers_whole_requests_are_served_and_pairs_again
         assert cluster.server.status().counters.refused == {}
 
 
-async def test_without_workers_requests_are_refused_and_none_is_left_behind():
+async def test_without_workers_requests_are_rejected_and_forgotten():
     async with a_cluster(Role.BOTH) as (cluster, (process,)):
         await cluster.ask(fresh_prompt(50))
         process.kill()
@@ -287,7 +287,7 @@ async def test_without_workers_requests_are_refused_and_none_is_left_behind():
         assert cluster.server.status().active == 0
 
 
-async def test_what_engines_hold_is_in_the_index():
+async def test_engine_caches_are_in_the_prefix_index():
     async with a_cluster(Role.BOTH) as (cluster, _):
         await cluster.ask(fresh_prompt(320))
 

@@ -1,4 +1,4 @@
-"""How a router's process starts: when it takes requests, and that it disturbs nobody before."""
+"""Tests of the start of a router process: when it serves, and that it disturbs no worker before."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, ask, routers_in_front_of
-from tests.support.fleet_processes import FLEET, serve
+from tests.support.backends.openai_servers import STREAMING_REQUEST, OpenAiServer, fetch, routers_in_front_of
+from tests.support.fleet_processes import FLEET, start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -19,26 +19,26 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_router_takes_no_requests_before_its_servers_have_said_that_they_are_there(tmp_path, processes):
+async def test_router_waits_for_its_servers_before_it_serves(tmp_path, processes):
     server = OpenAiServer()
     server.health_seconds = 0.5
     await server.start()
     async with routers_in_front_of(tmp_path, [server], processes, catch_up_seconds=20.0) as address:
         for _ in range(4):
-            await asyncio.to_thread(ask, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
+            await asyncio.to_thread(fetch, address, "POST", "/v1/completions", json.dumps(STREAMING_REQUEST))
 
 
-async def test_a_server_that_does_not_say_whether_it_is_there_holds_no_router_up_for_long(tmp_path):
+async def test_silent_server_delays_the_start_only_briefly(tmp_path):
     server, silent = OpenAiServer(), OpenAiServer()
     await server.start()
-    with socket.create_server(("127.0.0.1", silent.port)):  # takes connections, and nobody answers
+    with socket.create_server(("127.0.0.1", silent.port)):  # accepts connections without an answer
         patient = {"connect_timeout_seconds": 1000.0, "catch_up_seconds": 0.2}
         async with routers_in_front_of(tmp_path, [server, silent], 1, **patient) as address:
-            await asyncio.to_thread(ask, address, "GET", "/openapi.json")
+            await asyncio.to_thread(fetch, address, "GET", "/openapi.json")
 
 
-def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of_it(tmp_path, model_dir):
-    """A worker takes a router of the same name for the first one that dials again, and ends what that one had sent."""
+def test_router_with_taken_ports_ends_before_workers_notice(tmp_path, model_dir):
+    """Guard running requests: a worker takes a router of the same name for a redial, and ends the first one's requests."""
     directory = {"kind": "file", "folder": str(tmp_path / "workers")}
     (tmp_path / "workers").mkdir()
     worker = {
@@ -60,7 +60,7 @@ def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of
     started = []
     try:
         for part, settings in (("worker", worker), ("router", router)):
-            process, endpoints = serve(part, settings, tmp_path / f"{part}.json")
+            process, endpoints = start_service(part, settings, tmp_path / f"{part}.json")
             started.append(process)
             assert endpoints
         body = {"model": "tiny", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -68,11 +68,11 @@ def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of
 
             def answer():
                 connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-                answering = connection.getresponse()
-                return answering if answering.status == 200 else answering.read() and None
+                exchange = connection.getresponse()
+                return exchange if exchange.status == 200 else exchange.read() and None
 
-            answering = eventually(answer)
-            answering.readline()
+            exchange = eventually(answer)
+            exchange.readline()
 
             second = subprocess.run(
                 [*FLEET, "serve", "router", "--config", str(tmp_path / "router.json")],
@@ -81,14 +81,14 @@ def test_a_second_one_that_finds_the_ports_taken_ends_before_any_worker_hears_of
 
             assert second.returncode == 3
             assert "in use" in second.stderr
-            assert answering.read().endswith(b"data: [DONE]\n\n")
+            assert exchange.read().endswith(b"data: [DONE]\n\n")
     finally:
         for process in reversed(started):
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
 
-def test_one_that_is_asked_to_end_while_it_waits_for_others_ends_without_having_served(tmp_path):
+def test_router_stopped_while_it_waits_never_serves(tmp_path):
     settings = {
         "http_listen": f"127.0.0.1:{a_free_port()}",
         "grpc_listen": f"127.0.0.1:{a_free_port()}",

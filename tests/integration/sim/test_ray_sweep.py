@@ -1,4 +1,4 @@
-"""A sweep on a real Ray cluster, which the test starts on this machine: its node has none of the scenario's files."""
+"""Test of a sweep on a real Ray cluster, which the test starts here; its node has none of the scenario's files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one of its own into the home folder
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # otherwise Ray writes a token into the home folder
 }
 CLUSTER = """
 import sys, ray
@@ -40,7 +40,7 @@ ray.shutdown()
 
 @pytest.fixture(scope="module")
 def address():
-    """Of a cluster that lives as long as the tests of this file."""
+    """Yield the address of a cluster that lives as long as this module's tests."""
     with a_short_folder() as folder, (folder / "log").open("w+") as log:
         head = subprocess.Popen(
             [sys.executable, "-c", CLUSTER, str(folder)],

@@ -1,4 +1,4 @@
-"""The simulator's report in a real browser: what is drawn, what can be read, and what a hostile name can do (nothing)."""
+"""Tests of the simulator's report in a real browser: its drawing, its texts, and hostile names, which do nothing."""
 
 import json
 
@@ -95,7 +95,7 @@ CHARTS = """Object.fromEntries([...document.querySelectorAll('figure.chart')].ma
 
 
 class Report:
-    """A page, and the run that it is of."""
+    """A page and the run that it shows."""
 
     def __init__(
         self, folder, *, model="model.json", prefill="prefill", decode="decode", name="a scenario", loads=LOADS
@@ -162,7 +162,7 @@ def test_the_page_asks_for_nothing_and_complains_of_nothing(page):
     assert page.complaints == []
 
 
-def test_those_who_hear_the_page_are_told_of_each_chart(page):
+def test_screen_readers_get_a_text_for_each_chart(page):
     page.call("Accessibility.enable")
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     named = [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") in ("image", "img")]
@@ -173,7 +173,7 @@ def test_those_who_hear_the_page_are_told_of_each_chart(page):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_words_and_lines_stand_out_from_the_ground(browser, report, dark):
-    """Contrasts as the Web Content Accessibility Guidelines want them (AA): 4.5 of text, 3 of graphics."""
+    """Require the contrasts of the Web Content Accessibility Guidelines (AA): 4.5 for text, 3 for graphics."""
     found = BrowserPage(browser, report.path, dark=dark).ask(CONTRASTS)
 
     assert len(found["words"]) > 100

@@ -1,6 +1,6 @@
-"""A worker with a KV store node in its own process: real processes, real sockets, the engine that needs nothing installed.
+"""Tests of a worker with an embedded KV store node: real processes, real sockets and the simulated engine.
 
-Processes start slowly. What does not need one of its own is shown with node and engine in the test's.
+Processes start slowly, so tests that need none run node and engine in their own process.
 """
 
 import asyncio
@@ -33,8 +33,16 @@ from kvstore.service.settings import StoreSettings
 from tests.support.kvstore.builders import a_short_folder, file_names_in
 from tests.support.servers.processes import a_free_port
 from tests.support.shared_memory import segments_of
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, driven, fresh_prompt, split, work
-from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated
+from tests.support.waiting import until_answered
+from tests.support.workers.engine_driver import (
+    EngineDriver,
+    an_attempt,
+    blocks_from,
+    driven_engines,
+    fresh_prompt,
+    run_disaggregated,
+)
+from tests.support.workers.simulated_clusters import BLOCK_TOKENS, namespace, simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.settings import WorkerSettings
@@ -67,12 +75,12 @@ def node_in(folder: Path, **fields) -> StoreSettings:
 def a_worker(folder: Path, *, node: StoreSettings | None = None, **fields) -> WorkerSettings:
     node = node or node_in(folder)
     return msgspec.structs.replace(
-        simulated(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
+        simulated_worker(**fields), embedded_store=node, kv_paths=(KvPath.STORE,), listen=f"unix:{folder}/worker"
     )
 
 
 def refusal(folder: Path, settings: WorkerSettings) -> str:
-    """What a worker's process says that does not start; one line."""
+    """Return the line that a worker prints when it cannot start."""
     path = folder / "refused.json"
     path.write_bytes(msgspec.json.encode(settings))
     command = [sys.executable, "-m", "fleet.cli.main", "serve", "worker", "--config", str(path)]
@@ -87,26 +95,28 @@ def a_prompt() -> bytes:
 
 
 async def until_held(address: str, prompt: bytes) -> None:
-    """The node has all full blocks of a prompt; asked as any other process of the host may ask."""
+    """Wait until the node has all full blocks of a prompt, asked like any process of the host."""
     client = await asyncio.to_thread(StoreClient.connect, address, namespace())
     with client:
-        async with asyncio.timeout(60):
-            while len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) < BLOCKS:
-                await asyncio.sleep(0.01)
+
+        async def held() -> bool:
+            return len(await asyncio.to_thread(client.match, chain(prompt, BLOCK_TOKENS), lease_seconds=0)) >= BLOCKS
+
+        await until_answered(held)
 
 
 async def answered(worker: WorkerProcess, prompt: bytes, **fields):
     async with a_router_stream(worker.address) as stream:
-        return await stream.do(work(prompt, ANSWER, **fields))
+        return await stream.do(an_attempt(prompt, ANSWER, **fields))
 
 
 @asynccontextmanager
 async def here(settings: WorkerSettings) -> AsyncIterator[EngineDriver]:
-    """A worker's engine, with the node that its settings ask for, in this process."""
+    """Run a worker's engine and embedded node in this process."""
     async with (
         open_embedded_store(settings, uvloop.new_event_loop) as furnished,
         open_engine(furnished.settings) as engine,
-        driven(engine) as (one,),
+        driven_engines(engine) as (one,),
     ):
         yield one
 
@@ -120,7 +130,7 @@ async def a_worker_that_has_answered(folder: Path, prompt: bytes, **fields):
         yield worker
 
 
-async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked_to_stop_leaves_nothing(folder):
+async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
     prompt = a_prompt()
     disk = {"kind": "ssd", "directories": [f"{folder}/ssd"], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     node = node_in(folder, tiers=[{**disk, "keep": "all"}])
@@ -129,7 +139,7 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
         assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
 
-        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
             tokens, end = await answered(second, prompt)
         assert tokens == worker.tokens
@@ -142,22 +152,22 @@ async def test_other_workers_of_the_host_use_the_node_and_a_worker_that_is_asked
 
         children = psutil.Process(worker.process.pid).children(recursive=True)
         async with a_router_stream(worker.address) as stream:
-            await stream.say(work(fresh_prompt(500), 50))
+            await stream.say(an_attempt(fresh_prompt(500), 50))
             worker.terminate()
             assert await worker.ended() == 0
         assert not any(child.is_running() for child in children)
         assert not {"kv", "pool", "worker"} & file_names_in(folder)
 
-        await worker.start()  # the engine's memory and the pool are gone: only the disk has the blocks
+        await worker.start()  # engine memory and pool are gone, so only the disk has the blocks
         tokens, end = await answered(worker, prompt)
         assert tokens == worker.tokens
         assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_again(folder):
+async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
     prompt = a_prompt()
     async with a_worker_that_has_answered(folder, prompt) as worker:
-        other = msgspec.structs.replace(simulated(f"unix:{folder}/kv"), worker_id="other")
+        other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
             worker.kill()
             assert await worker.ended() == -signal.SIGKILL
@@ -183,22 +193,25 @@ async def test_a_killed_worker_leaves_what_a_killed_node_leaves_and_is_started_a
 
 
 @pytest.mark.parametrize(("tp", "layout"), [(2, "HND"), (4, "NHD")])
-async def test_ranks_and_layouts_of_the_engine_are_no_affair_of_the_node(folder, tp, layout):
+async def test_node_is_independent_of_ranks_and_layouts(folder, tp, layout):
     prompt = a_prompt()
-    async with here(a_worker(folder, tp=tp, layout=layout)) as one, here(simulated(f"unix:{folder}/kv")) as other:
-        expected, _ = await one.do(work(prompt, ANSWER))
+    async with (
+        here(a_worker(folder, tp=tp, layout=layout)) as one,
+        here(simulated_worker(f"unix:{folder}/kv")) as other,
+    ):
+        expected, _ = await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
 
-        tokens, end = await other.do(work(prompt, ANSWER))
+        tokens, end = await other.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_a_prefill_worker_with_a_node_hands_over_to_a_decode_worker_that_uses_it(folder):
+async def test_prefill_worker_with_node_hands_off_to_decode_worker(folder):
     prefill = msgspec.structs.replace(a_worker(folder), role=Role.PREFILL)
-    async with here(prefill) as first, here(simulated(f"unix:{folder}/kv", role=Role.DECODE)) as second:
-        _, _, end = await split(first, second, a_prompt(), ANSWER, KvPath.STORE)
+    async with here(prefill) as first, here(simulated_worker(f"unix:{folder}/kv", role=Role.DECODE)) as second:
+        _, _, end = await run_disaggregated(first, second, a_prompt(), ANSWER, KvPath.STORE)
 
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
@@ -211,7 +224,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
             return answer.read().decode()
 
     async with here(a_worker(folder, node=node_in(folder, metrics_listen=f"127.0.0.1:{port}"))) as one:
-        await one.do(work(prompt, ANSWER))
+        await one.do(an_attempt(prompt, ANSWER))
         await until_held(f"unix:{folder}/kv", prompt)
 
         assert f'kvstore_tier_blocks{{tier="cpu"}} {BLOCKS}.0' in await asyncio.to_thread(metrics)
@@ -233,7 +246,7 @@ async def test_metrics_and_health_are_those_of_any_node(folder):
         ),
     ],
 )
-async def test_settings_that_the_node_cannot_obey_are_refused_by_their_path(folder, fields, message):
+async def test_invalid_node_settings_are_rejected_with_their_path(folder, fields, message):
     (folder / "file").write_text("")
     told = json.loads(json.dumps(fields).replace("{}", str(folder)))
 
@@ -263,7 +276,7 @@ async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
     assert file_names_in(folder) == set()
 
 
-async def test_an_engine_that_refuses_its_settings_takes_the_node_with_it(folder):
+async def test_node_ends_when_the_engine_rejects_its_settings(folder):
     (folder / "config.json").write_text("[]")
     settings = msgspec.structs.replace(a_worker(folder), model_dir=str(folder))
 

@@ -1,4 +1,4 @@
-"""Warm blocks of a worker that goes are where other workers read them: real nodes, Redis and processes."""
+"""Tests of evacuation: other workers can read the warm blocks of a leaving worker. Nodes, Redis and processes are real."""
 
 import asyncio
 import logging
@@ -29,14 +29,14 @@ from tests.support.kvstore.builders import NodeProcess, a_node, a_short_folder, 
 from tests.support.servers.processes import RedisServer, a_redis_server, shared_redis
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
-from tests.support.workers.engine_driver import blocks_from, driven, fresh_prompt, work
-from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated
+from tests.support.workers.engine_driver import an_attempt, blocks_from, driven_engines, fresh_prompt
+from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, namespace, simulated_worker
 from tests.support.workers.worker_processes import a_router_stream, a_worker_process
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
+from workers.ports import RecentPrompt
 from workers.server import WorkerServer
 from workers.store.evacuation import MOST_FAILURES, StoreEvacuator, open_evacuator
-from workers.store.evacuation_priority import RecentPrompt
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +60,7 @@ def names_of(prompt: bytes) -> list:
 
 
 def redis_tier(server: RedisServer, prefix: str) -> dict:
-    """As most have it: what was seen only once is not written."""
+    """Return the usual settings, which do not store a block that was used only once."""
     return {"kind": "redis", "url": server.url, "key_prefix": prefix, "keep": "reused"}
 
 
@@ -84,16 +84,16 @@ def hexes(names) -> set[str]:
 
 
 async def tokens_and_tiers(node: NodeProcess, prompt: bytes):
-    """Of a new engine on that node: what it says, and which tiers of the node had how many blocks."""
-    async with open_engine(simulated(node.address)) as engine, driven(engine) as (one,):
-        tokens, end = await one.do(work(prompt, ANSWER))
+    """Run a new engine on that node; return its tokens and the blocks by tier."""
+    async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
     return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
 
 
 @asynccontextmanager
 async def an_evacuator(engine, address: str, *, leaving: bool = True, most_bytes: int = 1 << 30):
     facts = engine.facts
-    settings = simulated(address)
+    settings = simulated_worker(address)
     async with open_evacuator(
         address,
         facts.kv,
@@ -108,9 +108,9 @@ async def an_evacuator(engine, address: str, *, leaving: bool = True, most_bytes
 
 @asynccontextmanager
 async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIterator[tuple]:
-    """An engine that has answered these, whose blocks are in the node, and who brings them away."""
-    async with open_engine(simulated(node.address)) as engine, driven(engine) as (one,):
-        said = [(await one.do(work(prompt, ANSWER)))[0] for prompt in prompts]
+    """Yield an evacuator and an engine that has answered these prompts and whose blocks are in the node."""
+    async with open_engine(simulated_worker(node.address)) as engine, driven_engines(engine) as (one,):
+        said = [(await one.do(an_attempt(prompt, ANSWER)))[0] for prompt in prompts]
         with a_client(node) as client:
             for prompt in prompts:
                 blocks = len(names_of(prompt))
@@ -121,10 +121,10 @@ async def a_warm_worker(node: NodeProcess, *prompts: bytes, **fields) -> AsyncIt
 
 async def evacuated(evacuator: StoreEvacuator, *prompts: bytes, within: Nanos = DRAIN):
     await evacuator.evacuate([RecentPrompt(each, b"") for each in prompts], [], Nanos(SystemClock().now() + within))
-    return evacuator.brought
+    return evacuator.summary
 
 
-# As it runs
+# Normal operation
 
 
 def a_worker(folder: Path, name: str, tier: dict, **fields):
@@ -136,7 +136,7 @@ def a_worker(folder: Path, name: str, tier: dict, **fields):
         "tiers": [tier],
     }
     return msgspec.structs.replace(
-        simulated(),
+        simulated_worker(),
         worker_id=name,
         embedded_store=msgspec.convert(node, StoreSettings),
         kv_paths=(KvPath.STORE,),
@@ -145,19 +145,19 @@ def a_worker(folder: Path, name: str, tier: dict, **fields):
     )
 
 
-async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_to_end(folder):
-    """And the answer that was under way is complete, and what it has left in the cache is there too."""
+async def test_worker_of_another_store_reads_evacuated_blocks(folder):
+    """Check also that the running answer completes and that its blocks are evacuated too."""
     server, prompt, cold = shared_redis(), a_prompt(), a_prompt()
     tier = redis_tier(server, "warm")
-    slow = msgspec.structs.replace(simulated().simulated, speedup=2)
+    slow = msgspec.structs.replace(simulated_worker().simulated, speedup=2)
     async with (
         a_worker_process(folder, a_worker(folder, "one", tier, simulated=slow)) as one,
         a_worker_process(folder, a_worker(folder, "two", tier)) as two,
     ):
         async with a_router_stream(one.address) as stream:
-            expected, end = await stream.do(work(prompt, ANSWER))
+            expected, end = await stream.do(an_attempt(prompt, ANSWER))
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
-            under_way = work(fresh_prompt(40), 100)
+            under_way = an_attempt(fresh_prompt(40), 100)
             await stream.say(under_way)
             await stream.until(lambda message: stream.tokens_of(under_way.request_id) or None)
 
@@ -169,21 +169,21 @@ async def test_a_worker_of_another_store_reads_what_one_had_warm_that_was_asked_
             assert await one.ended() == 0
 
         async with a_router_stream(two.address) as stream:
-            tokens, end = await stream.do(work(prompt, ANSWER))
+            tokens, end = await stream.do(an_attempt(prompt, ANSWER))
             assert tokens == expected
             assert {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE} == {
                 "redis": BLOCKS
             }
-            _, end = await stream.do(work(under_way.tokens + token_bytes(answer), ANSWER))
+            _, end = await stream.do(an_attempt(under_way.tokens + token_bytes(answer), ANSWER))
             assert blocks_from(end.kv, Source.STORE) == (40 + 100) // BLOCK_TOKENS
-            _, end = await stream.do(work(cold, ANSWER))
+            _, end = await stream.do(an_attempt(cold, ANSWER))
             assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1
 
 
-# What goes, and where to
+# Choice of blocks and destinations
 
 
-async def test_what_is_worth_most_goes_first_as_far_as_bytes_may_and_what_is_there_already_costs_none():
+async def test_most_valuable_missing_blocks_go_first_within_budget():
     server = shared_redis()
     hot, once = a_prompt(4), a_prompt(4)
     with a_node(tiers=[redis_tier(server, "worth")]) as node:
@@ -217,7 +217,7 @@ async def test_blocks_that_only_the_engine_still_has_go_too():
             assert await tokens_and_tiers(other, prompt) == (expected, {"redis": BLOCKS})
 
 
-async def test_without_a_tier_that_all_read_a_node_that_goes_fills_its_peers_and_one_that_stays_need_not():
+async def test_without_shared_tier_only_a_leaving_node_fills_peers():
     prompt = a_prompt()
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:
@@ -232,7 +232,7 @@ async def test_without_a_tier_that_all_read_a_node_that_goes_fills_its_peers_and
         assert await tokens_and_tiers(survivor, prompt) == (expected, {"cpu": BLOCKS})
 
 
-async def test_a_peer_that_is_away_is_no_reason_to_leave_blocks_behind_where_another_is_there():
+async def test_unreachable_peer_does_not_stop_an_evacuation():
     prompt = a_prompt()
     with a_node(store_id="one") as one, a_node(store_id="two") as two:
         peers = [one.address, two.address]
@@ -260,7 +260,7 @@ async def test_the_disk_is_what_is_left_to_a_node_that_goes_alone(folder):
         assert await tokens_and_tiers(node, prompt) == (expected, {"ssd": BLOCKS})
 
 
-async def test_a_tier_that_is_only_read_is_not_written_to_and_a_budget_of_writes_counts(folder):
+async def test_evacuation_respects_read_only_tiers_and_write_budgets(folder):
     server, prompt = shared_redis(), a_prompt()
     only_read = redis_tier(server, "read") | {"keep": "none"}
     little = redis_tier(server, "little") | {"daily_write_bytes": 3 * BLOCK_BYTES}
@@ -272,7 +272,7 @@ async def test_a_tier_that_is_only_read_is_not_written_to_and_a_budget_of_writes
                 assert brought.left == (BLOCKS - moved if name else 0)
 
 
-async def test_who_watches_the_node_hears_where_the_blocks_are_now():
+async def test_watcher_learns_where_evacuated_blocks_are():
     server, prompt = shared_redis(), a_prompt()
     with a_node(tiers=[redis_tier(server, "watched")]) as node:
         async with (
@@ -307,11 +307,11 @@ async def test_more_names_than_a_call_takes_are_refused_with_the_field():
     assert refused.value.details().startswith("hashes: more than 4096")
 
 
-# When it fails
+# Failures
 
 
 class RecordingStream:
-    """A router's end of a stream that keeps what it hears."""
+    """Router's end of a stream that records what it receives."""
 
     full = False
 
@@ -328,12 +328,12 @@ class RecordingStream:
     def end(self, why: str) -> None: ...
 
 
-async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadline_only(caplog):
+async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "hangs") | {"connect_seconds": 30}]) as node:
         async with AsyncExitStack() as held_open:
-            settings = simulated(node.address)
+            settings = simulated_worker(node.address)
             engine = await held_open.enter_async_context(open_engine(settings))
             evacuator = await held_open.enter_async_context(an_evacuator(engine, node.address))
             worker = WorkerServer(settings, engine, SystemClock(), Incarnation("one"), evacuator=evacuator)
@@ -343,7 +343,7 @@ async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadlin
             session = worker.open("router", router)
             while worker.phase is not LifePhase.SERVING:
                 await asyncio.sleep(0)
-            session.receive(work(prompt, 40))
+            session.receive(an_attempt(prompt, 40))
             await held_open.enter_async_context(asyncio.timeout(60))
             await router.stepped.wait()
             server.freeze()
@@ -361,10 +361,10 @@ async def test_a_server_that_hangs_delays_no_answer_and_the_drain_by_its_deadlin
     assert said
 
 
-async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_before_its_deadline(caplog):
+async def test_unreachable_server_ends_evacuation_after_some_tries(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
-    few_at_a_time = {"capacity_bytes": 64 << 10}  # so that some have not even been tried
+    few_at_a_time = {"capacity_bytes": 64 << 10}  # some blocks have not even been tried
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "away")], **few_at_a_time) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             server.kill()
@@ -372,24 +372,24 @@ async def test_a_server_that_is_away_is_tried_a_few_times_and_then_ends_it_befor
                 brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.tier, brought.moved, brought.left) == ("redis", 0, BLOCKS)
     assert MOST_FAILURES <= brought.failed <= MOST_FAILURES + 10, "each call may meet a few"
-    (record,) = [record for record in caplog.records if record.message == "warm blocks brought away"]
+    (record,) = [record for record in caplog.records if record.message == "warm blocks evacuated"]
     assert (record.tier, record.moved, record.left, record.failed) == ("redis", 0, BLOCKS, brought.failed)
 
 
-async def test_a_server_that_was_away_when_it_began_gets_all_of_it_once_it_is_back():
+async def test_server_that_returns_gets_all_blocks():
     prompt = a_prompt()
     with a_redis_server() as server, a_node(tiers=[redis_tier(server, "back")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             server.kill()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
-            await until(lambda: evacuator.brought.failed)
+            await until(lambda: evacuator.summary.failed)
             server.start()
             brought = await going
             assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)
             assert keys_in(server, "back") == hexes(names_of(prompt))
 
 
-async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
+async def test_blocks_go_to_the_next_tier_when_one_fails():
     prompt = a_prompt()
     with a_redis_server() as server, a_node(store_id="survivor") as survivor:
         tiers = [redis_tier(server, "gone"), {"kind": "peer", "peers": [survivor.address]}]
@@ -402,14 +402,14 @@ async def test_where_one_tier_fails_for_good_blocks_go_to_the_next():
             assert held(client, prompt) == BLOCKS
 
 
-async def test_a_call_that_the_node_does_not_answer_is_one_failure_and_it_goes_on(monkeypatch):
-    monkeypatch.setattr(breaker, "COST_FACTOR", 0)  # else the client leaves the node alone for four seconds
+async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch):
+    monkeypatch.setattr(breaker, "COST_FACTOR", 0)  # otherwise the client avoids the node for four seconds
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "slow")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _), asyncio.TaskGroup() as tasks:
             node.freeze()
             going = tasks.create_task(evacuated(evacuator, prompt, within=Nanos(100 * SECOND)))
-            await until(lambda: evacuator.brought.failed)
+            await until(lambda: evacuator.summary.failed)
             node.thaw()
             brought = await going
     assert (brought.tier, brought.moved, brought.left) == ("redis", BLOCKS, 0)
@@ -425,18 +425,18 @@ async def test_a_node_that_is_gone_ends_it_before_its_deadline(caplog):
             with at_most(50):
                 brought = await evacuated(evacuator, prompt, within=Nanos(100 * SECOND))
     assert (brought.moved, brought.left, brought.failed) == (0, BLOCKS, MOST_FAILURES)
-    assert [record.message for record in caplog.records].count("warm blocks brought away") == 1
+    assert [record.message for record in caplog.records].count("warm blocks evacuated") == 1
 
 
-# What the tier had, and has not any more
+# Blocks that a tier has lost
 
 
-async def test_what_redis_has_lost_by_itself_goes_there_again_and_only_that():
+async def test_only_blocks_that_redis_lost_are_written_again():
     prompt, server = a_prompt(), shared_redis()
     with a_node(tiers=[redis_tier(server, "lost")]) as node:
         async with a_warm_worker(node, prompt) as (_, evacuator, _):
             assert (await evacuated(evacuator, prompt)).moved == BLOCKS
-            with server.client() as client:  # as eviction, expiry and FLUSHALL do: nobody is told
+            with server.client() as client:  # without notice, like eviction, expiry and FLUSHALL
                 client.delete(
                     *[key for key in client.scan_iter("lost:*") if key.decode()[-32:] in hexes(names_of(prompt)[1::2])]
                 )
@@ -448,7 +448,7 @@ async def test_what_redis_has_lost_by_itself_goes_there_again_and_only_that():
             assert keys_in(server, "lost") == hexes(names_of(prompt))
 
 
-async def test_what_a_peer_has_evicted_goes_there_again():
+async def test_blocks_that_a_peer_evicted_are_written_again():
     prompt = a_prompt()
     with a_node(store_id="survivor") as survivor:
         with a_node(tiers=[{"kind": "peer", "peers": [survivor.address]}]) as node:

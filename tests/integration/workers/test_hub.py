@@ -1,4 +1,4 @@
-"""Models that are named by a repository: the hub's official client against a hub on loopback."""
+"""Tests of models named by a repository: the official client of the hub against a hub on loopback."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from fleet.core.work import WorkerDescription
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.router.settings.router import RouterSettings
 from tests.support.servers.hub import HubRepository, a_hub
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until_answered
 from tests.support.workers.worker_processes import a_router_stream
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -40,7 +40,7 @@ PARTS = {"model-00001-of-00002.safetensors": WEIGHTS, "model-00002-of-00002.safe
 
 @pytest.fixture
 def hub(model_dir, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests may have imported it otherwise
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # other tests may have imported it with another value
     with a_hub() as hub:
         hub.repos[NAME] = HubRepository(model_dir, **PARTS)
         yield hub
@@ -58,7 +58,7 @@ def request_for(hub, tmp_path):
 
 
 def outcome(request):
-    """What the process that fetches would tell, without one."""
+    """Return the outcome that the download process would report, without a process."""
     try:
         return hub_download.fetch(request, lambda _: None)
     except Exception as error:  # noqa: BLE001 - as its process does
@@ -67,7 +67,7 @@ def outcome(request):
 
 @pytest.fixture
 def a_download():
-    """Starts processes that fetch; none outlives the test."""
+    """Start download processes, which the fixture ends."""
     started = []
 
     def start(request):
@@ -75,7 +75,7 @@ def a_download():
             [sys.executable, "-m", "fleet.app.hub_download"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "0"},  # which tests with vLLM set
+            env={**os.environ, "HF_HUB_OFFLINE": "0"},  # tests with vLLM set this variable
         )
         started.append(process)
         process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -96,7 +96,7 @@ def content_of(folder):
 
 @asynccontextmanager
 async def a_process(tmp_path, part, settings):
-    """`fleet serve`, and its endpoints as it announces them."""
+    """Run `fleet serve`; yield the process."""
     config = tmp_path / f"{part}.json"
     config.write_bytes(msgspec.json.encode(settings))
     with (tmp_path / f"{part}.log").open("wb") as log:
@@ -136,7 +136,7 @@ def settings_of(hub, tmp_path, registry=""):
     return router, worker
 
 
-async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request(hub, tmp_path, model_dir):
+async def test_router_and_worker_serve_a_model_from_a_repository(hub, tmp_path, model_dir):
     router, _ = settings_of(hub, tmp_path)
     async with a_process(tmp_path, "router", router) as routing:
         found = await endpoints(routing)
@@ -148,10 +148,10 @@ async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request
             answer = await ask(found["http"], {"model": "tiny", "prompt": "once upon a time", "max_tokens": 4})
 
     assert answer["usage"]["completion_tokens"] == 4
-    assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer, and not bytes
-    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has it as well
-    assert hub.sent("tokenizer.json") == 1  # both keep what one fetched
-    assert not any(hub.sent(name) for name in PARTS)  # neither runs the model
+    assert answer["usage"]["prompt_tokens"] < len("once upon a time")  # its tokenizer is used, not bytes
+    assert golden.tokens == folder_tokenizer_digests(str(model_dir), 32).tokens  # the worker has the tokenizer too
+    assert hub.sent("tokenizer.json") == 1  # both processes share one download
+    assert not any(hub.sent(name) for name in PARTS)  # no process runs the model
     assert set(hub.authorised) == {f"Bearer {TOKEN}"}
     logs = (tmp_path / "router.log").read_text() + (tmp_path / "worker.log").read_text()
     assert "the model is there" in logs
@@ -159,22 +159,22 @@ async def test_a_router_and_a_worker_that_are_told_a_repository_answer_a_request
 
 
 async def ask(address, body):
-    """A completion; the router may hear of its worker only in a moment."""
+    """Request a completion; retry until the router knows its worker."""
     host, _, port = address.removeprefix("http://").rpartition(":")
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: it\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
-    async with asyncio.timeout(SECONDS):
-        while True:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(head.encode() + content)
-            answer = await reader.read()
-            writer.close()
-            if answer.startswith(b"HTTP/1.1 200"):
-                return json.loads(answer.partition(b"\r\n\r\n")[2])
-            await asyncio.sleep(0.05)
+
+    async def completion() -> dict | None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + content)
+        answer = await reader.read()
+        writer.close()
+        return json.loads(answer.partition(b"\r\n\r\n")[2]) if answer.startswith(b"HTTP/1.1 200") else None
+
+    return await until_answered(completion, SECONDS)
 
 
-async def test_a_worker_that_is_asked_to_end_while_its_model_comes_ends_at_once_and_was_never_ready(hub, tmp_path):
+async def test_worker_stopped_while_downloading_ends_at_once(hub, tmp_path):
     hub.held = "config.json"
     _, worker = settings_of(hub, tmp_path)
     async with a_process(tmp_path, "worker", worker) as process:
@@ -185,7 +185,7 @@ async def test_a_worker_that_is_asked_to_end_while_its_model_comes_ends_at_once_
     assert (process.returncode, said) == (0, b"")
 
 
-def test_files_are_those_of_the_repository_and_a_pinned_revision_is_never_asked_for_again(hub, request_for):
+def test_pinned_revision_is_downloaded_once(hub, request_for):
     fetched = outcome(request_for())
     assert isinstance(fetched, DownloadComplete)
     assert content_of(fetched.folder) == hub.repos[NAME].files
@@ -196,7 +196,7 @@ def test_files_are_those_of_the_repository_and_a_pinned_revision_is_never_asked_
     assert hub.asked == []
 
 
-def test_a_hub_out_of_reach_does_not_keep_a_fetched_model_from_serving(hub, request_for):
+def test_unreachable_hub_does_not_stop_a_downloaded_model(hub, request_for):
     fetched = outcome(request_for())
     hub.failing = 1000
 
@@ -207,15 +207,13 @@ def test_a_hub_out_of_reach_does_not_keep_a_fetched_model_from_serving(hub, requ
     assert outcome(request_for(weights=False)).folder == fetched.folder
 
 
-def test_what_a_router_fetched_is_no_whole_model_to_a_worker(hub, request_for):
+def test_router_download_is_incomplete_for_a_worker(hub, request_for):
     assert isinstance(outcome(request_for(weights=False)), DownloadComplete)
     hub.failing = 1000
     assert outcome(request_for()).failure is DownloadFailure.UNREACHABLE
 
 
-def test_a_killed_download_goes_on_with_the_files_that_are_missing_and_leaves_nothing_behind(
-    hub, request_for, tmp_path, a_download
-):
+def test_killed_download_resumes_with_the_missing_files(hub, request_for, tmp_path, a_download):
     (first, last) = PARTS
     hub.held = last
     process = a_download(request_for())
@@ -235,7 +233,7 @@ def test_a_killed_download_goes_on_with_the_files_that_are_missing_and_leaves_no
     assert not list(blobs.glob("*.incomplete"))
 
 
-def test_two_processes_that_fetch_into_one_cache_fetch_each_file_once(hub, request_for, tmp_path, a_download):
+def test_two_processes_with_one_cache_download_each_file_once(hub, request_for, tmp_path, a_download):
     last = list(PARTS)[-1]
     hub.held = last
     process = a_download(request_for())
@@ -246,7 +244,7 @@ def test_two_processes_that_fetch_into_one_cache_fetch_each_file_once(hub, reque
     blobs = tmp_path / "cache" / "models--fleet-tests--tiny" / "blobs"
     heads = lambda: sum(path.endswith(last) and method == "HEAD" for method, path in hub.asked)  # noqa: E731
     eventually(lambda: heads() == 2)
-    assert len(list(blobs.glob("*.incomplete"))) == 1  # the first one's is left alone
+    assert len(list(blobs.glob("*.incomplete"))) == 1  # the download of the first process is left alone
     hub.go_on()
     other.join(SECONDS)
     said = process.stdout.read()
@@ -275,7 +273,7 @@ def test_a_download_ends_with_whoever_started_it(hub, request_for, a_download):
     ],
     ids=["repository", "name", "revision", "token"],
 )
-def test_what_only_people_can_mend_is_told_apart(hub, request_for, wrong, failure):
+def test_permanent_failures_are_told_apart(hub, request_for, wrong, failure):
     hub.token = TOKEN
     failed = outcome(request_for(**wrong))
     assert (type(failed), failed.failure) == (DownloadFailed, failure)
@@ -290,7 +288,7 @@ def test_a_gated_repository_is_told_apart(hub, request_for, token):
     assert isinstance(outcome(request_for(token=TOKEN)), DownloadComplete)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_of_it_is_fetched(hub, request_for):
+def test_model_without_disk_space_is_rejected_before_download(hub, request_for):
     hub.sizes[next(iter(PARTS))] = 1 << 60
     failed = outcome(request_for())
     assert failed.failure is DownloadFailure.SPACE
@@ -298,7 +296,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_of_it_is_fetched(h
     assert not any(method == "GET" and "/resolve/" in path for method, path in hub.asked)
 
 
-def test_a_repository_that_has_no_weights_for_an_engine_is_told_apart(hub, request_for, model_dir):
+def test_repository_without_usable_weights_is_told_apart(hub, request_for, model_dir):
     hub.repos[NAME] = HubRepository(model_dir)
     assert outcome(request_for()) == DownloadFailed(DownloadFailure.INCOMPLETE, "*.safetensors weights")
 
@@ -326,14 +324,14 @@ async def test_a_hub_that_is_busy_is_asked_again(hub, tmp_path):
     assert model.named == f"{NAME}@{hub.repos[NAME].commit}"
 
 
-async def test_a_hub_that_sends_nothing_more_is_given_up_after_that_time(hub, tmp_path):
+async def test_silent_hub_is_given_up_after_the_timeout(hub, tmp_path):
     hub.held = "config.json"
     settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url, patience_seconds=3)
     with pytest.raises(ConfigurationRefused, match=rf"^hub.endpoint: nothing of {NAME} came from {hub.url} for 3 s"):
         await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=True)
 
 
-async def test_a_cluster_that_is_told_a_repository_serves_it_by_that_name(hub, tmp_path):
+async def test_cluster_serves_a_repository_by_its_name(hub, tmp_path):
     told = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
     topology = Topology(cluster=ClusterSection(model=f"{NAME}@main", engine="simulated"), hub=told)
     fetched = await fetch_topology_model(topology, tmp_path, SystemClock())

@@ -1,4 +1,4 @@
-"""Workers whose store does not answer when they start: they serve without it, and join it later without a restart."""
+"""Tests of workers whose store does not answer at their start: they serve without it and join it later without a restart."""
 
 import asyncio
 import threading
@@ -16,9 +16,17 @@ from kvstore.errors import LayoutMismatch
 from kvstore.security.credentials import Credentials
 from tests.integration.router.test_router_with_workers import WorkerCluster, settings, sources
 from tests.support.certificates import Authority
-from tests.support.kvstore.builders import a_block, a_chain, a_namespace, a_node, a_short_folder, a_store_client, empty
+from tests.support.kvstore.builders import (
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_short_folder,
+    a_store_client,
+    empty_buffers,
+)
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, until, until_answered
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.worker_processes import a_worker_process
 
@@ -29,7 +37,7 @@ PATHS = (KvPath.STORE,)
 
 @asynccontextmanager
 async def a_cluster_beside(node):
-    """A prefill worker and a decode worker that have no other way than the store, and their router."""
+    """Run a prefill worker and a decode worker whose only KV path is the store, and their router."""
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         told = [
@@ -50,10 +58,10 @@ async def a_cluster_beside(node):
 
 
 async def handed_over(cluster) -> bool:
-    """True if a prompt goes through the store, from one worker to the other."""
+    """Return True if a prompt's blocks go through the store from one worker to the other."""
     try:
         _, complete = await cluster.ask(fresh_prompt(320), placement=Placement.DISAGGREGATED)
-    except RequestRejected:  # while no way leads from one to the other
+    except RequestRejected:  # while there is no path between the workers
         return False
     return Source.STORE in sources(complete, Phase.DECODE)
 
@@ -69,9 +77,7 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
 
             long = cluster.arrival(fresh_prompt(40), sampling=Sampling(temperature=0, max_tokens=400, ignore_eos=True))
             streaming = asyncio.ensure_future(cluster.answer(long, after_first=node.thaw))
-            async with asyncio.timeout(60):
-                while not await handed_over(cluster):
-                    await asyncio.sleep(0.05)
+            await until_answered(lambda: handed_over(cluster))
 
             tokens, complete = await streaming
             assert len(tokens) == 400
@@ -125,7 +131,7 @@ def test_a_client_finds_nothing_until_its_node_answers():
             assert client.store_id == "store-1"
             assert client.write(a_chain(1), [a_block(1)]) == 1
             match = client.match(a_chain(1), lease_seconds=10)
-            assert client.read(match, [0], empty(1)) == [True]
+            assert client.read(match, [0], empty_buffers(1)) == [True]
 
 
 def causes(caplog) -> list[str]:
@@ -163,7 +169,7 @@ def test_certificate_that_shows_up_later_is_told_too(tmp_path, caplog, monkeypat
             eventually(lambda: any(" expired on " in cause for cause in causes(caplog)))
 
 
-def test_a_client_that_joined_late_survives_a_restart_of_its_node():
+def test_late_client_survives_a_restart_of_its_node():
     with a_node(capacity_bytes=1 << 20) as node:
         node.freeze()
         with StoreClient.join(node.address, a_namespace(), wait_seconds=0, call_timeout_seconds=30) as client:
@@ -174,7 +180,7 @@ def test_a_client_that_joined_late_survives_a_restart_of_its_node():
             eventually(lambda: client.write(a_chain(1), [a_block(1)]) == 1)
 
 
-def test_a_node_with_another_layout_is_refused_at_once_or_never_joined():
+def test_node_with_another_layout_is_rejected():
     with a_node(capacity_bytes=1 << 20) as node:
         with a_store_client(node.address, a_namespace()) as first:
             first.write(a_chain(1), [a_block(1)])

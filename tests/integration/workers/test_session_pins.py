@@ -1,4 +1,4 @@
-"""The blocks of a session that waits stay in the store, under a quota and a deadline, and it goes on from them."""
+"""Tests of session pins: the blocks of a waiting session stay in the store under a quota and a deadline, and the session resumes."""
 
 import asyncio
 import gc
@@ -20,9 +20,15 @@ from tests.support.builders import an_arrival, token_bytes
 from tests.support.kvstore.builders import a_block, a_namespace, a_node, a_store_client
 from tests.support.waiting import until
 from tests.support.workers.engine_driver import fresh_prompt
-from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from tests.support.workers.simulated_clusters import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    a_router_with_workers,
+    namespace,
+    simulated_worker,
+)
+from workers.ports import PinChain, UnpinChain
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
-from workers.store.session_pins import PinChain, UnpinChain
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +46,7 @@ def a_hold(tokens: bytes = TOKENS, lasting: Nanos = A_MINUTE, session: str = "ag
 
 @asynccontextmanager
 async def holding(**fields):
-    """A node, what holds there, and a client."""
+    """Yield a node, its session pins, and a client."""
     with a_node(**fields) as node, a_store_client(node.address, NAMESPACE) as client:
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             assert isinstance(holds, StorePinKeeper)
@@ -64,7 +70,7 @@ async def test_a_chain_is_held_until_it_is_released():
         holds.keep([UnpinChain(session="agent")])
         await until_held(client, 0)
 
-        assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
+        assert (holds.pinned, holds.refused, holds.dropped) == (1, 0, 0)
 
 
 async def test_a_hold_ends_by_itself():
@@ -77,7 +83,7 @@ async def test_a_hold_ends_by_itself():
         await until_held(client, 0)
 
 
-async def test_blocks_that_reach_the_store_after_the_answer_are_held_too():
+async def test_blocks_stored_after_the_answer_are_pinned_too():
     async with holding() as (holds, client):
         write(client, NAMES[:4])
         holds.keep([a_hold()])
@@ -88,7 +94,7 @@ async def test_blocks_that_reach_the_store_after_the_answer_are_held_too():
         await until_held(client, 10)
 
 
-async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_before():
+async def test_resumed_session_is_not_pinned_by_earlier_work():
     async with holding() as (holds, client):
         write(client, NAMES[:4])
         holds.keep([a_hold(), UnpinChain(session="agent")])
@@ -98,7 +104,7 @@ async def test_a_session_that_has_gone_on_is_not_held_again_by_what_was_begun_be
         assert client.stats().held_bytes == 0
 
 
-async def test_what_holds_may_keep_is_not_exceeded_and_the_start_of_a_chain_comes_first():
+async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
     quota = 8 * NAMESPACE.block_bytes
     async with holding(capacity_bytes=4 * quota, max_held_share=0.25) as (holds, client):
         other = token_bytes(range(1000, 1000 + 10 * 32))
@@ -122,7 +128,7 @@ async def test_holds_are_dropped_when_the_node_is_away():
             assert holds.dropped == 1
 
 
-async def test_a_worker_that_ends_leaves_what_was_just_asked_for_without_a_word():
+async def test_ending_worker_drops_pending_pins_silently():
     async with holding() as (holds, _):
         holds.keep([a_hold(), UnpinChain(session="another")])
     gc.collect()  # a coroutine that was never awaited would warn here
@@ -163,7 +169,7 @@ async def test_a_node_with_other_blocks_leaves_no_thread_behind():
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("store-holds")] == []
 
 
-async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(monkeypatch):
+async def test_failed_pin_is_counted_and_affects_no_other(monkeypatch):
     async with holding() as (holds, client):
         write(client, NAMES)
         hold = StoreClient.hold
@@ -181,7 +187,7 @@ async def test_what_goes_wrong_with_one_hold_is_counted_and_concerns_no_other(mo
         assert holds.dropped == 1
 
 
-# From a request with a session to its next one.
+# From a request of a session to its next one.
 
 
 async def ask(router, prompt: bytes, number: int, session: str = "") -> Complete:
@@ -196,18 +202,17 @@ async def ask(router, prompt: bytes, number: int, session: str = "") -> Complete
 
 
 @pytest.mark.parametrize(("session", "loaded"), [("agent", 10), ("", 0)])
-async def test_a_session_goes_on_from_its_blocks_although_others_have_filled_engine_and_store(session, loaded):
+async def test_session_resumes_from_its_pinned_blocks(session, loaded):
     prompt = fresh_prompt(10 * BLOCK_TOKENS + 5)
     with (
         a_node(capacity_bytes=64 * PAGE, max_held_share=0.25) as node,
         a_store_client(node.address, namespace()) as client,
     ):
-        async with a_router(simulated(node.address), store=node.address) as router:
+        async with a_router_with_workers(simulated_worker(node.address), store=node.address) as router:
             await ask(router, prompt, 0, session)
-            async with asyncio.timeout(60):
-                while client.stats().blocks < 10 or client.stats().held_bytes < (10 * PAGE if session else 0):
-                    await asyncio.sleep(0.01)
-            for number in range(1, 15):  # 140 blocks, where engine and store have room for 64
+            await until(lambda: client.stats().blocks >= 10)
+            await until(lambda: client.stats().held_bytes >= (10 * PAGE if session else 0))
+            for number in range(1, 15):  # 140 blocks, while engine and store have room for 64
                 await ask(router, fresh_prompt(10 * BLOCK_TOKENS + 5), number)
                 await until(lambda number=number: client.stats().written >= 10 * (number + 1))
 

@@ -1,4 +1,4 @@
-"""One wrong, missing or swapped block changes what the simulated engine says, and checksums prevent it."""
+"""Tests of the simulated engine's KV: a wrong, missing or swapped block changes its output, and checksums prevent that."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,15 @@ from kvstore.client.store_client import StoreClient
 from tests.support.kvstore.builders import a_node
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually, until
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
+from tests.support.workers.engine_driver import (
+    EngineDriver,
+    an_attempt,
+    blocks_from,
+    bytes_from,
+    driven_engines,
+    fresh_prompt,
+    run_disaggregated,
+)
 from workers.engines.simulated import launch as simulated_engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.launch import open_engine
@@ -52,14 +60,14 @@ def settings(store: str = "", path: KvPath | None = None, **simulated) -> Worker
 
 @asynccontextmanager
 async def an_engine(told: WorkerSettings) -> AsyncIterator[EngineDriver]:
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         yield one
         engine.check()
 
 
 @asynccontextmanager
 async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreClient]:
-    """A client of the namespace that the engines use."""
+    """Return a client of the engines' namespace."""
     namespace = simulated_engine.namespace_of(told, simulated_engine._model(told))
     client = await asyncio.to_thread(StoreClient.connect, address, namespace)
     try:
@@ -69,23 +77,23 @@ async def a_client(address: str, told: WorkerSettings) -> AsyncIterator[StoreCli
 
 
 async def computed_by_one(node, prompt) -> tuple[int, ...]:
-    """Tokens of an engine that computes everything, and has published all blocks of the prompt when this returns."""
+    """Return the tokens of an engine that computes everything and has published all blocks of the prompt."""
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
         assert blocks_from(end.kv, Source.COMPUTED) == 7
         async with a_client(node.address, settings(node.address)) as client:
             for _ in range(5):  # publishing has a deadline, which a busy machine may miss
-                await one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+                await one.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
                 if len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6:
                     return tokens
     raise AssertionError("the store does not take the blocks")
 
 
-# With verification out of the way, wrong bytes are heard in the output.
+# Without verification, wrong bytes change the output.
 
 
 class Unverified(SimulatedStore):
-    """Hands over what `tamper` makes of the verified blocks, as a store that does not verify would."""
+    """Client that hands over tampered blocks, like a store that does not verify."""
 
     tamper = staticmethod(lambda blocks: blocks)
 
@@ -113,24 +121,24 @@ def keep(blocks: list[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("tamper", "same"), [(keep, True), (flip, False), (drop, False), (swap, False)])
-async def test_a_wrong_missing_or_swapped_block_that_nobody_notices_changes_the_output(node, monkeypatch, tamper, same):
+async def test_unnoticed_bad_block_changes_the_output(node, monkeypatch, tamper, same):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await computed_by_one(node, prompt)
     monkeypatch.setattr(Unverified, "tamper", staticmethod(tamper))
     monkeypatch.setattr(simulated_engine, "SimulatedStore", Unverified)
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert blocks_from(end.kv, Source.STORE) == 6
     assert (tokens == expected) is same
 
 
-# Whence they came is told, tier by tier.
+# Reports name the source tier.
 
 
 async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
-    """After the node has lost its memory the blocks are the disk's, and the memory's for who comes next."""
+    """Check that blocks come from the disk after the node has lost its memory, and from memory for the next request."""
     disk = {"kind": "ssd", "directories": [str(tmp_path)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = fresh_prompt(PROMPT_TOKENS)
     with a_node(tiers=[{**disk, "keep": "all"}]) as node:
@@ -142,7 +150,7 @@ async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
         tiers = []
         for _ in range(2):
             async with an_engine(settings(node.address)) as one:
-                tokens, end = await one.do(work(prompt, ANSWER))
+                tokens, end = await one.do(an_attempt(prompt, ANSWER))
             assert tokens == expected
             tiers += [
                 (origin.tier, origin.blocks, origin.bytes) for origin in end.kv.origins if origin.source is Source.STORE
@@ -151,7 +159,7 @@ async def test_a_report_says_which_tier_of_the_store_had_the_blocks(tmp_path):
     assert tiers == [("ssd", 6, 6 * 2048), ("cpu", 6, 6 * 2048)]
 
 
-# With verification, they cost computing and nothing else.
+# With verification, damaged blocks only cost computing time.
 
 
 @pytest.mark.parametrize("damage", ["nothing", "flip", "swap"])
@@ -171,7 +179,7 @@ async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
             third[:], fourth[:] = fourth.copy(), third.copy()
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     whole = 6 if damage == "nothing" else 2
@@ -180,25 +188,25 @@ async def test_a_damaged_block_in_the_store_is_computed_again(node, damage):
     assert blocks_from(end.kv, Source.COMPUTED) == 7 - whole
 
 
-async def test_a_block_missing_in_the_store_is_computed_with_all_after_it(node):
+async def test_missing_store_block_is_computed_with_its_successors(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     names = chain(prompt, BLOCK_TOKENS)
     async with an_engine(settings()) as alone:  # without a store
-        expected, _ = await alone.do(work(prompt, ANSWER))
+        expected, _ = await alone.do(an_attempt(prompt, ANSWER))
         assert isinstance(alone.engine, SimulatedEngine)
         blocks = [bytes(alone.engine.memory.view(index)) for index in alone.engine.memory.find(names)]
     async with a_client(node.address, settings(node.address)) as client:
         assert client.write([*names[:3], *names[4:]], [*blocks[:3], *blocks[4:]]) == 5
 
     async with an_engine(settings(node.address)) as one:
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.STORE) == 3
     assert blocks_from(end.kv, Source.COMPUTED) == 4
 
 
-async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
+async def test_block_damaged_after_lending_is_computed_by_borrower():
     prompt = fresh_prompt(PROMPT_TOKENS)
 
     async with (
@@ -206,14 +214,14 @@ async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
         an_engine(settings(path=KvPath.DIRECT)) as decode,
         an_engine(settings(path=KvPath.DIRECT)) as other,
     ):
-        expected, _ = await other.do(work(prompt, ANSWER))
+        expected, _ = await other.do(an_attempt(prompt, ANSWER))
 
         def damage(handoff):
             memory = prefill.engine.memory
             memory.view(memory.find(chain(prompt, BLOCK_TOKENS))[4])[0] ^= 1
             return handoff
 
-        tokens, _, end = await split(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
+        tokens, _, end = await run_disaggregated(prefill, decode, prompt, ANSWER, KvPath.DIRECT, between=damage)
 
         assert tokens == expected
         assert blocks_from(end.kv, Source.DIRECT) == 4
@@ -221,13 +229,13 @@ async def test_a_block_damaged_after_it_was_lent_is_computed_by_the_borrower():
         await prefill.idle()
 
 
-# The store on its own feet.
+# The store alone.
 
 
-async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(node):
+async def test_blocks_of_one_engine_are_found_by_another(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     async with an_engine(settings(node.address)) as first:
-        answer, _ = await first.do(work(prompt, 2 * BLOCK_TOKENS))
+        answer, _ = await first.do(an_attempt(prompt, 2 * BLOCK_TOKENS))
         names = chain(prompt + b"".join(token.to_bytes(4, "little") for token in answer[:-1]), BLOCK_TOKENS)
         assert len(names) == 8
         async with a_client(node.address, settings(node.address)) as client:
@@ -235,19 +243,19 @@ async def test_what_one_engine_computed_or_generated_another_finds_in_the_store(
 
     async with an_engine(settings(node.address)) as second:
         conversation = prompt + b"".join(token.to_bytes(4, "little") for token in answer)
-        _, end = await second.do(work(conversation, 1))
+        _, end = await second.do(an_attempt(conversation, 1))
 
     assert blocks_from(end.kv, Source.STORE) == 8
 
 
-async def test_a_store_that_hangs_delays_a_request_by_its_deadline_and_no_more(node):
+async def test_hung_store_delays_a_request_only_to_its_deadline(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await computed_by_one(node, prompt)
     async with an_engine(settings(node.address, load_timeout_ms=200, publish_timeout_ms=200)) as one:
         node.freeze()
         with at_most(20):
-            tokens, end = await one.do(work(prompt, ANSWER))
-            _, prefilled = await one.do(work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+            tokens, end = await one.do(an_attempt(prompt, ANSWER))
+            _, prefilled = await one.do(an_attempt(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.STORE))
         node.thaw()
 
     assert tokens == expected
@@ -260,17 +268,17 @@ async def test_a_store_that_dies_is_a_miss(node):
     expected = await computed_by_one(node, prompt)
     async with an_engine(settings(node.address)) as one:
         node.kill()
-        tokens, end = await one.do(work(prompt, ANSWER))
+        tokens, end = await one.do(an_attempt(prompt, ANSWER))
 
     assert tokens == expected
     assert blocks_from(end.kv, Source.COMPUTED) == 7
 
 
-async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
+async def test_cancelling_during_a_transfer_frees_everything(node):
     prompt = fresh_prompt(PROMPT_TOKENS)
     await computed_by_one(node, prompt)
     async with an_engine(settings(node.address)) as one:
-        starts = [work(prompt, ANSWER) for _ in range(5)]
+        starts = [an_attempt(prompt, ANSWER) for _ in range(5)]
         one.submit(*starts)
         await asyncio.sleep(0)
         for start in starts:
@@ -278,14 +286,14 @@ async def test_cancelling_while_blocks_are_on_their_way_frees_everything(node):
         for start in starts:
             await one.end_of(start)
         await one.idle()
-        _, end = await one.do(work(prompt, ANSWER))
+        _, end = await one.do(an_attempt(prompt, ANSWER))
         assert blocks_from(end.kv, Source.STORE) == 6
 
 
-async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
+async def test_unfetched_blocks_are_freed_when_their_lease_ends():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     async with an_engine(told) as prefill:
-        _, end = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        _, end = await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
         assert end.handoff is not None
         assert prefill.engine.load().kv_blocks_used == 6
 
@@ -294,13 +302,13 @@ async def test_blocks_that_nobody_fetches_are_freed_when_their_lease_ends():
         assert prefill.engine.lender.expired == 1
 
 
-async def test_a_request_that_waits_for_lent_blocks_starts_when_their_lease_ends():
+async def test_request_waiting_for_lent_blocks_starts_at_lease_end():
     told = settings(path=KvPath.DIRECT, direct_lease_ms=100)
     told = msgspec.structs.replace(told, simulated=msgspec.structs.replace(told.simulated, kv_blocks=8))
     async with an_engine(told) as prefill:
-        await prefill.do(work(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
 
-        tokens, _ = await prefill.do(work(fresh_prompt(PROMPT_TOKENS), 3))
+        tokens, _ = await prefill.do(an_attempt(fresh_prompt(PROMPT_TOKENS), 3))
 
     assert len(tokens) == 3
 
@@ -310,7 +318,7 @@ async def test_engines_of_other_weights_never_share_a_block(node):
     await computed_by_one(node, prompt)
 
     async with an_engine(settings(node.address, seed=1)) as other:
-        _, end = await other.do(work(prompt, ANSWER))
+        _, end = await other.do(an_attempt(prompt, ANSWER))
         assert other.engine.facts.fingerprint != await fingerprint(settings())
 
     assert blocks_from(end.kv, Source.COMPUTED) == 7

@@ -1,7 +1,7 @@
-"""Engines of other layouts and numbers of ranks share blocks through the store, byte for byte.
+"""Tests of blocks shared between engines of different layouts and rank counts, byte for byte.
 
-The tokens of a simulated engine depend on every byte of its KV, which it lays out and reads by itself
-(`workers.engines.simulated.layout`); so equal tokens after a hand-off say that the conversion was right.
+The tokens of a simulated engine depend on every byte of its KV, which it lays out by itself
+(`workers.engines.simulated.layout`). Equal tokens after a handoff therefore prove the conversion.
 """
 
 import asyncio
@@ -22,8 +22,22 @@ from tests.support.builders import an_arrival
 from tests.support.kvstore.builders import a_node, a_store_client
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, bytes_from, driven, fresh_prompt, split, work
-from tests.support.workers.simulated_clusters import BLOCK_BYTES, BLOCK_TOKENS, a_router, namespace, simulated
+from tests.support.workers.engine_driver import (
+    EngineDriver,
+    an_attempt,
+    blocks_from,
+    bytes_from,
+    driven_engines,
+    fresh_prompt,
+    run_disaggregated,
+)
+from tests.support.workers.simulated_clusters import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    a_router_with_workers,
+    namespace,
+    simulated_worker,
+)
 from workers.engines.simulated.launch import open_engine
 
 pytestmark = pytest.mark.integration
@@ -36,7 +50,7 @@ LAYOUT_PAIRS = [("NHD", "HND"), ("HND", "NHD"), ("NHD", "NHD"), ("HND", "HND")]
 
 @asynccontextmanager
 async def an_engine(*told, **fields) -> AsyncIterator[EngineDriver]:
-    async with open_engine(simulated(*told, **fields)) as engine, driven(engine) as (one,):
+    async with open_engine(simulated_worker(*told, **fields)) as engine, driven_engines(engine) as (one,):
         yield one
         engine.check()
 
@@ -48,9 +62,9 @@ def node():
 
 
 async def alone(prompt: bytes) -> tuple[int, ...]:
-    """What an engine without a store says."""
+    """Return the answer of an engine without a store."""
     async with an_engine() as one:
-        tokens, _ = await one.do(work(prompt, ANSWER))
+        tokens, _ = await one.do(an_attempt(prompt, ANSWER))
         return tokens
 
 
@@ -61,12 +75,12 @@ def held(one: EngineDriver, prompt: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize(("tp", "other_tp"), [*TP_PAIRS, (1, 1)])
 @pytest.mark.parametrize(("layout", "other"), LAYOUT_PAIRS)
-async def test_a_decode_engine_reads_what_a_prefill_engine_of_another_kind_wrote(node, tp, other_tp, layout, other):
+async def test_decode_engine_reads_blocks_of_another_layout(node, tp, other_tp, layout, other):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await alone(prompt)
 
     async with an_engine(node.address, tp, layout) as prefill, an_engine(node.address, other_tp, other) as decode:
-        tokens, _, end = await split(prefill, decode, prompt, ANSWER, KvPath.STORE)
+        tokens, _, end = await run_disaggregated(prefill, decode, prompt, ANSWER, KvPath.STORE)
 
         assert tokens == expected
         assert blocks_from(end.kv, Source.STORE) == 6
@@ -76,15 +90,15 @@ async def test_a_decode_engine_reads_what_a_prefill_engine_of_another_kind_wrote
 
 
 @pytest.mark.parametrize(("tp", "layout"), [(1, "NHD"), (2, "HND"), (4, "NHD")])
-async def test_what_is_in_the_store_does_not_tell_who_wrote_it(node, tp, layout):
+async def test_stored_blocks_do_not_depend_on_the_writer(node, tp, layout):
     prompt = fresh_prompt(PROMPT_TOKENS)
     names = chain(prompt, BLOCK_TOKENS)
     async with an_engine() as plain:
-        await plain.do(work(prompt, 1))
+        await plain.do(an_attempt(prompt, 1))
         values = held(plain, prompt)
 
     async with an_engine(node.address, tp, layout) as prefill:
-        await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
         namespace = prefill.engine.facts.kv.at_rest
 
     with a_store_client(node.address, namespace) as client:
@@ -98,17 +112,17 @@ async def test_a_conversion_that_is_wrong_is_heard(node, monkeypatch):
     prompt = fresh_prompt(PROMPT_TOKENS)
     expected = await alone(prompt)
     async with an_engine(node.address, 2, "NHD") as prefill:
-        await prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
-    monkeypatch.setattr(Conversion, "read", lambda self, stored: memoryview(stored))  # as if nothing were to be done
+        await prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE))
+    monkeypatch.setattr(Conversion, "read", lambda self, stored: memoryview(stored))  # as if no conversion were needed
 
     async with an_engine(node.address, 4, "HND") as decode:
-        tokens, end = await decode.do(work(prompt, ANSWER))
+        tokens, end = await decode.do(an_attempt(prompt, ANSWER))
 
     assert blocks_from(end.kv, Source.STORE) == 6
     assert tokens != expected
 
 
-async def test_blocks_of_another_size_are_refused_at_the_handshake_and_counted():
+async def test_blocks_of_another_size_are_rejected_and_counted():
     port = a_free_port()
     with a_node(metrics_listen=f"127.0.0.1:{port}") as node:
         async with an_engine(node.address, 2, "NHD"):
@@ -125,7 +139,7 @@ async def test_blocks_of_another_size_are_refused_at_the_handshake_and_counted()
             assert (stats.blocks, stats.bytes_written) == (0, 0)
 
 
-# With a router and workers in processes of their own.
+# With a router and workers in their own processes.
 
 
 async def ask(router: RouterServer, prompt: bytes, **fields) -> tuple[list[int], Complete]:
@@ -140,13 +154,13 @@ async def ask(router: RouterServer, prompt: bytes, **fields) -> tuple[list[int],
     raise AssertionError("no end")
 
 
-async def test_a_router_pairs_two_ranks_of_nhd_with_four_of_hnd_through_the_store_although_it_prefers_direct(node):
+async def test_mixed_layouts_are_paired_through_the_store(node):
     prompt = fresh_prompt(20 * BLOCK_TOKENS + 5)
     both = (KvPath.STORE, KvPath.DIRECT)
-    prefill = simulated(node.address, 2, "NHD", Role.PREFILL, both)
-    decode = simulated(node.address, 4, "HND", Role.DECODE, both)
+    prefill = simulated_worker(node.address, 2, "NHD", Role.PREFILL, both)
+    decode = simulated_worker(node.address, 4, "HND", Role.DECODE, both)
 
-    async with a_router(prefill, decode, store=node.address, prefer_direct=True) as router:
+    async with a_router_with_workers(prefill, decode, store=node.address, prefer_direct=True) as router:
         tokens, complete = await ask(router, prompt)
         expected, _ = await ask(router, prompt, salt=b"s" * 32, placement=Placement.AGGREGATED)
 

@@ -1,4 +1,4 @@
-"""The processes of one engine over several nodes: how they find each other, and how they end."""
+"""Tests of the processes of one engine over several nodes: their rendezvous and their end."""
 
 import asyncio
 import errno
@@ -18,7 +18,7 @@ from fleet.core.system_clock import SystemClock
 from kvstore.security.credentials import Credentials
 from tests.support.builders import token_bytes
 from tests.support.waiting import until_answered
-from tests.support.workers.engine_driver import work
+from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
 from workers.connections import ranks as worker_groups
 from workers.connections.ranks import following, leading
@@ -49,13 +49,13 @@ def group():
 
 @asynccontextmanager
 async def a_leader(group, **fields):
-    """One that listens; yields a future of its end of the group, which has formed then."""
+    """Start a listening leader; yield a future of the group's end, which is set after the group has formed."""
     ready = asyncio.get_running_loop().create_future()
 
     async def lead():
         async with leading(group(0, **fields), "same", SystemClock()) as lead:
             ready.set_result(lead)
-            await asyncio.sleep(SECONDS)
+            await asyncio.Event().wait()
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(lead())
@@ -66,14 +66,14 @@ async def a_leader(group, **fields):
 
 
 async def by_hand(group, words):
-    """A connection to the leader on which somebody has said this."""
+    """Open a connection to the leader and send this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(group().leader.rpartition(":")[2]))
     writer.write(words)
     return reader, writer
 
 
 def died(group):
-    """The one reason for which a group ended."""
+    """Return the only reason for which a group ended."""
     found = group.subgroup(EngineDied)
     while isinstance(found, BaseExceptionGroup):
         (found,) = found.exceptions
@@ -82,10 +82,10 @@ def died(group):
 
 async def follow(group, **fields):
     async with following(group(1, **fields), "same", SystemClock()):
-        await asyncio.sleep(SECONDS)
+        await asyncio.Event().wait()
 
 
-async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_it_is_over(group):
+async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
     async with (
         a_leader(group, engine_ports=(6001, 6002)) as ready,
         following(group(1), "same", SystemClock()) as follow,
@@ -103,10 +103,10 @@ async def test_all_are_told_the_same_place_to_meet_and_when_it_serves_and_when_i
         await follow.over.wait()
 
 
-async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(group):
+async def test_leader_starts_when_its_own_ranks_are_present(group):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"other"}\n')
-        assert "told other things" in await refusal(reader)
+        assert "other settings than its leader" in await refusal(reader)
         writer.close()
         assert not ready.done()
         async with following(group(1), "same", SystemClock()):
@@ -117,15 +117,15 @@ async def test_a_leader_begins_when_its_ranks_are_there_and_others_do_not_count(
 
 
 async def refusal(reader):
-    """Why the leader sends somebody away."""
+    """Return the leader's reason for a rejection."""
     while "why" not in (said := json.loads(await reader.readline())):
         pass
     return said["why"]
 
 
-async def test_who_is_of_another_group_does_not_try_again(group):
+async def test_rank_of_another_group_does_not_retry(group):
     async with a_leader(group):
-        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 is told other things than its leader"):
+        with pytest.raises(ConfigurationRefused, match=r"^group: rank 1 has other settings than its leader"):
             async with following(group(1), "other", SystemClock()):
                 pass
 
@@ -152,7 +152,7 @@ async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
     ],
     ids=range(6),
 )
-async def test_who_speaks_otherwise_is_not_taken_in_and_hurts_nobody(group, words):
+async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
     async with a_leader(group) as ready:
         reader, writer = await by_hand(group, words)
         with suppress(ConnectionError):
@@ -174,7 +174,7 @@ async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
             assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
 
 
-async def test_a_leader_that_has_no_file_left_for_a_connection_takes_it_a_little_later(group, monkeypatch):
+async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypatch):
     loop = asyncio.get_running_loop()
     accept, failures = loop.sock_accept, [errno.EMFILE, errno.ENFILE]
 
@@ -198,7 +198,7 @@ async def test_a_leader_that_says_nothing_is_none(group):
 
 
 async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
-    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while engine rank connected
         async with a_leader(group, silence_ms=300):
             reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             with closing(writer):
@@ -235,7 +235,7 @@ async def serves(address):
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_with_it(started):
+async def test_ranks_become_ready_and_drain_with_the_first(started):
     leader, rank = await started(0), await started(1)
     for each in (leader, rank):
         await each.ready()
@@ -243,7 +243,7 @@ async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_
     assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
 
     async with a_router_stream(leader.address) as stream:
-        asked = work(PROMPT, 200)
+        asked = an_attempt(PROMPT, 200)
         await stream.say(asked)
         await stream.until(lambda message: stream.tokens_of(asked.request_id) or None)
 
@@ -256,7 +256,7 @@ async def test_the_first_rank_serves_and_the_others_are_ready_with_it_and_drain_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_who_is_told_to_end_while_the_group_forms_ends_at_once(started, rank):
+async def test_rank_stopped_while_the_group_forms_ends_at_once(started, rank):
     alone = await started(rank)
     await until_answered(lambda: listens_to_signals(alone), SECONDS)
 
@@ -279,7 +279,7 @@ async def listens_to_signals(process):
         (0, signal.SIGKILL, "EngineDied: the leader of its group has ended"),
     ],
 )
-async def test_who_is_gone_takes_the_others_along(started, victim, number, said):
+async def test_lost_rank_ends_the_others(started, victim, number, said):
     processes = [await started(0), await started(1)]
     for each in processes:
         await each.ready()

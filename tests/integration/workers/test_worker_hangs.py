@@ -1,4 +1,4 @@
-"""Workers whose engine hangs, or seems to: processes of their own with the simulated engine, whose fault is a file."""
+"""Tests of workers whose engine hangs or only looks hung: own processes with the simulated engine, whose fault is a file."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from kvstore.security.credentials import Credentials
 from tests.support.fleet_processes import fleet_up
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import fresh_prompt, greedy, work
+from tests.support.workers.engine_driver import an_attempt, fresh_prompt, greedy
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings
@@ -77,7 +77,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
             while (await ready.read()).status != STATES.SERVING:
                 pass
             assert (await live.read()).status == STATES.SERVING
-            await stream.say(work(fresh_prompt(10), 5000))
+            await stream.say(an_attempt(fresh_prompt(10), 5000))
             await stream.next(Step)
 
             hang(folder)
@@ -99,7 +99,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
 async def test_a_watchdog_that_is_off_ends_no_worker(folder):
     told = settings(folder, watchdog=msgspec.structs.replace(IMPATIENT, enabled=False))
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
-        start = work(fresh_prompt(10), 200)
+        start = an_attempt(fresh_prompt(10), 200)
         await stream.say(start)
         await stream.next(Step)
         hang(folder)
@@ -112,14 +112,14 @@ async def test_a_watchdog_that_is_off_ends_no_worker(folder):
 
 
 async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
-    """It takes several ceilings, brings no token in all that time, and steps every 0.1 s."""
+    """Prefill for several ceilings without a token, with a step every 0.1 s."""
     latency = EngineLatency(prefill_ms_per_token=0.05)
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.5, ceiling_seconds=1.0), latency=latency)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
-        await stream.next(WorkerDescription)  # a worker takes long messages only from a router that it has answered
+        await stream.next(WorkerDescription)  # a worker takes long messages only after it has answered the router
         began = time.monotonic()
 
-        tokens, end = await stream.do(work(fresh_prompt(LONG), 3))
+        tokens, end = await stream.do(an_attempt(fresh_prompt(LONG), 3))
 
         assert time.monotonic() - began > 4 * told.watchdog.ceiling_seconds
         assert (len(tokens), end.finish) == (3, Finish.LENGTH)
@@ -128,20 +128,20 @@ async def test_a_prompt_of_100_000_tokens_is_no_hang(folder):
 async def test_an_engine_that_loads_for_long_is_no_hang(folder):
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2), start_ms=3000)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
-        _, end = await stream.do(work(fresh_prompt(10), 3))
+        _, end = await stream.do(an_attempt(fresh_prompt(10), 3))
 
         assert end.finish is Finish.LENGTH
 
 
 async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
-    """Its steps take so long that it looks at its engine before the next one ends."""
+    """Use steps so long that the watchdog looks at the engine before the next one ends."""
     told = settings(folder, watchdog=IMPATIENT, latency=EngineLatency(step_base_ms=200))
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
-        start = work(fresh_prompt(10), 10)
+        start = an_attempt(fresh_prompt(10), 10)
         await stream.say(start)
         for _ in range(3):
             await stream.next(Step)
-        await asyncio.sleep(0.1)  # to the middle of a step, which it has looked at
+        await asyncio.sleep(0.1)  # to the middle of a step that the watchdog has seen
 
         worker.freeze()
         await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
@@ -156,7 +156,7 @@ async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
         a_worker_process(folder, settings(folder, watchdog=IMPATIENT)) as worker,
         a_router_stream(worker.address) as stream,
     ):
-        await stream.say(work(fresh_prompt(10), 5000))
+        await stream.say(an_attempt(fresh_prompt(10), 5000))
         await stream.next(Step)
         assert worker.process is not None
         with a_tracer(worker.process.pid):
@@ -178,7 +178,7 @@ async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):
         assert worker.process is not None
         os.sched_setaffinity(worker.process.pid, core)
         with busy_loops(4, core):
-            tokens, end = await stream.do(work(fresh_prompt(3000), sampling=greedy(1500)))
+            tokens, end = await stream.do(an_attempt(fresh_prompt(3000), sampling=greedy(1500)))
 
         assert (len(tokens), end.finish) == (1500, Finish.LENGTH)
 
@@ -227,14 +227,14 @@ def workers_of(result) -> list[str]:
 
 
 class Streams:
-    """A stream for each prompt, of which the first tokens are there."""
+    """One stream per prompt, whose first tokens have arrived."""
 
     def __init__(self, client: Client) -> None:
         self._streams = [client.generate(prompt, **ASK) for prompt in PROMPTS]
         self._tokens = [list(next(stream).token_ids) for stream in self._streams]
 
     def finish(self) -> list[tuple[int, ...]]:
-        """Read all of them to their ends; their tokens."""
+        """Read all streams to their ends and return their tokens."""
         for stream, tokens in zip(self._streams, self._tokens, strict=True):
             tokens.extend(token for delta in stream for token in delta.token_ids)
         return [tuple(tokens) for tokens in self._tokens]
@@ -267,7 +267,7 @@ def test_a_cluster_that_was_suspended_loses_nothing(folder):
 
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5)  # longer than any patience of its parts for each other
+        time.sleep(5)  # longer than any timeout between its processes
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
 
@@ -289,7 +289,7 @@ sys.stdin.read()
 
 @contextmanager
 def a_tracer(pid: int):
-    """A debugger that is attached to a process, and lets it run."""
+    """Attach a debugger to a process and let it run on."""
     tracer = subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert tracer.stdout is not None

@@ -1,4 +1,4 @@
-"""A worker as it runs: a process of its own, with streams, a control port and a registry."""
+"""Tests of a worker process with its streams, control port and registry."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -35,8 +35,14 @@ from tests.support.kvstore.builders import a_short_folder
 from tests.support.servers.processes import a_free_port
 from tests.support.stopwatch import at_most
 from tests.support.waiting import until
-from tests.support.workers.engine_driver import blocks_from, fresh_prompt, greedy, work
-from tests.support.workers.worker_processes import StreamEnded, a_router_stream, a_silent_stream, a_worker_process, raw
+from tests.support.workers.engine_driver import an_attempt, blocks_from, fresh_prompt, greedy
+from tests.support.workers.worker_processes import (
+    StreamEnded,
+    a_raw_message,
+    a_router_stream,
+    a_silent_stream,
+    a_worker_process,
+)
 from workers.connections import router_streams
 from workers.connections.router_streams import serve_routers
 from workers.engines.simulated.launch import open_engine
@@ -48,8 +54,8 @@ from workers.watchdog import WatchdogSettings
 pytestmark = pytest.mark.integration
 
 
-TICK_SECONDS = 0.02  # seconds between two looks of these workers at what they may still wait for
-LEASE_SECONDS = 30  # that handed-off blocks wait to be fetched
+TICK_SECONDS = 0.02  # seconds between two checks of a worker for unfinished work
+LEASE_SECONDS = 30  # lease of handed-off blocks
 
 
 def settings(worker_id: str = "w1", *, speedup: float = 20, kv_blocks: int = 1024, **fields) -> WorkerSettings:
@@ -76,7 +82,7 @@ def folder():
 
 
 class RecordingRegistry:
-    """A registry that can go away and come back at the same address."""
+    """A registry that can stop and return at the same address."""
 
     def __init__(self, lease_ms: int) -> None:
         self.server = RegistryServer(MembershipSettings(lease_ms=lease_ms, tick_ms=20), SystemClock())
@@ -124,7 +130,7 @@ async def test_a_request_streams_and_the_worker_describes_itself(folder):
             description = await stream.next(WorkerDescription)
             assert (description.worker_id, description.role, description.engine) == ("w1", Role.BOTH, "simulated 1")
 
-            tokens, end = await stream.do(work(fresh_prompt(500), 20))
+            tokens, end = await stream.do(an_attempt(fresh_prompt(500), 20))
 
             assert len(tokens) == 20
             assert end.finish is Finish.LENGTH
@@ -143,18 +149,18 @@ async def test_blocks_move_between_processes(folder):
         a_router_stream(decode.address) as to_decode,
     ):
         prompt = fresh_prompt(300)
-        first, prefilled = await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
-        after = work(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=prefilled.handoff)
+        first, prefilled = await to_prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        after = an_attempt(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=prefilled.handoff)
         rest, end = await to_decode.do(after)
 
         assert prefilled.handoff.prefill_worker == "prefill"
         assert blocks_from(end.kv, Source.DIRECT) == 9
         assert end.kv.origins[0].origin == "prefill"
-        aggregated, _ = await to_decode.do(work(prompt, 10, salt=b"x" * 32))  # not from its own cache
+        aggregated, _ = await to_decode.do(an_attempt(prompt, 10, salt=b"x" * 32))  # not from its own cache
         assert first + rest == aggregated
 
 
-async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_off_is_fetched(folder):
+async def test_stopping_prefill_worker_waits_until_handoffs_are_read(folder):
     roles = {role: settings(role.value, role=role) for role in (Role.PREFILL, Role.DECODE)}
     async with (
         a_worker_process(folder, roles[Role.PREFILL]) as prefill,
@@ -163,15 +169,17 @@ async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_
         a_router_stream(decode.address) as to_decode,
     ):
         prompts = [fresh_prompt(300), fresh_prompt(300)]
-        handed = [await to_prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)) for prompt in prompts]
+        handed = [
+            await to_prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)) for prompt in prompts
+        ]
 
         prefill.terminate()
         await to_prefill.next(Draining)
 
         for prompt, (first, end) in zip(prompts, handed, strict=True):
-            await asyncio.sleep(3 * TICK_SECONDS)  # in which a worker that does not wait is gone
+            await asyncio.sleep(3 * TICK_SECONDS)  # a worker that does not wait would be gone by then
             assert prefill.process.returncode is None
-            after = work(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=end.handoff)
+            after = an_attempt(prompt + token_bytes(first), 9, phase=Phase.DECODE, handoff=end.handoff)
             _, answer = await to_decode.do(after)
             assert blocks_from(answer.kv, Source.DIRECT) == 9
         async with asyncio.timeout(LEASE_SECONDS / 2):
@@ -180,7 +188,7 @@ async def test_a_prefill_worker_that_is_asked_to_end_stays_until_what_it_handed_
 
 async def test_cancelling_stops_the_engine_and_frees_its_blocks(folder):
     async with a_worker_process(folder, settings(speedup=1)) as worker, a_router_stream(worker.address) as stream:
-        start = work(fresh_prompt(100), 3000)
+        start = an_attempt(fresh_prompt(100), 3000)
         await stream.say(start)
         await stream.next(Step)
 
@@ -198,7 +206,7 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
     ):
         async with a_router_stream(worker.address, "disappearing") as stream:
             for _ in range(20):
-                await stream.say(work(fresh_prompt(100), 3000))
+                await stream.say(an_attempt(fresh_prompt(100), 3000))
             await stream.next(Step)
             await watching.until(
                 lambda message: message if isinstance(message, LoadReport) and message.running else None
@@ -209,22 +217,22 @@ async def test_a_router_that_disappears_frees_what_it_had(folder):
 
 async def test_a_malformed_start_is_refused_and_the_stream_goes_on(folder):
     async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as stream:
-        stream.write(raw(start=pb.Start(request_id="bad", phase=7)))
+        stream.write(a_raw_message(start=pb.Start(request_id="bad", phase=7)))
         rejected = await stream.next(Rejected)
         assert (rejected.request_id, rejected.reason, rejected.field) == ("bad", Reason.INVALID_ARGUMENT, "start.phase")
 
-        stream.write(raw())  # of a newer router
-        _, end = await stream.do(work(fresh_prompt(10), 3))
+        stream.write(a_raw_message())  # from a newer router
+        _, end = await stream.do(an_attempt(fresh_prompt(10), 3))
         assert end.finish is Finish.LENGTH
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        raw(cancel=pb.Cancel(request_id="r")),
-        raw(hello=pb.Hello()),
-        encode_router_message(work(b"1234")),
-        raw(),
+        a_raw_message(cancel=pb.Cancel(request_id="r")),
+        a_raw_message(hello=pb.Hello()),
+        encode_router_message(an_attempt(b"1234")),
+        a_raw_message(),
     ],
     ids=["cancel", "nameless", "start", "unknown"],
 )
@@ -248,14 +256,14 @@ async def test_hello_is_said_once(folder):
 async def test_garbage_ends_its_own_stream_only(folder, said):
     async with a_worker_process(folder, settings()) as worker, a_router_stream(worker.address) as sound:
         async with a_router_stream(worker.address, "garbage") as stream:
-            await stream.say(work(fresh_prompt(10), 3000))
+            await stream.say(an_attempt(fresh_prompt(10), 3000))
             await stream.next(Step)
             stream.connection._transport.write(said)
             stream.connection._transport.write_eof()
             await stream.ended()
 
         await sound.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
-        _, end = await sound.do(work(fresh_prompt(10), 3))
+        _, end = await sound.do(an_attempt(fresh_prompt(10), 3))
         assert end.finish is Finish.LENGTH
 
 
@@ -268,17 +276,17 @@ async def test_a_router_that_says_nothing_is_cut(monkeypatch):
             assert "hello" in await stream.ended()
 
 
-async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(folder):
-    listen = f"unix:{folder}/sleeps"  # whose buffers are small
+async def test_router_that_does_not_read_is_cut_and_worker_is_well(folder):
+    listen = f"unix:{folder}/sleeps"  # with small buffers
     told = settings(speedup=1000, stream_buffer=32, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "sleeps") as sleeps:
         sleeps.connection.pause_reading()
         for _ in range(64):
-            await sleeps.say(work(fresh_prompt(10), 4000))
+            await sleeps.say(an_attempt(fresh_prompt(10), 4000))
         async with a_router_stream(worker.address, "reads") as reads:
             await reads.until(lambda message: message if isinstance(message, LoadReport) and message.running else None)
             await reads.until(lambda message: message == LoadReport(running=0, waiting=0, kv_blocks_used=0) or None)
-            _, end = await reads.do(work(fresh_prompt(10), 3))
+            _, end = await reads.do(an_attempt(fresh_prompt(10), 3))
             assert end.finish is Finish.LENGTH
 
         sleeps.connection.resume_reading()
@@ -286,11 +294,11 @@ async def test_a_router_that_does_not_read_is_cut_and_the_worker_stays_well(fold
 
 
 async def test_a_router_that_reads_late_hears_everything(folder):
-    listen = f"unix:{folder}/late"  # whose buffers are small
+    listen = f"unix:{folder}/late"  # with small buffers
     told = settings(speedup=1000, stream_buffer=100_000, max_running=64, kv_blocks=8192, listen=listen)
     async with a_worker_process(folder, told) as worker, a_router_stream(worker.address, "late") as late:
         late.connection.pause_reading()
-        starts = [work(fresh_prompt(10), 1000) for _ in range(64)]
+        starts = [an_attempt(fresh_prompt(10), 1000) for _ in range(64)]
         for start in starts:
             await late.say(start)
         async with a_router_stream(worker.address, "reads") as reads:
@@ -316,13 +324,13 @@ async def test_being_cut_ends_a_stream_that_the_router_does_not_read(folder, cap
             running = tasks.create_task(server.run())
             async with a_router_stream(address, "sleeps") as sleeps:
                 sleeps.connection.pause_reading()
-                for _ in range(64):  # large steps, so that what waits for the router is in its connection as well
-                    await sleeps.say(work(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
-                await until(lambda: "router gone" in caplog.messages)
+                for _ in range(64):  # large steps, so that unsent output also waits in the connection
+                    await sleeps.say(an_attempt(fresh_prompt(10), sampling=greedy(4000, logprobs=20)))
+                await until(lambda: "router disconnected" in caplog.messages)
             running.cancel()
 
 
-async def test_health_follows_the_workers_life_and_the_services_are_listed(folder):
+async def test_health_follows_the_worker_and_services_are_listed(folder):
     async with (
         a_worker_process(folder, settings(speedup=1)) as worker,
         a_router_stream(worker.address) as stream,
@@ -345,7 +353,7 @@ async def test_health_follows_the_workers_life_and_the_services_are_listed(folde
         services = {one.name async for answer in listing for one in answer.list_services_response.service}
         assert {"fleet.v1.Worker", "grpc.health.v1.Health"} <= services
 
-        await stream.say(work(fresh_prompt(10), 400))
+        await stream.say(an_attempt(fresh_prompt(10), 400))
         await stream.next(Step)
         worker.terminate()
         await stream.next(Draining)
@@ -365,7 +373,7 @@ async def test_a_worker_is_ready_when_it_is_registered(folder):
             assert (await told.read()).status == states.NOT_SERVING
             await registry.open()
             assert (await told.read()).status == states.SERVING
-            assert registry.server._machine.members
+            assert registry.server.members
             told.cancel()
 
 
@@ -376,14 +384,14 @@ async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
         async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
             joined = await next_change(changes)
             assert (joined.worker_id, joined.address) == ("w1", worker.address)
-            running = work(fresh_prompt(10), 400)
+            running = an_attempt(fresh_prompt(10), 400)
             await stream.say(running)
             await stream.next(Step)
 
             worker.terminate()
             await stream.next(Draining)
             assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
-            _, refused = await stream.do(work(fresh_prompt(10)))
+            _, refused = await stream.do(an_attempt(fresh_prompt(10)))
             assert refused.reason is Reason.DRAINING, "it is still there, and nobody new finds it"
             tokens, end = await stream.end_of(running.request_id)
 
@@ -401,7 +409,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
     ):
         changes = registry.server.membership()
         await next_change(changes)
-        start = work(fresh_prompt(10), 3000)
+        start = an_attempt(fresh_prompt(10), 3000)
         await stream.say(start)
         await stream.next(Step)
 
@@ -437,7 +445,7 @@ async def test_a_frozen_worker_is_lost_to_its_router_and_found_again(folder):
 
 
 async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
-    """A router that dials it again before it has ended must not take it for one that has come back."""
+    """Reject a router that dials again before the process has ended; it must not take the worker for a restarted one."""
     told = settings(watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.2))
     fault = folder / "hang"
     simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
@@ -447,7 +455,7 @@ async def test_a_worker_whose_engine_hung_takes_no_stream(folder):
         async with serve_routers(worker, "127.0.0.1:0") as address, asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(ended_by(worker))
             async with a_router_stream(address) as stream:
-                await stream.say(work(fresh_prompt(10), 3000))
+                await stream.say(an_attempt(fresh_prompt(10), 3000))
                 await stream.next(Step)
                 fault.touch()
                 assert await stream.ended() == "its engine hangs"
@@ -473,7 +481,7 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
         told = settings(registry=registry.address)
         async with a_worker_process(folder, told) as worker, a_router_stream(worker.address) as stream:
             first = await next_change(changes)
-            await stream.say(work(fresh_prompt(10), 3000))
+            await stream.say(an_attempt(fresh_prompt(10), 3000))
             await stream.next(Step)
             worker.kill()
             with pytest.raises(StreamEnded):
@@ -489,10 +497,10 @@ async def test_a_killed_worker_comes_back_as_another_incarnation(folder):
             assert second.incarnation != first.incarnation
             async with a_router_stream(worker.address) as again:
                 assert (await again.next(WorkerDescription)).incarnation == second.incarnation
-                assert (await again.do(work(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
+                assert (await again.do(an_attempt(fresh_prompt(10), 3)))[1].finish is Finish.LENGTH
 
 
-async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registers_again(folder):
+async def test_serving_continues_without_the_registry(folder):
     async with a_registry(lease_ms=3000) as registry:
         changes = registry.server.membership()
         told = settings(registry=registry.address)
@@ -500,7 +508,7 @@ async def test_serving_goes_on_while_the_registry_is_away_and_the_worker_registe
             await next_change(changes)
             await registry.close()
             assert isinstance(await next_change(changes), MemberLeft), "its lease ends"
-            _, end = await stream.do(work(fresh_prompt(10), 3))
+            _, end = await stream.do(an_attempt(fresh_prompt(10), 3))
             assert end.finish is Finish.LENGTH
 
             await registry.open()
@@ -522,12 +530,12 @@ async def test_an_older_process_of_the_same_name_is_told_so():
         with pytest.raises(RegistryUnreachable, match="address: is empty"):
             await client.register(WorkerId("w"), newer, "")
         await client.deregister(WorkerId("w"), older)
-        assert registry.server._machine.members[WorkerId("w")].incarnation == newer
+        assert registry.server.members[WorkerId("w")].incarnation == newer
         await client.deregister(WorkerId("w"), newer)
-        assert not registry.server._machine.members
+        assert not registry.server.members
 
 
-async def test_a_name_that_stands_for_several_routers_means_all_of_them():
+async def test_name_of_several_routers_means_all_of_them():
     addresses: list[str] = []
 
     async def look_up(host: str, port: int) -> list[str]:
@@ -543,20 +551,20 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
     ):
 
         def members() -> list[bool]:
-            return [bool(each.server._machine.members) for each in (first, second)]
+            return [bool(each.server.members) for each in (first, second)]
 
         with pytest.raises(RegistryUnreachable, match="routers:50052: no answer"):
             await client.register(worker, one, "127.0.0.1:1")
         addresses[:] = [first.address]
         assert await client.register(worker, one, "127.0.0.1:1") == 30 * SECOND
         assert members() == [True, False]
-        addresses.append(second.address)  # another router has come
+        addresses.append(second.address)  # another router has started
         await client.register(worker, one, "127.0.0.1:1")
         assert members() == [True, True]
 
         await first.close()
         addresses.clear()
-        await client.register(worker, one, "127.0.0.1:1")  # the other one takes it, under the address that it had
+        await client.register(worker, one, "127.0.0.1:1")  # the other process takes the name, under its former address
         await client.deregister(worker, one)
         assert members()[1] is False
         await second.close()
@@ -565,7 +573,7 @@ async def test_a_name_that_stands_for_several_routers_means_all_of_them():
 
 
 @pytest.mark.parametrize("method", ["Register", "Deregister"])
-async def test_garbage_is_refused_by_the_registry_without_a_word_in_the_log(method, caplog):
+async def test_registry_rejects_garbage_without_logging(method, caplog):
     async with a_registry() as registry, grpc.aio.insecure_channel(registry.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await channel.unary_unary(f"/fleet.v1.Registry/{method}")(b"\xff\xff\xff\xff", timeout=60)
@@ -585,7 +593,7 @@ async def test_garbage_is_refused_at_the_control_port_of_a_worker(folder):
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_slow_observer_of_the_membership_hears_what_is_so_in_the_end():
+async def test_slow_membership_observer_gets_the_final_state():
     async with a_registry() as registry, GrpcRegistryClient(registry.address) as client:
         changes = registry.server.membership()
         await client.register(WorkerId("a"), Incarnation("1"), "x:1")

@@ -1,4 +1,4 @@
-"""What the chart's pods run, run: the commands, settings and secrets of a rendered router, its probes, the test's question; etcd, Redis."""
+"""Runs the commands of the rendered chart's pods: router, probes, the chart's test, etcd and Redis."""
 
 import contextlib
 import hashlib
@@ -47,7 +47,7 @@ def container(found) -> Document:
 
 @pytest.fixture
 def mounted(found, tmp_path) -> Path:
-    """What would be under /etc/fleet."""
+    """Return the files that would be under /etc/fleet."""
     tenants = {"alice": {"api_key_sha256": [hashlib.sha256(b"open sesame").hexdigest()]}}
     contents = {
         "settings/settings.json": found["ConfigMap", "fleet-routers"]["data"]["settings.json"],
@@ -64,7 +64,7 @@ def mounted(found, tmp_path) -> Path:
 
 @pytest.fixture
 def endpoints(container, mounted):
-    """Of a router that runs as its pod says, but on free ports."""
+    """Return the endpoints of a router that runs as its pod says, but on free ports."""
     free = [f"--set={port}=127.0.0.1:0" for port in PORTS]
     free.append(f"--set=control_credentials.secret_file={mounted}/control/secret")
     words = [*container["command"][1:], *container["args"], *free]
@@ -85,7 +85,7 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
             probe: client.get(f"http://{endpoints[asked['port']]}{asked['path']}").status_code
             for probe, asked in probes.items()
         }
-        # It lives, and nobody serves yet: its server is not there.
+        # The process is alive, but does not serve yet, since its etcd is not there.
         assert codes == {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}
         question = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}]}
         assert client.post("/v1/chat/completions", json=question).status_code == 401
@@ -97,7 +97,7 @@ def test_a_router_runs_as_its_pod_says(found, container, endpoints):
     subprocess.run([sys.executable, *command], timeout=30, check=True)
 
 
-def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, endpoints):
+def test_routers_control_port_demands_the_mounted_secret(mounted, endpoints):
     def status(*options: str) -> subprocess.CompletedProcess[str]:
         command = [*FLEET, "status", "--control-address", endpoints["control"], *options]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -106,7 +106,7 @@ def test_a_routers_control_port_asks_for_the_secret_that_is_mounted(mounted, end
     assert "router  requests" in status("--control-secret-file", str(mounted / "control" / "secret")).stdout
 
 
-def test_the_charts_test_sends_its_key_by_a_file_that_is_mounted(mounted, endpoints):
+def test_helm_test_sends_its_key_from_a_mounted_file(mounted, endpoints):
     test = by_name(documents(helm_3_render(VALUES | {"test": {"model": "llama", "apiKey": {"name": "fleet-test"}}})))
     (asking,) = test["Pod", "fleet-test"]["spec"]["containers"]
     key = mounted / "api-key" / "key"

@@ -1,4 +1,4 @@
-"""Where a platform wants a word of its own for EndpointSlices (OpenShift), the chart's value says it, to those that write them and nobody else."""
+"""A value of the chart lets those that write EndpointSlices restrict them, as OpenShift demands, and nobody else."""
 
 from tests.support.kube.charts import documents, helm_3_render
 
@@ -15,7 +15,7 @@ WORD = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices/restric
 
 
 def writers(values):
-    """Roles that may create EndpointSlices, and which of them may create restricted ones."""
+    """Return the roles that may create EndpointSlices, and those of them that may create restricted ones."""
     roles = [each for each in documents(helm_3_render(values)) if each["kind"] in ("Role", "ClusterRole")]
     writing = {
         each["metadata"]["name"]
@@ -25,7 +25,7 @@ def writers(values):
     return writing, {each["metadata"]["name"] for each in roles if WORD in each["rules"]}
 
 
-def test_writers_of_endpoint_slices_get_the_word_for_restricted_ones_where_the_value_says_so():
+def test_restricted_endpoint_slices_right_follows_the_value():
     writing, allowed = writers(WRITERS)
     assert len(writing) == 2
     assert allowed == set()

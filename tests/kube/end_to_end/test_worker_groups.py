@@ -1,4 +1,4 @@
-"""A replica of two nodes, in a cluster of real processes: it is ready, answers, ends and recovers as a whole."""
+"""A replica of two nodes in a cluster of real processes: it becomes ready, answers, ends and recovers as a whole."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from tests.support.kube.kubelet.cluster import a_cluster
 from tests.support.kube.kubelet.objects import condition
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)  # half a dozen processes are started, on whatever machine this is
+pytestmark = pytest.mark.timeout(300)  # half a dozen processes are started, possibly on a slow machine
 
 WIDE = {"name": "wide", "type": "aggregated", "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
 
@@ -49,7 +49,7 @@ def a_deployment(model_dir):
     }
 
 
-def test_a_replica_of_two_nodes_serves_ends_and_recovers_as_a_whole(server, cluster, tmp_path, model_dir):
+def test_two_node_replica_serves_and_recovers_as_a_whole(server, cluster, tmp_path, model_dir):
     config = server.kubeconfig(tmp_path, token="admin")
     helm = Command(helm_3(tools_folder()), config, tmp_path)
     kube = Command(kubectl(tools_folder()), config, tmp_path)

@@ -1,4 +1,4 @@
-"""The Lease that operators lead by, whatever their clocks say; and what is left when an operator is gone for good."""
+"""The operators' leader Lease under wrong clocks, and what keeps running when the last operator is gone."""
 
 import time
 from datetime import timedelta
@@ -27,7 +27,7 @@ def lease(asked):
 
 @pytest.fixture
 def owner(asked):
-    """The operator's own Deployment, which runs nothing here."""
+    """Return the operator's own Deployment, which runs nothing here."""
     labels = {"app.kubernetes.io/component": "operator"}
     spec = {
         "replicas": 0,
@@ -39,7 +39,7 @@ def owner(asked):
     )
 
 
-async def test_the_lease_goes_with_the_operators_deployment_while_a_pod_of_it_still_runs(asked, owner):
+async def test_lease_goes_with_the_operators_deployment(asked, owner):
     async with an_operator(asked, owner=OWNER) as operator:
         await until(operator.leader.leads)
         [reference] = lease(asked).expect(200)["metadata"]["ownerReferences"]
@@ -50,7 +50,7 @@ async def test_the_lease_goes_with_the_operators_deployment_while_a_pod_of_it_st
         await until(lambda: lease(asked).code == 404)
         await until(lambda: not operator.leader.leads())
         looks = len(owner_reads(asked))
-        await until(lambda: len(owner_reads(asked)) >= looks + 3)  # it asks for its Deployment, and makes nothing
+        await until(lambda: len(owner_reads(asked)) >= looks + 3)  # it reads its Deployment, and makes nothing
         assert lease(asked).code == 404
     assert lease(asked).code == 404
 
@@ -64,7 +64,7 @@ def owner_reads(asked):
     ]
 
 
-async def test_a_lease_that_an_older_operator_left_behind_is_taken_into_the_deployments_hands(asked, owner):
+async def test_older_operators_lease_gets_the_owner(asked, owner):
     async with an_operator(asked) as older:
         await until(older.leader.leads)
         assert "ownerReferences" not in lease(asked).expect(200)["metadata"]
@@ -80,7 +80,7 @@ async def test_a_lease_that_an_older_operator_left_behind_is_taken_into_the_depl
 
 
 class Forbidding:
-    """A cluster that does not let its Deployments be read."""
+    """A cluster that does not allow the operator to read Deployments."""
 
     def __init__(self, connected):
         self._cluster = connected
@@ -94,18 +94,18 @@ class Forbidding:
         return await self._cluster.get(kind, *arguments)
 
 
-async def test_roles_of_somebody_else_that_lack_the_right_to_read_the_deployment_stop_nobody(asked, owner, caplog):
+async def test_missing_right_to_read_owner_stops_nobody(asked, owner, caplog):
     async with an_operator(asked, owner=OWNER, wrap=Forbidding) as operator:
         await until(operator.leader.leads)
         renewed = lease(asked).expect(200)["spec"]["renewTime"]
         await until(lambda: lease(asked).expect(200)["spec"]["renewTime"] != renewed)
 
-    assert caplog.messages.count("the lease will stay behind") == 1
+    assert caplog.messages.count("lease has no owner and will stay") == 1
 
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
-async def test_a_clock_that_is_an_hour_off_neither_takes_a_lease_nor_keeps_one_from_being_taken(asked, hours):
-    """Of whom the leader is, and of who waits: `renewTime` is written by one and seen by the other."""
+async def test_wrong_clock_does_not_affect_the_election(asked, hours):
+    """Both the leader's clock and the candidate's are wrong: `renewTime` is written by one and read by the other."""
 
     def off():
         return utc_now() + timedelta(hours=hours)
@@ -130,7 +130,7 @@ async def test_a_clock_that_is_an_hour_off_neither_takes_a_lease_nor_keeps_one_f
 
 
 def a_workers_lease(asked, pod, hours):
-    """As a worker writes it whose clock is so far off; it holds for a second."""
+    """Return a Lease that holds for a second, of a worker whose clock is wrong by that much."""
     labels = {key: pod["metadata"]["labels"][key] for key in (INSTANCE, ROLE, REVISION)} | {REGISTRATION: WORKER}
     renewed = (utc_now() + timedelta(hours=hours)).isoformat(timespec="microseconds").replace("+00:00", "Z")
     spec = {"holderIdentity": pod["metadata"]["name"], "leaseDurationSeconds": 1, "renewTime": renewed}
@@ -138,9 +138,7 @@ def a_workers_lease(asked, pod, hours):
 
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
-async def test_a_worker_whose_clock_is_an_hour_off_is_registered_while_it_renews_and_no_longer(
-    asked, nodes, monkeypatch, hours
-):
+async def test_workers_wrong_clock_does_not_affect_registration(asked, nodes, monkeypatch, hours):
     for module in (registrations, looking):
         monkeypatch.setattr(module, "SKEW_SECONDS", 0)
     nodes.registers = False
@@ -169,7 +167,7 @@ def left(asked):
     return inhabitants(asked.api, asked.namespace)
 
 
-async def test_deployments_leave_nothing_whether_they_go_before_the_operator_or_after_it(asked, owner):
+async def test_deployments_leave_nothing_before_or_after_the_operator(asked, owner):
     external = {"name": "all", "type": "aggregated", "scaling": {"mode": "External"}}
     async with an_operator(asked, owner=OWNER):
         for name in ("early", "late"):
@@ -181,8 +179,8 @@ async def test_deployments_leave_nothing_whether_they_go_before_the_operator_or_
         assert kept >= {"pods", "deployments", "services", "configmaps", "rolescalers", "leases", "networkpolicies"}
     asked.api.delete(asked.path("deployments", OWNER, "apps/v1"), propagationPolicy="Background").expect(200)
     await until(lambda: lease(asked).code == 404)
-    assert asked.children("pods", "v1")  # what is served goes on
+    assert asked.children("pods", "v1")  # serving continues
 
-    asked.api.delete(asked.path("disaggdeployments", "late")).expect(200)  # and nobody of ours is there
+    asked.api.delete(asked.path("disaggdeployments", "late")).expect(200)  # and no operator of ours runs
 
     await until(lambda: not left(asked))

@@ -1,4 +1,4 @@
-"""What the samples become is what Kubernetes takes: by its own schemas, by our API server, and by kubectl's words."""
+"""The manifests that the operator makes of the samples pass Kubernetes' schemas, our API server and kubectl."""
 
 import subprocess
 import sys
@@ -19,8 +19,8 @@ def rendered(path):
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_becomes_objects_that_every_supported_version_knows(path):
-    found = [each for each in rendered(path) if each["kind"] != "LeaderWorkerSet"]  # not Kubernetes' own
+def test_samples_objects_are_known_to_every_version(path):
+    found = [each for each in rendered(path) if each["kind"] != "LeaderWorkerSet"]  # kinds that are not Kubernetes' own
 
     for version in VERSIONS:
         for each in found:
@@ -28,7 +28,7 @@ def test_a_sample_becomes_objects_that_every_supported_version_knows(path):
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_a_samples_objects_are_taken_by_an_api_server(api, namespace, path):
+def test_samples_objects_are_accepted_by_the_api_server(api, namespace, path):
     paths = {
         "ConfigMap": "/api/v1/namespaces/{}/configmaps",
         "Service": "/api/v1/namespaces/{}/services",

@@ -1,4 +1,4 @@
-"""The operator as it is deployed: a process with a settings file, an account that may do what the chart grants, and its doors."""
+"""The operator as deployed: a process with settings file, health server, and the chart's account and rights."""
 
 import signal
 import subprocess
@@ -12,7 +12,7 @@ from msgspec import to_builtins
 
 from operators.rbac import ACCESS
 from tests.support.certificates import Authority
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.kube.api.running import an_api_server
 from tests.support.kube.clients import Api
 from tests.support.kube.nodes import Nodes
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 ACCOUNT = "system:serviceaccount:default:fleet-operator"
 GPU = {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}, "nodesPerReplica": 2}
-# Of processes that are not ours: such are ended by the operator when one of their group has begun anew.
+# Pods of third-party processes: the operator ends them when one of their group was restarted.
 GROUP_OF_THEIR_OWN = {"podTemplate": {"spec": {"containers": [{"name": "main", "command": ["theirs"]}]}}}
 
 OWN = {
@@ -49,12 +49,12 @@ REQUEST = {
 
 
 def a_process(settings, folder):
-    """It, and what it announced."""
-    return serve("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
+    """Run the operator's process, and return it with its first output."""
+    return start_service("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
 
 
 def grant(api, namespace, without=""):
-    """A Role with exactly what `operators.rbac` lists."""
+    """Create a Role with exactly the rules that `operators.rbac` lists."""
     rules = [
         {"apiGroups": [each.group], "resources": [each.resource], "verbs": list(each.verbs)}
         for each in ACCESS
@@ -68,7 +68,7 @@ def grant(api, namespace, without=""):
     api.post(f"{rbac}/rolebindings", binding).expect(201)
 
 
-async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_uses_them_all(tmp_path):
+async def test_operator_process_uses_exactly_the_listed_rights(tmp_path):
     nodes = Nodes()
     authority = Authority(tmp_path, "authority")
     roles = (
@@ -89,7 +89,7 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
                 "listen": "127.0.0.1:0",
                 "kubeconfig": str(server.kubeconfig(tmp_path, token=ACCOUNT)),
                 "ask_routers": False,
-                "probe": {"enabled": False},  # no router is there to answer
+                "probe": {"enabled": False},  # there is no router to answer
             }
             process, endpoints = a_process(settings, tmp_path)
             try:
@@ -130,7 +130,7 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
             (each["group"], each["resource"], verb)
             for each in server.requests()
             if each["user"] == ACCOUNT
-            # Server-side apply of what is not there has to be allowed as a creation, too.
+            # Server-side apply of a missing object has to be allowed as a creation, too.
             for verb in ([each["verb"], "create"] if (each["verb"], each["code"]) == ("patch", 201) else [each["verb"]])
         }
         refused = [each for each in server.requests() if each["user"] == ACCOUNT and each["code"] == 403]
@@ -151,10 +151,10 @@ async def test_a_process_does_all_it_has_to_with_the_rights_that_are_listed_and_
     ("changes", "words"),
     [
         ({"kubeconfig": "/nowhere"}, "kubeconfig: /nowhere: No such file"),
-        ({"lease": {"namespace": "default", "retry_seconds": 20}}, "retry_seconds: has to be shorter"),
+        ({"lease": {"namespace": "default", "retry_seconds": 20}}, "retry_seconds: must be shorter"),
     ],
 )
-def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, changes, words):
+def test_impossible_settings_are_refused_in_one_line(tmp_path, changes, words):
     settings = {
         "images": to_builtins(IMAGES),
         "identity": "a",
@@ -170,7 +170,7 @@ def test_settings_that_cannot_be_obeyed_are_refused_in_one_line(tmp_path, change
     assert log.count("\n") == 1
 
 
-async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_ready(tmp_path):
+async def test_readyz_names_kinds_that_cannot_be_read(tmp_path):
     authority = Authority(tmp_path, "authority")
     with an_api_server(with_controllers=True, authority=authority) as server:
         install(server)
@@ -189,7 +189,9 @@ async def test_what_it_may_not_read_is_named_where_it_is_asked_whether_it_is_rea
             process, endpoints = a_process(settings, tmp_path)
             try:
                 readyz = f"http://{endpoints['http']}/readyz"
-                await until(lambda: httpx.get(readyz, trust_env=False).text == "the API server has not told yet: Pod\n")
+                await until(
+                    lambda: httpx.get(readyz, trust_env=False).text == "not read from the API server yet: Pod\n"
+                )
                 assert httpx.get(readyz, trust_env=False).status_code == 503
             finally:
                 process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Foreign servers that speak the OpenAI API, played by a test over real sockets, and a router in front of them."""
+"""OpenAI-compatible servers played by a test over real sockets, and a router in front of them."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
-from tests.support.fleet_processes import serve
+from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import until
 
@@ -43,7 +43,7 @@ EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
 class ReceivedRequest(Struct):
-    """A request as the server got it."""
+    """A request as the server received it."""
 
     start: str
     headers: dict[str, str]
@@ -55,7 +55,7 @@ class ReceivedRequest(Struct):
 
 
 class ServerExchange(Struct):
-    """One request, to be answered."""
+    """One request and the connection for its answer."""
 
     seen: ReceivedRequest
     writer: asyncio.StreamWriter
@@ -91,38 +91,39 @@ def token(text: str, *, chat: bool = True) -> bytes:
     return json.dumps({"id": "x", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}).encode()
 
 
-async def five_tokens(answering: ServerExchange) -> None:
-    """Streams if asked to; else one object."""
-    chat = "chat" in answering.seen.start
-    if not answering.seen.json.get("stream"):
+async def five_tokens(exchange: ServerExchange) -> None:
+    """Answer with five tokens, as a stream or as one object."""
+    chat = "chat" in exchange.seen.start
+    if not exchange.seen.json.get("stream"):
         message = {"message": {"role": "assistant", "content": "abcde"}} if chat else {"text": "abcde"}
         answer = {
             "id": "x", "object": "chat.completion" if chat else "text_completion", "created": 1, "model": MODEL,
             "choices": [{"index": 0, "finish_reason": "stop", **message}],
             "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
         }  # fmt: skip
-        await answering.respond(200, json.dumps(answer).encode())
+        await exchange.respond(200, json.dumps(answer).encode())
         return
-    await answering.begin_events()
+    await exchange.begin_events()
     for text in "abcde":
-        await answering.event(token(text, chat=chat))
-    await answering.event(b"[DONE]")
-    await answering.end()
+        await exchange.event(token(text, chat=chat))
+    await exchange.event(b"[DONE]")
+    await exchange.end()
 
 
 class OpenAiServer:
-    """One server. Answers questions for its health by itself."""
+    """One server; it answers health checks by itself."""
 
     def __init__(self) -> None:
         self.play: AnswerScript = five_tokens
         self.health_status = 200
-        self.health_seconds = 0.0  # that it takes to say so
-        self.tokenise: Callable[[str], list[int]] | None = None  # None: it has no such path
+        self.health_seconds = 0.0  # delay of a health answer
+        self.tokenise: Callable[[str], list[int]] | None = None  # None: the server has no such path
         self.seen: list[ReceivedRequest] = []
-        self.connections = 0  # that were ever made, those for its health aside
-        self.open = 0  # connections that requests came over
-        self.cut = 0  # requests whose connection was closed before they were answered
-        self.port = a_free_port()  # which it has again when it comes back
+        self.connections = 0  # ever opened, without those of health checks
+        self.health_checks = 0
+        self.open = 0  # connections that carried requests and are open
+        self.cut = 0  # requests whose connection closed before their answer ended
+        self.port = a_free_port()  # a restarted server uses the same port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -134,7 +135,7 @@ class OpenAiServer:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
 
     async def stop(self) -> None:
-        """As when its process is killed."""
+        """Close all connections, like a killed process."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._writers):
@@ -147,6 +148,7 @@ class OpenAiServer:
         try:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
+                    self.health_checks += 1
                     await asyncio.sleep(self.health_seconds)
                     await ServerExchange(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break
@@ -168,22 +170,22 @@ class OpenAiServer:
             self._writers.discard(writer)
             writer.close()
 
-    async def _answer(self, answering: ServerExchange, reader: asyncio.StreamReader) -> None:
-        """Stops when the other side has closed, as servers of engines do."""
+    async def _answer(self, exchange: ServerExchange, reader: asyncio.StreamReader) -> None:
+        """Stop answering when the client has closed, like real engines."""
         async with asyncio.TaskGroup() as tasks:
-            answer = tasks.create_task(self._until_gone(answering))
+            answer = tasks.create_task(self._until_gone(exchange))
             while not answer.done():
                 await asyncio.wait([answer], timeout=0.005)
-                if (reader.at_eof() or answering.writer.transport.is_closing()) and not answer.done():
+                if (reader.at_eof() or exchange.writer.transport.is_closing()) and not answer.done():
                     answer.cancel()
                     break
         if answer.cancelled() or answer.result():
             self.cut += 1
             raise ConnectionResetError
 
-    async def _until_gone(self, answering: ServerExchange) -> bool:
+    async def _until_gone(self, exchange: ServerExchange) -> bool:
         try:
-            await self.play(answering)
+            await self.play(exchange)
         except ConnectionError:
             return True
         return False
@@ -199,8 +201,8 @@ async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     return ReceivedRequest(start, headers, await reader.readexactly(int(headers.get("content-length", 0))))
 
 
-def ask(address: str, method: str, path: str, body: str | None = None) -> str:
-    """One answer, over a connection of its own, and so of whichever process."""
+def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
+    """Send one request on its own connection, so that any of the processes may answer."""
     with closing(HTTPConnection(address, timeout=60)) as connection:
         connection.request(method, path, body, {"content-type": "application/json"})
         answer = connection.getresponse()
@@ -213,7 +215,7 @@ def ask(address: str, method: str, path: str, body: str | None = None) -> str:
 async def routers_in_front_of(
     folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
 ) -> AsyncIterator[str]:
-    """The address of so many processes of `fleet serve router`, as soon as they say that they serve; ends the servers, too."""
+    """Yield the address of `fleet serve router` with that many processes when it serves; stop the servers at the end."""
     workers = [{"worker_id": f"w{number}", "url": server.url, "model": MODEL} for number, server in enumerate(servers)]
     address = f"127.0.0.1:{a_free_port()}"
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers} | more
@@ -221,7 +223,7 @@ async def routers_in_front_of(
     with log.open("w") as output:
         options = (folder / "router.json", "--processes", str(processes))
         process, endpoints = await asyncio.to_thread(
-            lambda: serve("router", settings, *options, stdout=output, stderr=output)
+            lambda: start_service("router", settings, *options, stdout=output, stderr=output)
         )
     try:
         assert endpoints, log.read_text()
@@ -247,7 +249,7 @@ class RelaySetup(Struct):
         return f"http://{self.http.address}"
 
     async def settled(self) -> None:
-        """Wait until nothing is under way; then nothing is booked anywhere."""
+        """Wait until no request is active, and check that nothing is reserved."""
         await until(lambda: self.router.status().active == 0)
         self.machine.check()
         for pool in self.router.status().pools:
@@ -274,7 +276,7 @@ async def a_relay(
     seconds: float = 100.0,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
-    """A router in front of servers `w0`, `w1` and so on, all of which have joined, for so many seconds at most."""
+    """Run a router in front of servers `w0`, `w1` and so on, which have all joined, for `seconds` at most."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(
@@ -334,16 +336,16 @@ async def an_openai_client(world: RelaySetup, key: str = "none") -> AsyncIterato
         yield client
 
 
-async def texts(stream) -> str:
+async def streamed_text(stream) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-async def hold(answering: ServerExchange) -> None:
-    """Give one token, and then nothing."""
-    await answering.begin_events()
-    await answering.event(token("a"))
-    await asyncio.sleep(60)
+async def hold_after_first_token(exchange: ServerExchange) -> None:
+    """Send one token and then nothing."""
+    await exchange.begin_events()
+    await exchange.event(token("a"))
+    await asyncio.Event().wait()
 
 
-async def never_answer(answering: ServerExchange) -> None:
-    await asyncio.sleep(60)
+async def never_answer(exchange: ServerExchange) -> None:
+    await asyncio.Event().wait()

@@ -1,9 +1,8 @@
-"""Servers of other projects that speak the OpenAI API, each in a process of its own, with the built-in model."""
+"""Real OpenAI-compatible servers of other projects, each in its own process, with the built-in model."""
 
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,8 +11,9 @@ from pathlib import Path
 from fleet.local.process_group import end_group
 from fleet.local.tiny_model import build_tiny_model
 from tests.support.servers.processes import a_free_port
+from tests.support.waiting import eventually
 
-START_SECONDS = 240  # on a machine that does other things as well; ten to thirty otherwise
+START_SECONDS = 240  # ten to thirty seconds on an idle machine
 
 ENVIRONMENT = {
     "HF_HUB_DISABLE_UPDATE_CHECK": "1",
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 class RealServer:
-    """One of them. It knows the model by the name of its folder, from which it is started."""
+    """One server, started in the folder that holds the model; the folder's name is the model's name."""
 
     def __init__(self, name: str, command: Sequence[str], model: Path) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class RealServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # it has children
+                start_new_session=True,  # the server has children
             )
 
     @property
@@ -49,14 +49,14 @@ class RealServer:
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self) -> None:
-        """Until it answers for its health."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                assert answer.status == 200
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"{self.name} does not start: {self._output.read_text(errors='replace')[-4000:]}")
+        """Wait until the health check succeeds."""
+        eventually(lambda: self._is_healthy() or self._process.poll() is not None, START_SECONDS)
+        assert self._process.poll() is None, self._output.read_text(errors="replace")[-4000:]
+
+    def _is_healthy(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+            return answer.status == 200
+        return False
 
     def end(self) -> None:
         end_group(self._process.pid)
@@ -64,7 +64,7 @@ class RealServer:
 
 
 def commands(model: str) -> Mapping[str, Sequence[str]]:
-    """What starts each, with a model that is a folder beside."""
+    """Return the command of each server for a model folder in the current folder."""
     vllm = (
         *("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
@@ -75,7 +75,7 @@ def commands(model: str) -> Mapping[str, Sequence[str]]:
 
 @contextmanager
 def real_servers(folder: Path, model: str) -> Iterator[dict[str, RealServer]]:
-    """All of them, started side by side, each with the built-in model under this name."""
+    """Start all servers side by side, each with the built-in model under this name."""
     (folder / model).symlink_to(build_tiny_model(folder / "models"))
     servers: dict[str, RealServer] = {}
     try:

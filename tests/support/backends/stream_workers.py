@@ -1,4 +1,4 @@
-"""Workers at the far end of real streams with nothing behind them but the test, and a `WorkerStreams` that dials them."""
+"""Workers played by a test at the far end of real streams, and a `WorkerStreams` that dials them."""
 
 import asyncio
 import shutil
@@ -26,8 +26,8 @@ class StreamWorker:
         self.description = description
         self.address = f"unix:{folder}/{description.worker_id}-{description.incarnation}"
         self.hellos: list[str] = []
-        self.silent = False  # does not even describe itself
-        self.connection: FrameConnection  # the latest
+        self.silent = False  # send no description
+        self.connection: FrameConnection  # the latest one
         self._stack = AsyncExitStack()
         self._inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self._connected = asyncio.Event()
@@ -82,13 +82,16 @@ class _StreamWorkerConnection:
 
 
 class EventInbox:
-    """What a router is told, to be taken one by one."""
+    """Queue of the events that a router receives."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
 
     def __call__(self, event: WorkerEvent) -> None:
         self._events.put_nowait(event)
+
+    def is_empty(self) -> bool:
+        return self._events.empty()
 
     async def take(self) -> WorkerEvent:
         async with asyncio.timeout(60):
@@ -113,7 +116,7 @@ class StreamSetup:
             yield await self.changes.get()
 
     async def peer(self, description: WorkerDescription) -> StreamWorker:
-        """A worker that listens and has not been announced."""
+        """Start a worker that listens but is not announced."""
         peer = StreamWorker(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)

@@ -1,4 +1,4 @@
-"""Fronts of a router whose answers the test writes, each on a port of its own."""
+"""Frontends on ports of their own, in front of a router whose answers the test writes."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
-from fleet.frontend.grpc.service import GrpcFrontend, open_grpc_frontend
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -27,6 +27,8 @@ class Frontends(Struct):
     router: FakeRouter
     codec: TextCodec
     generation: Generation
+    clock: SystemClock
+    tenants: Tenants
     http: HttpFrontend
     grpc: GrpcFrontend
     control: str  # address
@@ -36,7 +38,7 @@ class Frontends(Struct):
         return f"http://{self.http.address}"
 
     def will_answer(self, text: str, *, step: int = 1, then: Sequence[int] = ()) -> list[int]:
-        """Make the router give this text, and then these tokens; returns the ids."""
+        """Let the router answer with this text and then these tokens; return all ids."""
         self.router.answer = [*token_ids(self.codec.encode(text))[1:], *then]
         self.router.step = step
         return self.router.answer
@@ -56,12 +58,13 @@ async def open_frontends(
     codec = load_codec(model_dir)
     registry = CollectorRegistry()
     clock = SystemClock()
+    known_tenants = Tenants(tenants or {}, clock.now())
     threads = TokenizerThreads()
     generation = Generation(
         router,
         {MODEL: codec},
         clock=clock,
-        tenants=Tenants(tenants or {}, clock.now()),
+        tenants=known_tenants,
         tenant_secret=b"secret",
         metrics=RouterProcessMetrics(registry),
         threads=threads,
@@ -69,10 +72,10 @@ async def open_frontends(
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
         open_http_frontend("127.0.0.1:0", limits, generation, registry, clock, health_listen=health_listen) as http,
-        open_grpc_frontend(
+        GrpcFrontend.open(
             "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc
         ) as grpc_front,
-        open_control_port("", OPEN_ACCESS, router, grpc_front.door.ready, grpc_address=grpc_front.address) as control,
+        open_control_port("", OPEN_ACCESS, router, grpc_front.ready, grpc_address=grpc_front.address) as control,
     ):
-        yield Frontends(router, codec, generation, http, grpc_front, control)
+        yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control)
     threads.close()

@@ -1,7 +1,7 @@
-"""What reads clients' bytes, fed by atheris (libFuzzer): ``python -m tests.support.frontend.fuzz_parsers SECONDS FOLDER``.
+"""Fuzzing of the parsers of clients' bytes by atheris (libFuzzer): ``python -m tests.support.frontend.fuzz_parsers SECONDS FOLDER``.
 
-The first byte chooses the parser. A refusal is an answer; any other exception ends the process with the input that brought
-it about, written into the folder. HTTP has to give the same answers however its bytes are cut.
+The first byte chooses the parser. A rejection is a valid result. Any other exception ends the process, and its input is written
+into the folder. HTTP has to give the same answers wherever its bytes are cut.
 """
 
 import faulthandler
@@ -21,10 +21,10 @@ with atheris.instrument_imports(include=["fleet"]):
     from fleet.core.requests import ModelCard
     from fleet.core.system_clock import SystemClock
     from fleet.core.validation import validate
-    from fleet.frontend.openai.failures import http_error_body
     from fleet.frontend.openai.requests import read_chat, read_completion
     from fleet.net.connection_table import ConnectionTable
     from fleet.net.http.connection import HttpConnection
+    from fleet.net.http.errors import http_error_body
     from fleet.net.http.messages import HeadCache, HeldBodyBytes
     from fleet.net.limit_log import SlowClientLog
     from fleet.net.settings import HttpSettings
@@ -56,7 +56,7 @@ BODY = {
 
 
 class Transport:
-    """Keeps what is written."""
+    """Transport that records what is written."""
 
     def __init__(self):
         self.written = b""
@@ -170,7 +170,7 @@ def seeds():
 
 def main() -> None:
     seconds, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # libFuzzer says which input takes too long, and nothing when it stands still elsewhere.
+    # libFuzzer reports an input that takes too long, but not a hang elsewhere.
     faulthandler.dump_traceback_later(seconds + 300, exit=True)
     corpus = folder / "corpus"
     corpus.mkdir()

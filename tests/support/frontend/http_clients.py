@@ -1,4 +1,4 @@
-"""Clients of the HTTP front that write and read their connection byte by byte."""
+"""HTTP clients that write and read their connection byte by byte."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ from tests.support.frontend.frontends import Frontends
 
 
 class RawHttpClient:
-    """One connection, byte by byte."""
+    """One connection, read and written byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
+        self.reader = reader
         self.writer = writer
 
     async def send(self, content: bytes) -> None:
@@ -23,7 +23,7 @@ class RawHttpClient:
 
     async def head(self) -> tuple[int, dict[str, str]]:
         async with asyncio.timeout(60):
-            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         status = int(lines[0].split()[1])
         return status, dict(line.split(": ", 1) for line in lines[1:] if line)
 
@@ -33,27 +33,27 @@ class RawHttpClient:
             if headers.get("transfer-encoding") == "chunked":
                 body = b"".join([chunk async for chunk in self.chunks()])
             elif "content-length" in headers:
-                body = await self._reader.readexactly(int(headers["content-length"]))
+                body = await self.reader.readexactly(int(headers["content-length"]))
             else:
-                body = await self._reader.read()
+                body = await self.reader.read()
         return status, headers, body
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield await self._reader.readexactly(size)
-            assert await self._reader.readexactly(2) == b"\r\n"
-        assert await self._reader.readexactly(2) == b"\r\n"
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            yield await self.reader.readexactly(size)
+            assert await self.reader.readexactly(2) == b"\r\n"
+        assert await self.reader.readexactly(2) == b"\r\n"
 
     async def rest(self) -> bytes:
-        """All that still comes until the server closes."""
+        """Return everything until the server closes the connection."""
         async with asyncio.timeout(60):
-            return await self._reader.read()
+            return await self.reader.read()
 
 
 @asynccontextmanager
-async def connected(fronts: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
-    """Over TCP, with options of `asyncio.open_connection`, such as the `limit` of bytes that are read ahead."""
-    host, _, port = fronts.http.address.rpartition(":")
+async def raw_http_client(frontends: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
+    """Connect over TCP; options go to `asyncio.open_connection`, such as `limit` for the bytes that are read ahead."""
+    host, _, port = frontends.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:
         yield RawHttpClient(reader, writer)

@@ -1,4 +1,4 @@
-"""Model folders that hold what a router reads of a model: tokenizer, chat template, end-of-sequence ids."""
+"""Model folders with the files that a router reads: tokenizer, chat template, end-of-sequence ids."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(folder: Path, *, vocabulary: int = 500) -> Path:
-    """A byte-level one, like Llama 3's or Qwen's."""
+    """Write a model with a byte-level tokenizer, like Llama 3 or Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def write_model(folder: Path, *, vocabulary: int = 500) -> Path:
 
 
 def write_sentencepiece_model(folder: Path, *, vocabulary: int = 500) -> Path:
-    """One with a marker for spaces and bytes for what it has no token for, like Llama 2's or Mistral's."""
+    """Write a model whose tokenizer has a space marker and byte fallback, like Llama 2 or Mistral."""
     trained = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.decoder = decoders.Sequence(

@@ -1,6 +1,6 @@
-"""Triton's own client, in a process of its own: it declares the protocol's names to protobuf, as our generated code does.
+"""Triton's own client in a separate process, because it registers the same protobuf names as our generated code.
 
-The process reads a JSON object a line, ``{"do": NAME, "address": …, …}``, does it, and answers with a line.
+The process reads one JSON object per line, ``{"do": NAME, "address": …, …}``, performs it, and answers with a line.
 """
 
 import json
@@ -15,14 +15,14 @@ SECONDS = 60
 
 
 class TritonClient:
-    """The process, as tests see it."""
+    """Handle of the client process."""
 
     def __init__(self):
         command = [sys.executable, "-m", "tests.support.frontend.triton_client"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, do, address, **arguments):
-        """What it answers; call it in a thread where the server is in this process."""
+        """Return the process's answer. Call it in a thread if the server runs in this process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, "address": address, **arguments}) + "\n")
@@ -38,7 +38,7 @@ class TritonClient:
 
 
 def main():
-    import tritonclient.grpc as triton  # there need be none where this module is imported by tests
+    import tritonclient.grpc as triton  # tests import this module without it
 
     tasks = {
         each.__name__: each
@@ -71,7 +71,7 @@ def protocol(triton, client):
 
 
 def described_protocol(file):
-    """Fields by name in each message, and the kind of each method."""
+    """Return the fields of each message and the kind of each method."""
     described = {}
     todo = list(file.message_types_by_name.values())
     for message in todo:
@@ -90,7 +90,7 @@ def infer(triton, client, **request):
 
 
 def infer_until_cancelled(triton, client, **request):
-    """Cancelled as soon as the server has begun, which the test says by a line."""
+    """Cancel when the server has begun, which the test says by a line."""
     errors = queue.Queue()
     call = client.async_infer(callback=lambda result, error: errors.put(error), **asked(triton, **request))
     sys.stdin.readline()
@@ -99,7 +99,7 @@ def infer_until_cancelled(triton, client, **request):
 
 
 def stream(triton, client, requests, headers=None):
-    """All requests at once; the responses in the order in which they came, until every request has ended."""
+    """Send all requests at once; return the responses in arrival order after every request has ended."""
     responses = []
     ended = threading.Semaphore(0)
 
@@ -121,7 +121,7 @@ def stream(triton, client, requests, headers=None):
 
 
 def stream_until_cancelled(triton, client, **request):
-    """Cancelled at its first response."""
+    """Cancel the stream at its first response."""
     responses = queue.Queue()
     client.start_stream(lambda result, error: responses.put((result, error)))
     client.async_stream_infer(**asked(triton, **request))
@@ -132,7 +132,7 @@ def stream_until_cancelled(triton, client, **request):
 
 
 def asked(triton, *, text=None, ids=None, streaming=None, sampling=None, outputs=None, datatype="INT32", **options):
-    """Arguments of the client's methods."""
+    """Return the arguments of the client's methods."""
     inputs = []
 
     def add(name, kind, array):
@@ -153,7 +153,7 @@ def asked(triton, *, text=None, ids=None, streaming=None, sampling=None, outputs
 
 
 def shown(result):
-    """A response as JSON has it."""
+    """Return a response as JSON."""
     response = result.get_response()
     outputs = {}
     for output in response.outputs:

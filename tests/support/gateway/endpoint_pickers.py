@@ -1,4 +1,4 @@
-"""An endpoint picker over a real port with a router behind it, for tests that play the gateway."""
+"""Endpoint picker on a real port with a router behind it, for tests that play the gateway."""
 
 import asyncio
 import random
@@ -15,7 +15,8 @@ from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.gateway.endpoint_picker import EndpointPicker, open_endpoint_picker
 from fleet.gateway.prompts import ApiPromptReader
-from fleet.gateway.selection import SelectionAwareWorkers, SelectionService
+from fleet.gateway.selected_requests import SelectionAwareWorkers
+from fleet.gateway.selection import SelectionService
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import WorkerJoined
 from fleet.router.server import RouterServer
@@ -36,9 +37,10 @@ a_codec = cache(load_codec)
 
 
 class PickerSetup:
-    """A router with its picker, and a gateway that asks."""
+    """A router with its picker, and a gateway that asks it."""
 
-    def __init__(self, router, picker, selection, gateway, tenants):
+    def __init__(self, machine, router, picker, selection, gateway, tenants):
+        self.machine = machine
         self.router = router
         self.selection = selection
         self.picker = picker
@@ -49,7 +51,7 @@ class PickerSetup:
         return self.gateway.request()
 
     async def one_behind_another(self):
-        """Two requests at a worker that takes one at a time: that which has it, and that which waits."""
+        """Return two requests for a worker that takes one at a time: the running one and the queued one."""
         first, waiting = self.request(), self.request()
         await first.ask(a_completion())
         await waiting.head()
@@ -58,7 +60,7 @@ class PickerSetup:
         return first, waiting
 
     def booked(self):
-        """Requests by worker; of the idle ones nothing."""
+        """Return the number of reserved requests per busy worker."""
         pools = self.router.status().pools
         return {each.worker_id: each.booked_requests for pool in pools for each in pool.workers if each.booked_requests}
 
@@ -70,25 +72,26 @@ class PickerSetup:
         assert self.router.status().active == 0
 
 
-def joined(worker_id, address, role=Role.DECODE, **fields):
+def a_joined_endpoint(worker_id, address, role=Role.DECODE, **fields):
     return WorkerJoined(description=a_description(worker_id=worker_id, role=role, **fields), address=address)
 
 
-D1 = joined("d1", "10.0.0.1:8000")
-D2 = joined("d2", "10.0.0.2:8000")
-ONE_AT_A_TIME = joined("d1", "10.0.0.1:8000", max_running=1)
-P1 = joined("p1", "10.0.1.1:8000", Role.PREFILL)
+D1 = a_joined_endpoint("d1", "10.0.0.1:8000")
+D2 = a_joined_endpoint("d2", "10.0.0.2:8000")
+ONE_AT_A_TIME = a_joined_endpoint("d1", "10.0.0.1:8000", max_running=1)
+P1 = a_joined_endpoint("p1", "10.0.1.1:8000", Role.PREFILL)
 
 
 @asynccontextmanager
 async def a_picker_setup(
     model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings
 ):
-    """With these workers, which need not be there: nothing is sent to them."""
+    """Open a router with these workers; they need not exist, because nothing is sent to them."""
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(UnusedWorkers())
-    router = RouterServer(RouterMachine(RouterSettings(**settings), random.Random(0)), selecting, clock)
+    machine = RouterMachine(RouterSettings(**settings), random.Random(0))
+    router = RouterServer(machine, selecting, clock)
     for worker in workers:
         router.hear(worker)
     generation = Generation(
@@ -108,5 +111,5 @@ async def a_picker_setup(
         open_endpoint_picker(limits, made, connection_seconds=connection_seconds),
         a_gateway(made.address) as gateway,
     ):
-        yield PickerSetup(router, made, selection, gateway, known)
+        yield PickerSetup(machine, router, made, selection, gateway, known)
     threads.close()

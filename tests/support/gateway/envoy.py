@@ -1,4 +1,4 @@
-"""A gateway as an endpoint picker sees it, played by a test: Envoy's side of `ext_proc`."""
+"""Gateway played by a test: Envoy's side of `ext_proc` towards an endpoint picker."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class PickerAnswer(Struct):
-    """What a gateway does with the answer to a request: it goes on to a server, or it is answered."""
+    """The picker's decision about a request: forward it to endpoints, or answer it at once."""
 
     endpoints: list[str] = []
     prefill: str | None = None
@@ -47,7 +47,7 @@ class GatewayRequest:
         await self.call.write(pb.ProcessingRequest(**fields))
 
     async def hears(self) -> pb.ProcessingResponse | None:
-        """None: the picker has ended the call."""
+        """Return the picker's next message, or None after the picker has ended the call."""
         answer = await self.call.read()
         return None if answer is grpc.aio.EOF else answer
 
@@ -76,7 +76,7 @@ class GatewayRequest:
             await self.say(request_body=pb.HttpBody(body=piece, end_of_stream=last))
 
     async def picked(self) -> PickerAnswer:
-        """All that is said of the request."""
+        """Collect the picker's decision about the request."""
         picked = PickerAnswer()
         while not picked.whole:
             answer = await self.hears()
@@ -106,7 +106,7 @@ class GatewayRequest:
     has_no_body = False
 
     async def ask(self, body: bytes, path: str = COMPLETIONS, **head) -> PickerAnswer:
-        """All of it is sent, unless it is answered before: a call that has ended takes nothing more."""
+        """Send the whole request; stop early if the picker answers and ends the call."""
         await self.head(path, **head)
         async with asyncio.TaskGroup() as tasks:
             picked = tasks.create_task(self.picked())
@@ -125,14 +125,14 @@ class GatewayRequest:
         assert (await self.hears()).WhichOneof("response") == "response_headers"
 
     async def answer_goes_on(self, piece: bytes, *, ends: bool = False) -> bytes:
-        """What the client gets of it."""
+        """Pass on a piece of the answer, and return what the client gets."""
         await self.say(response_body=pb.HttpBody(body=piece, end_of_stream=ends))
         passed = (await self.hears()).response_body.response.body_mutation.streamed_response
         assert passed.end_of_stream is ends
         return passed.body
 
     async def over(self) -> None:
-        """The gateway ends the call, and the picker agrees."""
+        """End the call as the gateway, and check that the picker ends it too."""
         await self.call.done_writing()
         assert await self.hears() is None
 
@@ -146,7 +146,7 @@ class Gateway:
         return GatewayRequest(self._stub.Process(timeout=30))
 
     def raw(self):
-        """A call whose messages are the test's own bytes."""
+        """Open a call whose messages are raw bytes."""
         return self.channel.stream_stream(f"/{SERVICE}/Process")(timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""The tiers' side of a hierarchy for tests: what each holds, and commands performed when the test says so."""
+"""Driver of a store hierarchy for tests: it knows what each tier holds, and performs commands on request."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ CRC = 77
 
 
 class HierarchyDriver:
-    """See the module."""
+    """A hierarchy over its machine, with tiers that answer when the test says so."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HierarchyDriver:
         self.collect()
 
     def lose(self, chain):
-        """The pool has these no more."""
+        """Remove these blocks from the pool."""
         for name in chain:
             slot = self.store.slot(name)
             assert self.store.machine.condemn(self.store.digest, name, slot.generation, self.now)
@@ -55,7 +55,7 @@ class HierarchyDriver:
             self.asked.append(transfer)
 
     def perform(self, transfer=None):
-        """Answer one command as a healthy tier would."""
+        """Answer one command like a healthy tier."""
         transfer = transfer or self.waiting.popleft()
         held = self.held[transfer.tier]
         match transfer:
@@ -87,12 +87,12 @@ class HierarchyDriver:
         self.collect()
 
 
-def kinds(below):
+def movement_kinds(below):
     return [(type(transfer).__name__, transfer.tier) for transfer in below.asked]
 
 
 class AdmitNothing:
-    """Admits no block."""
+    """Admission policy that admits no block."""
 
     def admits(self, key, size_bytes, now):
         return False

@@ -1,4 +1,4 @@
-"""The native kernels, from where they were installed or compiled for the tests."""
+"""The native kernels, compiled for the tests."""
 
 import importlib.machinery
 import importlib.util
@@ -15,12 +15,12 @@ import pytest
 from kvstore.native import kernels
 
 SOURCE = Path(kernels.__file__).with_name("kernels.c")
-FLAGS = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # as in pyproject.toml
+FLAGS = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # same as in pyproject.toml
 
 
 @cache
 def native_kernels() -> ModuleType:
-    """Skips the test where there is no compiler."""
+    """Compile the kernels; skip the test where there is no compiler."""
     compiler = shutil.which("cc")
     headers = Path(sysconfig.get_paths()["include"])
     if compiler is None or not (headers / "Python.h").exists():

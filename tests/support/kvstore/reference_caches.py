@@ -1,4 +1,4 @@
-"""Caches written down a second time: plainly, slowly, and from the papers rather than from our policies."""
+"""Reference caches: plain and slow implementations, written from the papers and not from our policies."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_tokens: int) -> int:
-    """Tokens found, as by rules 1 to 4 of `kvstore.eviction.trace_replay`."""
+    """Return the tokens found by rules 1 to 4 of `kvstore.eviction.trace_replay`."""
     total = 0
     for request in requests:
         found = 0
@@ -29,7 +29,7 @@ def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_
 
 
 class ReferenceCache:
-    """`touch` is a use, `order` the end of the same one: a request's blocks are in order, whether they were there or not."""
+    """Base of the caches. `touch` records a use. `order` ends that use, so that blocks of a request are in order, new or not."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
@@ -62,11 +62,11 @@ class ReferenceLru(ReferenceCache):
 
 
 class ReferenceSlru(ReferenceCache):
-    """Two lists, the longest unused first."""
+    """Segmented LRU of two lists, the longest unused block first."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)
-        self.held: set[int] = set()  # in either
+        self.held: set[int] = set()  # in either list
         self.probation: list[int] = []
         self.protected: list[int] = []
 
@@ -102,7 +102,7 @@ class ReferenceSlru(ReferenceCache):
 
 
 class ReferenceS3Fifo(ReferenceCache):
-    """The paper's algorithm 1, with lists whose head is the newest."""
+    """Algorithm 1 of the S3-FIFO paper; the newest block is at the head of a list."""
 
     def __init__(self, capacity: int):
         super().__init__(capacity)

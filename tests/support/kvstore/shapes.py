@@ -1,4 +1,4 @@
-"""Shapes and values of KV blocks, valid by default; for what needs no node."""
+"""Builders of KV block shapes and namespaces with valid defaults, without a node."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ def a_shape(**sizes: int) -> BlockShape:
 
 
 def one_part_per_layer(layout: str, box: Box) -> list[BlockShard]:
-    """The pieces of an engine that keeps each layer in a tensor of its own, in order."""
+    """Return the parts of an engine that keeps each layer in its own tensor, in order."""
     return [BlockShard(layout, Box(Span(layer, 1), box.heads)) for layer in range(box.layers.first, box.layers.end)]
 
 
 def a_typed_namespace(dtype: str = "bfloat16", **fields: Any) -> KvNamespace:
-    """Of small blocks whose size fits the dtype; one that is not known needs its `block_bytes`."""
+    """Return a namespace of small blocks whose size fits the dtype; an unknown dtype needs `block_bytes`."""
     sizes = {"layers": 2, "kv_heads": 4, "block_tokens": 16, "head_dim": 32}
     sizes |= {name: fields.pop(name) for name in tuple(fields) if name in sizes}
     count = sizes["layers"] * sizes["kv_heads"] * sizes["block_tokens"] * sizes["head_dim"]

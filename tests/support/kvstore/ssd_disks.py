@@ -1,4 +1,4 @@
-"""Disks for the SSD tier that fail on command, and tiers on them, valid by default."""
+"""SSD tiers with valid defaults, on disks that fail on request."""
 
 import errno
 import threading
@@ -16,16 +16,16 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.ssd.disk import Disk, DiskFile, DiskSpace, aligned, open_disk
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, keep, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, deadline_in, put_blocks
 
 SEGMENT_BYTES = 256 << 10
-PER_SEGMENT = 20  # records of BLOCK_BYTES, three pages each, between a page of head and two of footer
+PER_SEGMENT = 20  # records of BLOCK_BYTES, three pages each, between one header page and two footer pages
 RECORD_BYTES = BLOCK_BYTES + PAGE_BYTES
 DIGEST = b"namespace-digest"
 
 
 class DiskFaults:
-    """What happens to the operations of every disk that was opened with it. Nothing, by default."""
+    """Faults of all disks that were opened with this object; there are none by default."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -33,15 +33,17 @@ class DiskFaults:
         self.heal()
 
     def heal(self) -> None:
-        """Nothing happens any more."""
+        """Remove all faults."""
         self.read_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.write_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.create_error: OSError | None = None
-        self.space: DiskSpace | None = None  # None: what the file system says
-        self.torn = False  # a write that fails has written its first half
+        self.space: DiskSpace | None = None  # None: the file system's answer
+        self.torn = False  # a failing write has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
         self.before_write: Callable[[str, int], None] = lambda name, offset: None
-        self.read_all: Callable[[Sequence[np.ndarray]], None] = lambda pieces: None  # may change what was read
+        self.read_all: Callable[[Sequence[np.ndarray]], None] = lambda pieces: (
+            None
+        )  # may change the bytes that were read
 
     def fail_reads(self, code: int = errno.EIO) -> None:
         self.read_error = lambda name, offset: OSError(code, "injected")
@@ -101,7 +103,7 @@ class FaultyFile:
         self._faults.reads += 1
         if (error := self._faults.read_error(self._name, offset)) is not None:
             for piece in into:
-                piece[:] = 0xEE  # whatever was there is void
+                piece[:] = 0xEE  # a failed read leaves undefined bytes
             raise error
         count = self._inner.read(into, offset)
         self._faults.read_all(into)
@@ -124,7 +126,7 @@ class FaultyFile:
 
 
 class HoldPoint:
-    """Holds up whoever passes, until it is opened; says when somebody stands there."""
+    """Holds up its callers until it is opened, and reports that one has arrived."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -142,7 +144,7 @@ class HoldPoint:
 
 
 class ShiftedClock:
-    """The real clock, moved on by hand."""
+    """The real clock, moved forward by hand."""
 
     def __init__(self) -> None:
         self._clock = MonotonicClock()
@@ -172,7 +174,7 @@ def a_tier(
     admit_rewrite: Any = None,
     **fields: Any,
 ) -> SsdTier:
-    """A tier of some 100 blocks in five or six segments."""
+    """Open a tier of about 100 blocks in five or six segments."""
     more = {} if admit_rewrite is None else {"admit_rewrite": admit_rewrite}
     return SsdTier.open(
         ssd_settings(*folders, **fields),
@@ -189,12 +191,12 @@ def keys_of(count: int, of: str = "a", first: int = 0) -> list[BlockKey]:
 
 
 def content_of(key: BlockKey, length: int = BLOCK_BYTES) -> np.ndarray:
-    """The only bytes that are right for a key."""
+    """Return the only correct bytes of a key."""
     return a_block(int.from_bytes(key.name, "big"), length)
 
 
 def buffers(count: int, length: int) -> list[np.ndarray]:
-    """Every other one begins on a page, as in a node's pool, the others somewhere."""
+    """Return buffers of which every other one is page-aligned, as in a node's pool."""
     stride = -(-length // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
     memory = aligned(max(count, 1) * stride)
     return [memory[index * stride + index % 2 * 7 :][:length] for index in range(count)]
@@ -206,38 +208,38 @@ def put(
     blocks = buffers(len(keys), length)
     for key, block in zip(keys, blocks, strict=True):
         block[:] = content_of(key, length)
-    return keep(tier, keys, blocks, deadline or soon())
+    return put_blocks(tier, keys, blocks, deadline or deadline_in())
 
 
 def get(
     tier: SsdTier, keys: Sequence[BlockKey], length: int = BLOCK_BYTES, deadline: Nanos | None = None
 ) -> list[BlockOutcome]:
-    """What came of reading blocks; whatever came is compared with what it has to be."""
+    """Read blocks and return the outcomes; compare the bytes of each hit."""
     into = buffers(len(keys), length)
-    answers: list[FetchResult] = tier.get(keys, into, deadline or soon())
+    answers: list[FetchResult] = tier.get(keys, into, deadline or deadline_in())
     for key, block, answer in zip(keys, into, answers, strict=True):
         if answer.outcome is BlockOutcome.MOVED:
             assert np.array_equal(block, content_of(key, length)), f"wrong bytes for {key}"
     return [answer.outcome for answer in answers]
 
 
-def served(tier: SsdTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    """Those of the blocks that can be read."""
+def readable_keys(tier: SsdTier, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Return the keys whose blocks can be read."""
     return [key for key, outcome in zip(keys, get(tier, keys), strict=True) if outcome is BlockOutcome.MOVED]
 
 
-def segments(folder: Path) -> list[Path]:
+def segment_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("segment-*"))
 
 
 def used_bytes(folder: Path) -> int:
-    """As ``du`` counts them."""
+    """Return the allocated bytes, like ``du``."""
     return sum(path.lstat().st_blocks * 512 for path in [folder, *folder.rglob("*")])
 
 
 def record_at(folder: Path, key: BlockKey) -> tuple[Path, int]:
-    """File and offset of a block's record, found by its header."""
-    for path in segments(folder):
+    """Return file and offset of a block's record, found by its header."""
+    for path in segment_files(folder):
         content = path.read_bytes()
         for page in range(0, len(content), PAGE_BYTES):
             if content[page : page + 4] == b"FRec" and content[page + 24 : page + 56] == key.digest + key.name:
@@ -251,7 +253,7 @@ def overwrite(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def flip(path: Path, offset: int, bit: int = 0) -> None:
+def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]

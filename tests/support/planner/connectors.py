@@ -1,4 +1,4 @@
-"""What tests of connectors put at their other end, and in between."""
+"""Doubles for tests of plan connectors: an orchestrator, a wrapper that dies on a write, and a silent port."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 
 class KilledOnWrite:
-    """What writes through it is killed by its first write: before it, or when it is done and not answered yet."""
+    """Wrapper that kills the caller at its first write, before the write or between the write and its answer."""
 
     def __init__(self, behind, write: str, answered: bool, killed: type[BaseException]) -> None:
         self._behind, self._write, self._answered, self._killed = behind, write, answered, killed
@@ -27,9 +27,9 @@ class KilledOnWrite:
 
 
 class FakeOrchestrator:
-    """None of ours: it reads plans and writes reports as the documentation spells them, and has room for so many replicas.
+    """Orchestrator of another project: it reads plans and writes reports in the documented format, and has room for a few replicas.
 
-    `read` gives the plan's text, or nothing; `write` takes a report's.
+    `read` returns the plan's text or nothing; `write` stores a report's text.
     """
 
     def __init__(self, room: int, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]):
@@ -62,7 +62,7 @@ class FakeOrchestrator:
 
 @contextlib.contextmanager
 def silent_port() -> Iterator[int]:
-    """Takes connections, and says nothing."""
+    """Yield a port that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)

@@ -1,4 +1,4 @@
-"""A router's server whose answers the test writes; passes tests/contract/router/test_router.py."""
+"""Fake router server whose answers the test writes; it passes tests/contract/router/test_router.py."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def a_model_card(**fields: object) -> ModelCard:
 
 
 class FakeRouter:
-    """Gives every request the same answer, `step` tokens at a time."""
+    """Router that gives every request the same answer, `step` tokens at a time."""
 
     def __init__(
         self, answer: Sequence[int] = (), *, cards: Sequence[ModelCard] = (a_model_card(),), step: int = 1
@@ -31,11 +31,11 @@ class FakeRouter:
         self.cards = tuple(cards)
         self.step = step
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
-        self.refuse: RequestRejected | None = None  # on entering
-        self.break_after: int | None = None  # steps, then WORKER_LOST
-        self.start_over_after: int | None = None  # steps, then it begins anew, once
+        self.refuse: RequestRejected | None = None  # raised on entering the stream
+        self.break_after: int | None = None  # steps until WORKER_LOST
+        self.start_over_after: int | None = None  # steps until the stream starts over, once
         self.bug: Exception | None = None  # raised while iterating
-        self.hold_after: int | None = None  # steps, then nothing until `release`
+        self.hold_after: int | None = None  # steps until the stream waits for `release`
         self.release = asyncio.Event()
         self.pause_seconds = 0.0  # between steps
         self.cached_blocks = 0  # of the prompt
@@ -79,7 +79,7 @@ class FakeRouter:
         return FakeStream(self, arrived)
 
     async def until(self, what: object, count: int = 1) -> None:
-        """Wait until so many requests are in one of the lists above."""
+        """Wait until one of the lists above holds that many requests."""
         async with asyncio.timeout(60):
             while len(what) < count:  # type: ignore[arg-type]
                 self.changed.clear()

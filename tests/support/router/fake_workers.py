@@ -1,4 +1,4 @@
-"""Workers in memory, played by a test; keeps the promises of tests/contract/router/test_workers_port.py."""
+"""Fake workers in memory, driven by a test; they pass tests/contract/router/test_workers_port.py."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from fleet.router.ports import WorkerUnreachable
 
 
 class FakeWorker:
-    """One worker: hears what the router says to it, and says what the test makes it say."""
+    """One worker: it records the router's messages and sends those of the test."""
 
     def __init__(self, description: WorkerDescription, workers: "FakeWorkers"):
         self.description = description
@@ -63,10 +63,10 @@ class FakeWorker:
 
 
 class FakeWorkers:
-    """Implements `fleet.router.ports.Workers`."""
+    """Implement `fleet.router.ports.Workers`."""
 
     def __init__(self) -> None:
-        self.hear: Callable[[WorkerEvent], None] | None = None  # the router's; told once there is one
+        self.hear: Callable[[WorkerEvent], None] | None = None  # the router's callback; events wait until it is set
         self._untold: list[WorkerEvent] = []
         self._up: dict[WorkerId, FakeWorker] = {}
 
@@ -81,11 +81,11 @@ class FakeWorkers:
         self.tell(WorkerLeft(worker_id=worker_id))
 
     def cut(self, worker_id: WorkerId) -> None:
-        """As when a connection has just broken and nobody has noticed: unreachable, and no event yet."""
+        """Make the worker unreachable without an event, like a broken connection that nobody has noticed."""
         del self._up[worker_id]
 
     def tell(self, event: WorkerEvent) -> None:
-        """At the end of this turn of the event loop: a router is never told from within what it does."""
+        """Deliver the event at the end of this turn of the event loop, never from within a call of the router."""
         self._untold.append(event)
         asyncio.get_running_loop().call_soon(self._tell)
 
@@ -96,7 +96,7 @@ class FakeWorkers:
             self.hear(event)
 
     async def settle(self) -> None:
-        """Wait until the router has heard everything."""
+        """Wait until the router has received every event."""
         async with asyncio.timeout(60):
             while self._untold:
                 await asyncio.sleep(0)
@@ -113,7 +113,7 @@ class FakeWorkers:
 
 
 class UnusedWorkers:
-    """Workers that must not be asked for anything."""
+    """Workers that must receive nothing."""
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         raise AssertionError("work was sent")

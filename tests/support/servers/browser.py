@@ -1,6 +1,6 @@
-"""A real browser for tests: Chromium without a window, told what to do through its debugging pipe.
+"""Headless Chromium for tests, driven through its debugging pipe.
 
-Messages of the DevTools protocol are JSON, each ended by a zero byte: to the browser by its file descriptor 3, from it by 4.
+Messages of the DevTools protocol are JSON and end with a zero byte. Tests write to descriptor 3 of the browser and read from its 4.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Any, Self
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ABSENT = "no chromium found: apt-get install chromium"
 
-PATIENCE = 60.0  # seconds, for any one answer: machines that test are busy
+PATIENCE = 60.0  # seconds to wait for any answer, generous for busy test machines
 
 OPTIONS = (
     "--headless",
@@ -34,16 +34,16 @@ OPTIONS = (
 
 
 class Browser:
-    """One process, and the pages in it."""
+    """One browser process and its pages."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None, ABSENT
-        # Theirs lie above 3 and 4, which they become in the new process.
+        # The child's ends get numbers above 3 and 4, because the child duplicates them onto 3 and 4.
         theirs_in, self._out = _pipe()
         self._in, theirs_out = _pipe()
         self._process = subprocess.Popen(
             [
-                "bash",  # whose file descriptors may have more than one digit
+                "bash",  # bash accepts descriptor numbers of more than one digit
                 "-c",
                 f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-',
                 CHROMIUM,
@@ -67,7 +67,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._out)  # it ends when nobody can tell it anything
+        os.close(self._out)  # the browser exits when its pipe closes
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ class Browser:
         os.close(self._in)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Have it do something; events that come meanwhile are kept."""
+        """Call a method and return its result; keep the events that arrive meanwhile."""
         self._calls += 1
         message: dict[str, Any] = {"id": self._calls, "method": method, "params": parameters}
         if session is not None:
@@ -90,7 +90,7 @@ class Browser:
             self.events.append(answer)
 
     def wait(self, method: str, session: str) -> dict[str, Any]:
-        """The first event of that kind, which may have come already."""
+        """Return the first event of that kind, also when it arrived earlier."""
         while True:
             for event in self.events:
                 if (event.get("method"), event.get("sessionId")) == (method, session):
@@ -111,7 +111,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Reading and writing end, both above all descriptors that mean something to somebody."""
+    """Return a reading and a writing end, both above the well-known descriptors."""
     low = os.pipe()
     reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     _close(low)
@@ -124,7 +124,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 class BrowserPage:
-    """A file, opened and drawn, and all that happened while it was."""
+    """One file opened in the browser, with everything that happened while it was drawn."""
 
     def __init__(self, browser: Browser, path: Path, *, width: int = 1280, dark: bool = False) -> None:
         self._browser = browser
@@ -145,25 +145,25 @@ class BrowserPage:
         return self._browser.call(method, self._session, **parameters)
 
     def ask(self, expression: str) -> Any:
-        """What a JavaScript expression comes to on the page; the page's own policy does not hold for it."""
+        """Evaluate a JavaScript expression on the page; the page's content policy does not apply to it."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """All of it as PNG."""
+        """Save the whole page as PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     @property
     def asked_for(self) -> list[str]:
-        """Addresses that it tried to get, itself left out."""
+        """Return the addresses that the page requested, except its own."""
         sent = self._seen("Network.requestWillBeSent")
         return [url for each in sent if (url := each["request"]["url"]) != self._url]
 
     @property
     def complaints(self) -> list[dict[str, Any]]:
-        """What the browser, or a script, said in the console or in a dialog, and what a script failed with."""
+        """Return console messages, dialogs and uncaught script errors."""
         kinds = (
             "Runtime.consoleAPICalled",
             "Runtime.exceptionThrown",
@@ -173,6 +173,6 @@ class BrowserPage:
         return [event for kind in kinds for event in self._seen(kind)]
 
     def _seen(self, method: str) -> list[dict[str, Any]]:
-        self.ask("0")  # whatever came before is here now
+        self.ask("0")  # all earlier events have arrived when this call returns
         mine = (event for event in self._browser.events if event.get("sessionId") == self._session)
         return [event["params"] for event in mine if event["method"] == method]

@@ -1,7 +1,7 @@
-"""Proxies before real servers that damage what the servers say.
+"""Proxies in front of real servers that damage the answers.
 
-One passes bytes on and damages by chance, but the same for a seed, as far as threads allow, or each long piece at the same
-place. The other one understands HTTP, and so can give bodies that are wrong within answers that are well-formed.
+`DamagingProxy` forwards bytes. It damages pieces at random with a seed, or each long piece in the same way. `DamagingHttpProxy`
+understands HTTP, so that it can send wrong bodies in well-formed answers.
 """
 
 import http.client
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 PIECE_BYTES = 1 << 14
-WHOLE_PIECES = 6  # between two damages, on average
-LONG_PIECE_BYTES = 1000  # of a block, and not of a greeting
+WHOLE_PIECES = 6  # between two damaged pieces, on average
+LONG_PIECE_BYTES = 1000  # longer than a greeting, shorter than a block
 
 
 class DamagingProxy:
-    """Passes everything on while `forwards_unchanged`; else now and then cuts, flips, leaves out, repeats or invents."""
+    """Proxy that cuts, flips, drops, repeats or invents bytes now and then, unless `forwards_unchanged` is set."""
 
     def __init__(
         self,
@@ -27,16 +27,16 @@ class DamagingProxy:
         seed: int,
         damage: Callable[[bytes], bytes] | None = None,
     ):
-        """Listens at once.
+        """Start to listen at once.
 
         Args:
-            server: Where what comes is passed on.
-            inventions: What the server never said.
-            seed: Of the chance.
-            damage: What is made of each long piece instead, with nothing left to chance.
+            server: Address of the real server.
+            inventions: Bytes that the server never sent.
+            seed: Seed of the random damage.
+            damage: Function that changes each long piece, instead of random damage.
         """
         self.forwards_unchanged = False
-        self.refuses_connections = False  # whoever connects from now on
+        self.refuses_connections = False  # for new connections
         self._damage = damage
         self.damages = 0
         self._server = server
@@ -128,13 +128,13 @@ def a_damaging_proxy(
 
 
 def with_a_flipped_bit(content: bytes) -> bytes:
-    """The same, but for a bit in the middle."""
+    """Return the bytes with one flipped bit in the middle."""
     at = len(content) // 2
     return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :] if content else content
 
 
 class DamagingHttpProxy(http.server.ThreadingHTTPServer):
-    """Passes requests on, and damages the bodies of answers to GET until it `forwards_unchanged`."""
+    """Proxy that damages the bodies of answers to GET, until `forwards_unchanged` is set."""
 
     daemon_threads = True
 
@@ -150,7 +150,7 @@ class DamagingHttpProxy(http.server.ThreadingHTTPServer):
         return self.server_port
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that leave."""
+        """Log nothing about clients that leave."""
 
 
 class _ForwardingHandler(http.server.BaseHTTPRequestHandler):
@@ -182,7 +182,7 @@ class _ForwardingHandler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_DELETE = _pass_on  # noqa: N815 - named by the library
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the library's name
-        """Say nothing about requests."""
+        """Log nothing about requests."""
 
 
 @contextmanager

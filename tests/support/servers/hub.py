@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on loopback, as its official client knows it: repositories, their commits, files in git and beside it, tokens."""
+"""Fake Hugging Face Hub on loopback for the official client: repositories, commits, files in git and LFS, tokens."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ HOLD_SECONDS = 60
 
 
 class HubRepository:
-    """A folder as a repository with one branch."""
+    """A folder served as a repository with one branch."""
 
     def __init__(self, folder: Path, **others: bytes) -> None:
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | others
         self.gated = ""
-        """The token of the only one who was let in; empty: everybody is."""
+        """Token that may read the repository; empty if everybody may."""
 
     @property
     def commit(self) -> str:
@@ -39,29 +39,29 @@ class HubRepository:
 
 
 class FakeHub:
-    """What it has, what it was asked, and how it misbehaves."""
+    """The hub: its repositories, the requests that it got, and its faults."""
 
     def __init__(self) -> None:
         self.repos: dict[str, HubRepository] = {}
         self.token = ""
-        """The only one that is known; a request with another is refused."""
+        """The only valid token; requests with another one are rejected."""
 
         self.asked: list[tuple[str, str]] = []
         """Method and path of every request."""
 
         self.authorised: list[str] = []
-        """What requests had in the header Authorization, if they had it."""
+        """Values of the header Authorization."""
 
         self.failing = 0
-        """Requests that are answered with 503 before it gets over it."""
+        """Number of requests that still get a 503."""
 
         self.held = ""
-        """Of this file only half is sent until `go_on`."""
+        """File of which only one half is sent until `go_on`."""
 
         self.holding = threading.Event()
         self.going_on = threading.Event()
         self.sizes: dict[str, int] = {}
-        """What it says in place of the truth."""
+        """File sizes that the hub reports instead of the real ones."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_HubHandler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -73,7 +73,7 @@ class FakeHub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def sent(self, name: str) -> int:
-        """How often a file was asked for as a whole."""
+        """Return how often a file was requested as a whole."""
         return sum(method == "GET" and path.endswith(f"/{name}") for method, path in self.asked)
 
     def go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""Real servers for tests, each in a process of its own: killed, frozen and started again at the same address."""
+"""Real servers for tests, each in its own process; they can be killed, frozen and restarted at the same address."""
 
 import atexit
 import functools
@@ -25,7 +25,7 @@ PORTS = 10_000  # to choose from
 
 
 def a_free_port() -> int:
-    """One that stays free until somebody means to listen there: the system gives it to nobody who leaves the choice to it."""
+    """Return a port outside the ephemeral range, which the system gives to nobody by itself."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     for _ in range(100):
         port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
@@ -36,7 +36,7 @@ def a_free_port() -> int:
 
 
 class ServerProcess:
-    """One command that listens somewhere. Its output goes to a file in its folder."""
+    """A command that listens; its output goes to a file in its folder."""
 
     def __init__(self, command: list[str], folder: Path, listens):
         self.command = command
@@ -58,7 +58,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         if self.process.poll() is None:
-            self.process.kill()  # ends a frozen one as well
+            self.process.kill()  # ends a frozen process too
         self.process.wait(60)
 
     def freeze(self) -> None:
@@ -80,7 +80,7 @@ def can_connect(address: str | tuple[str, int]) -> bool:
 
 
 class RedisServer(ServerProcess):
-    """A server on a Unix socket, and on a port; forgets everything when it ends."""
+    """Redis on a Unix socket and a port; it loses its data when it ends."""
 
     def __init__(self, folder: Path, *options: str):
         executable = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -95,14 +95,14 @@ class RedisServer(ServerProcess):
         super().__init__(command, folder, lambda: can_connect(str(self.socket)))
 
     def client(self, **options):
-        """A client of its own, for what a test plants and looks at."""
+        """Return a separate client, with which a test plants and reads data."""
         import redis
 
         return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, **options)
 
 
 class S3Server(ServerProcess):
-    """Moto's server; buckets and objects are forgotten when it ends."""
+    """Moto's S3 server; it loses its data when it ends."""
 
     def __init__(self, folder: Path):
         self.port = a_free_port()
@@ -112,7 +112,7 @@ class S3Server(ServerProcess):
 
     @functools.cached_property
     def client(self):
-        """A client of its own, for what a test plants and looks at."""
+        """Return a separate client, with which a test plants and reads data."""
         import boto3
 
         return boto3.session.Session().client(
@@ -127,7 +127,7 @@ class S3Server(ServerProcess):
 
 @contextmanager
 def s3_credentials() -> Iterator[None]:
-    """Where the library looks for them first. The test server takes any."""
+    """Set the environment variables that the library reads first; the test server accepts any credentials."""
     with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "s"}):
         yield
 
@@ -154,7 +154,7 @@ def an_s3_server() -> Iterator[S3Server]:
 
 @functools.cache
 def shared_redis() -> RedisServer:
-    """One for the whole test run, for tests that keep to keys of their own and change nothing about it."""
+    """Return one server for the whole test run, for tests that use keys of their own and change no setting."""
     return _until_exit(RedisServer)
 
 
@@ -169,7 +169,7 @@ def _until_exit(kind):
     owner = os.getpid()
 
     def end() -> None:
-        if os.getpid() == owner:  # a forked child has inherited this
+        if os.getpid() == owner:  # a forked child inherits this handler
             server.kill()
             shutil.rmtree(folder, ignore_errors=True)
 

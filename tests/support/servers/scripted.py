@@ -1,4 +1,4 @@
-"""A TCP server that says what it was told to say, whatever it hears."""
+"""TCP server that sends scripted bytes, whatever it receives."""
 
 import socket
 import threading
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Script:
-    says: tuple[bytes, ...]  # each after something was heard
-    hold: bool = False  # then keeps silent, instead of ending the connection
-    drip: bytes = b""  # said before that byte by byte, for as long as anybody listens
+    says: tuple[bytes, ...]  # each part follows one received message
+    hold: bool = False  # keep silent at the end instead of closing
+    drip: bytes = b""  # sent byte by byte before the end, while the client listens
 
 
 @contextmanager
 def a_scripted_server(script: Script) -> Iterator[int]:
-    """Its port. The script begins anew with each connection."""
+    """Yield the port; each connection starts the script anew."""
     over = threading.Event()
     held: list[socket.socket] = []
     listener = socket.create_server(("127.0.0.1", 0))
@@ -39,7 +39,7 @@ def a_scripted_server(script: Script) -> Iterator[int]:
                         break
                 if not script.hold:
                     connection.shutdown(socket.SHUT_WR)
-            held.append(connection)  # closing with unread bytes would take back what was said
+            held.append(connection)  # closing a socket with unread bytes would discard the sent ones
 
     thread = threading.Thread(target=serve)
     thread.start()

@@ -1,4 +1,4 @@
-"""The way to a server, which tests can cut."""
+"""TCP proxy in front of a server whose connections a test can cut."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from tests.support.servers.processes import a_free_port
 
 
 class SeverableProxy:
-    """A proxy on the way to a server, to be cut."""
+    """A proxy to a local port; `close` cuts all its connections."""
 
     def __init__(self, to: int) -> None:
         self._to = to

@@ -1,4 +1,4 @@
-"""Configs of well-known models, as far as their sizes go."""
+"""Model configs with the sizes of well-known models."""
 
 from typing import Any
 

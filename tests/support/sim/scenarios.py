@@ -1,4 +1,4 @@
-"""A scenario of `fleet sim`. Its model is in a file of the same folder: `tests.support.sim.model_configs.LLAMA_8B`, say."""
+"""Scenario of `fleet sim`. It reads its model from `model.json` in the same folder, for example `LLAMA_8B`."""
 
 SCENARIO = """
 model = "model.json"

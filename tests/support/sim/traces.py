@@ -1,4 +1,4 @@
-"""The cuts of public traces in tests/data, read once."""
+"""Excerpts of public traces in tests/data, read once."""
 
 from functools import cache
 from pathlib import Path

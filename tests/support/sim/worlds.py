@@ -1,4 +1,4 @@
-"""Small clusters in virtual time, with the router's own machine, and what runs on them."""
+"""Small clusters in virtual time with the router's own machine, and their workloads."""
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.roles import Role
@@ -10,14 +10,15 @@ from fleet.sim.engine.attempts import EngineLimits
 from fleet.sim.kernel import Kernel
 from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.run import RunPlan, RunResult, simulate
-from fleet.sim.workload.traffic import DrawnWorkload, requests_of
+from fleet.sim.workload.drawn import DrawnWorkload
+from fleet.sim.workload.traffic import requests_of
 from fleet.sim.world import World
 
 BLOCK = 16
 
 
 class LinearStepTimes:
-    """About a small model: 2 ms a step, 20 µs a prompt token, 0.1 ms a sequence."""
+    """Step times of a small model: 2 ms a step, 20 µs a prompt token, 0.1 ms a sequence."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         return 0.002 + 2e-5 * prefill_tokens + 1e-4 * decodes + 1e-8 * decode_context
@@ -62,7 +63,7 @@ def a_plan(
 
 
 def a_world(kernel: Kernel, plan: RunPlan, record=None) -> tuple[World, list[EndedRequest]]:
-    """A cluster, and the requests that are over."""
+    """Return a simulated world and the list of its ended requests."""
     ended: list[EndedRequest] = []
     world = World(
         kernel,

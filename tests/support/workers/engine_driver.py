@@ -1,4 +1,4 @@
-"""Driving an engine by hand: submit, collect, and watch that it keeps the promises of its port."""
+"""Drivers for engines: submit attempts, collect their output, and check the contract of the engine port."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ _numbers = count()
 
 
 def fresh_prompt(num_tokens: int) -> TokenBytes:
-    """A prompt that no engine has seen: tests may share engines that are slow to start."""
+    """Return a prompt that no engine has seen, because tests share engines that are slow to start."""
     chance = random.Random(next(_numbers))
     return token_bytes(chance.randrange(300, 4000) for _ in range(num_tokens))
 
@@ -32,8 +32,8 @@ def greedy(max_tokens: int, **fields) -> Sampling:
     return Sampling(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **fields})
 
 
-def work(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREGATED, **fields) -> Start:
-    """A piece of work under a name of its own."""
+def an_attempt(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREGATED, **fields) -> Start:
+    """Build an attempt with an id of its own."""
     return Start(
         **{
             "request_id": RequestId(f"work-{next(_numbers)}"),
@@ -46,7 +46,7 @@ def work(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.AGGREG
 
 
 class EngineDriver:
-    """An engine with someone who reads what it says."""
+    """An engine whose output is collected."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -72,19 +72,19 @@ class EngineDriver:
         return self.ends[start.request_id]
 
     async def do(self, start: Start) -> tuple[tuple[int, ...], Progress]:
-        """Submit and wait for the end: all tokens, and the last progress."""
+        """Submit and wait for the end; return all tokens and the last progress."""
         self.submit(start)
         end = await self.end_of(start)
         assert isinstance(end, Progress), end
         return self.tokens[start.request_id], end
 
     async def until(self, condition) -> None:
-        """Wait for something that changes with outputs or cache events."""
+        """Wait for a condition that changes with outputs or cache events."""
         async with asyncio.timeout(SECONDS), self._news:
             await self._news.wait_for(condition)
 
     async def idle(self) -> None:
-        """Wait until nothing runs and no block is held; leases have to be given back, not to expire (30 s)."""
+        """Wait until nothing runs and no block is held; leases must be released, since they expire only after 30 s."""
         await until(lambda: self.engine.load() == IDLE)
 
     async def read_outputs(self) -> None:
@@ -125,8 +125,8 @@ class EngineDriver:
 
 
 @asynccontextmanager
-async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
-    """Read what these engines say, while the context is open."""
+async def driven_engines(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
+    """Collect the output of these engines while the context is open."""
     drivers = [EngineDriver(engine) for engine in engines]
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -135,7 +135,7 @@ async def driven(*engines: Engine) -> AsyncIterator[list[EngineDriver]]:
         yield drivers
 
 
-async def split(
+async def run_disaggregated(
     prefill: EngineDriver,
     decode: EngineDriver,
     tokens: TokenBytes,
@@ -146,28 +146,28 @@ async def split(
     pass_first_token: bool = True,
     **fields,
 ) -> tuple[tuple[int, ...], Progress, Progress]:
-    """Prefill on one engine, decode on the other, as a router does it: all tokens, and both ends.
+    """Prefill on one engine and decode on the other, as a router does; return all tokens and both ends.
 
     Args:
-        between: What happens to the hand-off on its way.
-        pass_first_token: Whether the decode side begins after the token that the prefill side sampled.
+        between: Changes the handoff on its way.
+        pass_first_token: Let the decode side begin after the token that the prefill side sampled.
     """
-    first, prefilled = await prefill.do(work(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
+    first, prefilled = await prefill.do(an_attempt(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
     assert prefilled.handoff is not None, prefilled
     handoff: Handoff = between(prefilled.handoff)
     if pass_first_token:
         tokens, max_tokens = tokens + token_bytes(first), max_tokens - 1
-    rest, decoded = await decode.do(work(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
+    rest, decoded = await decode.do(an_attempt(tokens, max_tokens, phase=Phase.DECODE, handoff=handoff, **fields))
     return (first + rest if pass_first_token else rest), prefilled, decoded
 
 
 def reported_early_and_late(told: list[KvReport], early: KvReport, late: KvReport) -> bool:
-    """Whether an engine has said the one with its first tokens and the other with its last; they may have come at once."""
+    """Return whether the engine reported `early` with its first tokens and `late` with its last; both may have come at once."""
     return told in ([early, late], [late])
 
 
 def without_tiers(report: KvReport | None) -> KvReport:
-    """What an engine says with its first tokens, when it does not know yet which tiers of a store its blocks came from."""
+    """Return the report that an engine sends with its first tokens, before it knows the store tiers of its blocks."""
     assert report is not None
     origins = [msgspec.structs.replace(origin, tier="") for origin in report.origins]
     return msgspec.structs.replace(report, origins=tuple(dict.fromkeys(origins)))

@@ -1,4 +1,4 @@
-"""Simulated engines in any layout, and a router with workers that run them in processes of their own."""
+"""Simulated engines in any layout, and a router with workers that run them in their own processes."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ from workers.settings import SimulatedSettings, WorkerSettings
 BLOCK_TOKENS, BLOCK_BYTES = 32, 2048
 
 
-def simulated(
+def simulated_worker(
     store: str = "", tp: int = 1, layout: str = "HND", role: Role = Role.BOTH, paths=(KvPath.STORE,), **fields
 ) -> WorkerSettings:
     told = SimulatedSettings(
@@ -50,12 +50,12 @@ def simulated(
 
 
 def namespace() -> KvNamespace:
-    """Of what these engines write, whatever their layout."""
-    return engine.namespace_of(simulated(), engine._model(simulated()))
+    """Return the namespace of these engines' blocks; it does not depend on the layout."""
+    return engine.namespace_of(simulated_worker(), engine._model(simulated_worker()))
 
 
 @asynccontextmanager
-async def a_router(*told: WorkerSettings, store: str, **fields) -> AsyncIterator[RouterServer]:
+async def a_router_with_workers(*told: WorkerSettings, store: str, **fields) -> AsyncIterator[RouterServer]:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]

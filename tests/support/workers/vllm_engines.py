@@ -1,4 +1,4 @@
-"""Real vLLM engines on an event loop of their own, shared by the tests of a module since they start slowly."""
+"""Real vLLM engines on their own event loop, shared by the tests of a module because they start slowly."""
 
 import asyncio
 import gc
@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from kvstore.namespace import KvNamespace
-from tests.support.workers.engine_driver import EngineDriver, driven
+from tests.support.waiting import until
+from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.vllm.engine import open_engine
 from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-START_SECONDS = 240  # for two engines, on a machine that does other things as well
+START_SECONDS = 240  # for two engines on a busy machine
 TEST_SECONDS = 120
 
 Result = TypeVar("Result")
@@ -40,7 +41,7 @@ def vllm_worker(
 
 
 def tiny_namespace(model_dir: Path) -> KvNamespace:
-    """Of the blocks of the built-in model, field by field."""
+    """Return the namespace of the built-in model's blocks, field by field."""
     return KvNamespace(
         model="tiny",
         revision=weights_revision(model_dir),
@@ -63,7 +64,7 @@ class VllmEngines:
         self.ended: Future[None] = Future()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do `work` where the engines are."""
+        """Run a coroutine on the engines' event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TEST_SECONDS)
 
     def stop(self) -> None:
@@ -88,7 +89,7 @@ def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
         thread.join(60)
         assert not thread.is_alive(), "the engines do not stop"
         engines.forget()
-        gc.collect()  # vLLM leaves sockets to the collector, which complains; now nobody listens
+        gc.collect()  # vLLM leaves sockets to the collector, whose warnings must not reach a test
 
 
 async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]") -> None:
@@ -99,12 +100,10 @@ async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]"
             for number, each in enumerate(settings, 1):
                 opened.append(loop.create_future())
                 tasks.create_task(_hold(each, opened[-1], over))
-                while (
-                    not opened[-1].done() and _cores() < others + number
-                ):  # each is told much by this process's environment
-                    await asyncio.sleep(0.02)
+                # Engines take settings from the environment of this process, so start them one by one.
+                await until(lambda: opened[-1].done() or _cores() >= others + number, START_SECONDS)  # noqa: B023 - awaited here
             try:
-                async with driven(*[await each for each in opened]) as drivers:
+                async with driven_engines(*[await each for each in opened]) as drivers:
                     ready.set_result(VllmEngines(loop, stopping, drivers))
                     await stopping.wait()
             finally:
@@ -122,5 +121,5 @@ async def _hold(settings: WorkerSettings, opened: "asyncio.Future[Engine]", over
 
 
 def _cores() -> int:
-    """Processes of vLLM's engines that this one has started."""
+    """Return how many engine processes of vLLM this process has started."""
     return sum(process.name.startswith("EngineCore") for process in multiprocessing.active_children())

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, and a router that speaks to it by hand."""
+"""A worker in its own process, and a router played by hand."""
 
 import asyncio
 import json
@@ -20,10 +20,7 @@ SECONDS = 60  # for a process to start or to end
 
 
 class WorkerProcess:
-    """Started by `start`; `terminate`, `kill`, `freeze` and `thaw` are what happens to it.
-
-    What it says on standard error goes to `log`, else where the tests' own goes.
-    """
+    """A worker process. Its standard error goes to the file `log`, or to that of the tests."""
 
     def __init__(self, folder: Path, settings: WorkerSettings, log: Path | None = None) -> None:
         self.settings = settings
@@ -33,7 +30,7 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.address = ""  # of its streams
         self.control = ""  # of its gRPC port
-        self.endpoints: dict[str, str] = {}  # all that it announced
+        self.endpoints: dict[str, str] = {}  # all announced addresses
 
     async def start(self) -> None:
         await self.spawn()
@@ -49,12 +46,12 @@ class WorkerProcess:
             )
 
     async def ready(self) -> None:
-        """Wait until it says where it is."""
+        """Wait until the worker announces its addresses."""
         assert self.process is not None
         assert self.process.stdout is not None
         async with asyncio.timeout(SECONDS):
             while (line := await self.process.stdout.readline()) and not line.startswith(b"{"):
-                pass  # vLLM's libraries say something there as well
+                pass  # vLLM's libraries print other lines too
         assert line, "the worker ended before it was ready"
         self.endpoints = json.loads(line)
         self.address, self.control = self.endpoints.get("stream", ""), self.endpoints.get("grpc", "")
@@ -81,7 +78,7 @@ class WorkerProcess:
             return await self.process.wait()
 
     async def close(self) -> None:
-        """Whatever has become of it."""
+        """Kill the process if it still runs."""
         if self.process is None:
             return
         if self.process.returncode is None:
@@ -100,10 +97,10 @@ async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncItera
 
 
 class StreamEnded(Exception):
-    """Nothing more comes on a stream.
+    """The stream has ended.
 
     Attributes:
-        reason: As the worker gave it; empty: it gave none.
+        reason: The worker's reason, or empty if it gave none.
     """
 
     def __init__(self, reason: str):
@@ -112,7 +109,7 @@ class StreamEnded(Exception):
 
 
 class RouterStream:
-    """One router's stream to one worker."""
+    """A router's stream to one worker."""
 
     def __init__(self, connection: FrameConnection) -> None:
         self.connection = connection
@@ -139,7 +136,7 @@ class RouterStream:
         self.connection.send(message.SerializeToString())
 
     async def until(self, found):
-        """Read until `found` of a message is not None, and return that."""
+        """Read until `found` returns something other than None for a message, and return that."""
         async with asyncio.timeout(SECONDS):
             while True:
                 message = await self._inbox.get()
@@ -150,7 +147,7 @@ class RouterStream:
                     return result
 
     async def ended(self) -> str:
-        """Read to the end; returns the reason."""
+        """Read to the end and return the reason."""
         try:
             await self.until(lambda message: None)
         except StreamEnded as end:
@@ -161,7 +158,7 @@ class RouterStream:
         return await self.until(lambda message: message if isinstance(message, kind) else None)
 
     async def do(self, start):
-        """Start and wait for the end: its tokens, and the last progress or the rejection."""
+        """Start an attempt and wait for its end; return its tokens and the last progress or the rejection."""
         await self.say(start)
         return await self.end_of(start.request_id)
 
@@ -199,7 +196,7 @@ async def a_router_stream(address: str, router_id: str = "router") -> AsyncItera
 
 @asynccontextmanager
 async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
-    """A stream on which nothing was said."""
+    """Open a stream on which nothing was sent."""
     opened: list[RouterStream] = []
 
     def accept(connection: FrameConnection) -> RouterStream:
@@ -214,5 +211,5 @@ async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
         connection.abort()
 
 
-def raw(**fields) -> pb.RouterMessage:
+def a_raw_message(**fields) -> pb.RouterMessage:
     return pb.RouterMessage(**fields)

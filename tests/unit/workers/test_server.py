@@ -26,7 +26,7 @@ from fleet.core.work import (
 from kvstore.block import chain
 from tests.support.stopwatch import at_most
 from tests.support.waiting import until
-from tests.support.workers.engine_driver import fresh_prompt, greedy, work
+from tests.support.workers.engine_driver import an_attempt, fresh_prompt, greedy
 from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated.launch import open_engine
 from workers.machine import LifePhase
@@ -55,7 +55,7 @@ def settings(**fields) -> WorkerSettings:
 
 
 class Router:
-    """Someone at the other end of a session: implements `workers.ports.Outlet`."""
+    """The router's end of a session; implements `workers.ports.Outlet`."""
 
     def __init__(self, *, full: bool = False) -> None:
         self.full = full
@@ -110,7 +110,7 @@ class Router:
         return [one for step in self.all(Step) for one in step.progress if one.request_id == request_id]
 
     async def end_of(self, request_id: RequestId):
-        """The last progress, or the rejection."""
+        """Return the last progress, or the rejection."""
 
         def ends() -> list:
             finished = [one for one in self.progress(request_id) if one.finish is not None]
@@ -159,7 +159,7 @@ async def a_worker(told: WorkerSettings | None = None, clock: Clock | None = Non
         running.task.cancel()
 
 
-async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is():
+async def test_router_first_gets_description_cache_and_load():
     async with a_worker() as worker, worker.router() as router:
         await router.until(lambda: len(router.heard) >= 3)
 
@@ -172,9 +172,9 @@ async def test_a_router_hears_who_the_worker_is_what_it_holds_and_how_busy_it_is
         assert load == LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 
-async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
+async def test_decode_step_is_one_message_for_all_requests():
     async with a_worker() as worker, worker.router() as router:
-        starts = [work(fresh_prompt(40), 20) for _ in range(4)]
+        starts = [an_attempt(fresh_prompt(40), 20) for _ in range(4)]
         for start in starts:
             router.session.receive(start)
         for start in starts:
@@ -186,10 +186,10 @@ async def test_one_decode_step_is_one_message_for_all_requests_of_a_router():
         assert max(len(step.progress) for step in router.all(Step)) == 4
 
 
-async def test_blocks_that_nobody_fetches_keep_a_worker_no_longer_than_their_lease():
+async def test_unfetched_blocks_keep_worker_no_longer_than_their_lease():
     brief = SimulatedSettings(speedup=20, kv_blocks=64, direct_lease_ms=200)
     async with a_worker(settings(role=Role.PREFILL, simulated=brief)) as worker, worker.router() as router:
-        start = work(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
+        start = an_attempt(fresh_prompt(40), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
         router.session.receive(start)
         await router.end_of(start.request_id)
         lender = worker.server._engine.lender
@@ -202,7 +202,7 @@ async def test_blocks_that_nobody_fetches_keep_a_worker_no_longer_than_their_lea
 
 async def test_steps_of_different_routers_do_not_mix():
     async with a_worker() as worker, worker.router("a") as a, worker.router("b") as b:
-        same = work(fresh_prompt(20), 6)
+        same = an_attempt(fresh_prompt(20), 6)
         a.session.receive(same)
         b.session.receive(same)
 
@@ -214,17 +214,17 @@ async def test_steps_of_different_routers_do_not_mix():
         assert len(tokens[0]) == 6
 
 
-async def test_a_router_that_connects_later_hears_the_whole_cache_and_then_every_change():
+async def test_late_router_gets_whole_cache_then_every_change():
     async with a_worker() as worker, worker.router("early") as early:
         for _ in range(4):
-            start = work(fresh_prompt(500), 2)  # 15 full blocks of 64: some are evicted again
+            start = an_attempt(fresh_prompt(500), 2)  # 15 full blocks of 64: some are evicted again
             early.session.receive(start)
             await early.end_of(start.request_id)
 
         async with worker.router("late") as late:
             await late.until(lambda: late.cached == early.cached)
             assert len(late.cached) > 45
-            last = work(fresh_prompt(500), 2)
+            last = an_attempt(fresh_prompt(500), 2)
             early.session.receive(last)
             names = set(chain(last.tokens, 32))
             await late.until(lambda: names <= late.cached.keys())
@@ -232,9 +232,9 @@ async def test_a_router_that_connects_later_hears_the_whole_cache_and_then_every
             assert len(late.cached) <= 64
 
 
-async def test_hand_offs_name_the_worker_that_holds_the_blocks():
+async def test_handoffs_name_the_worker_that_holds_the_blocks():
     async with a_worker() as worker, worker.router() as router:
-        start = work(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
+        start = an_attempt(fresh_prompt(100), phase=Phase.PREFILL, kv_path=KvPath.DIRECT)
         router.session.receive(start)
 
         end = await router.end_of(start.request_id)
@@ -243,9 +243,9 @@ async def test_hand_offs_name_the_worker_that_holds_the_blocks():
         assert end.handoff.num_tokens == 96
 
 
-async def test_cancelling_ends_the_work():
+async def test_cancel_ends_the_work():
     async with a_worker() as worker, worker.router() as router:
-        start = work(fresh_prompt(10), 2000)
+        start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
         await router.until(lambda: router.progress(start.request_id))
 
@@ -256,31 +256,31 @@ async def test_cancelling_ends_the_work():
 
 
 async def freed(worker: Running) -> None:
-    """Long before the work could have ended by itself."""
+    """Wait until the blocks are free, long before the work could have ended by itself."""
     with at_most(2):
         await until(lambda: not (worker.server.held or worker.server._engine.load().kv_blocks_used))
 
 
-async def test_a_router_that_leaves_takes_its_work_with_it():
+async def test_disconnected_routers_work_is_cancelled():
     async with a_worker(settings(speedup=1)) as worker:
         async with worker.router() as router:
             for _ in range(20):
-                router.session.receive(work(fresh_prompt(10), 2000))
+                router.session.receive(an_attempt(fresh_prompt(10), 2000))
             await router.until(lambda: router.all(Step))
             assert worker.server.held == 20
 
         await freed(worker)
 
 
-async def test_a_router_that_does_not_read_is_cut_and_others_are_not():
+async def test_router_that_does_not_read_is_cut_alone():
     told = settings(stream_buffer=16, speedup=1, kv_blocks=256)
     async with (
         a_worker(told) as worker,
         worker.router("reads") as reads,
         worker.router("sleeps", full=True) as sleeps,
     ):
-        sleeps.session.receive(work(fresh_prompt(10), 4000))
-        ours = work(fresh_prompt(10), 50)
+        sleeps.session.receive(an_attempt(fresh_prompt(10), 4000))
+        ours = an_attempt(fresh_prompt(10), 50)
         reads.session.receive(ours)
         assert "fast enough" in await sleeps.ended()
         assert not sleeps.session._waiting, "what waited is dropped"
@@ -290,7 +290,7 @@ async def test_a_router_that_does_not_read_is_cut_and_others_are_not():
         await freed(worker)
 
 
-async def test_a_router_that_only_listens_and_does_not_is_cut_too():
+async def test_unread_cache_changes_and_load_cut_the_stream():
     told = settings(stream_buffer=16, load_interval_ms=60_000, heartbeat_ms=60_000)
     async with (
         a_worker(told) as worker,
@@ -298,15 +298,15 @@ async def test_a_router_that_only_listens_and_does_not_is_cut_too():
         worker.router("sleeps", full=True) as sleeps,
     ):
         for _ in range(20):
-            start = work(fresh_prompt(40), 1)
+            start = an_attempt(fresh_prompt(40), 1)
             works.session.receive(start)
-            await works.end_of(start.request_id)  # each changes the cache
+            await works.end_of(start.request_id)  # each request changes the cache
         assert "fast enough" in await sleeps.ended()
 
 
-async def test_a_router_that_reads_again_hears_everything_in_order():
+async def test_router_that_reads_again_gets_everything_in_order():
     async with a_worker() as worker, worker.router(full=True) as router:
-        start = work(fresh_prompt(40), 20)
+        start = an_attempt(fresh_prompt(40), 20)
         router.session.receive(start)
         await until(lambda: not worker.server.held)
         assert router.heard == []
@@ -321,7 +321,7 @@ async def test_a_router_that_reads_again_hears_everything_in_order():
 
 async def test_a_router_that_connects_twice_keeps_the_newer_stream():
     async with a_worker() as worker, worker.router("same") as older:
-        start = work(fresh_prompt(10), 2000)
+        start = an_attempt(fresh_prompt(10), 2000)
         older.session.receive(start)
         async with worker.router("same") as newer:
             assert "connected again" in await older.ended()
@@ -331,8 +331,8 @@ async def test_a_router_that_connects_twice_keeps_the_newer_stream():
 
 async def test_load_is_reported_on_change_and_as_a_heartbeat():
     async with a_worker() as worker, worker.router() as router:
-        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing happens, and still
-        start = work(fresh_prompt(10), 2000)
+        await router.until(lambda: len(router.all(LoadReport)) >= 4)  # nothing changes, but the heartbeat comes
+        start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
         await router.until(lambda: any(load.running == 1 for load in router.all(LoadReport)))
         router.session.receive(Cancel(request_id=start.request_id))
@@ -341,7 +341,7 @@ async def test_load_is_reported_on_change_and_as_a_heartbeat():
 
 async def test_a_deadline_that_passes_ends_the_work():
     async with a_worker(settings(speedup=1)) as worker, worker.router() as router:
-        start = work(fresh_prompt(10), 2000, timeout_ms=50)
+        start = an_attempt(fresh_prompt(10), 2000, timeout_ms=50)
         router.session.receive(start)
 
         end = await router.end_of(start.request_id)
@@ -350,15 +350,15 @@ async def test_a_deadline_that_passes_ends_the_work():
         await freed(worker)
 
 
-async def test_draining_finishes_what_runs_refuses_what_comes_and_ends_the_worker():
+async def test_drain_finishes_work_refuses_new_work_and_ends():
     async with a_worker() as worker, worker.router() as router:
-        running = work(fresh_prompt(10), 100)
+        running = an_attempt(fresh_prompt(10), 100)
         router.session.receive(running)
         await router.until(lambda: router.progress(running.request_id))
         async with asyncio.TaskGroup() as tasks:
             drained = tasks.create_task(worker.server.drain(Nanos(10 * SECOND)))
             await router.until(lambda: router.all(Draining))
-            late = work(fresh_prompt(10))
+            late = an_attempt(fresh_prompt(10))
             router.session.receive(late)
             assert (await router.end_of(late.request_id)).reason is Reason.DRAINING
 
@@ -371,7 +371,7 @@ async def test_draining_finishes_what_runs_refuses_what_comes_and_ends_the_worke
 
 async def test_a_drain_gives_up_at_its_deadline():
     async with a_worker(settings(speedup=1)) as worker, worker.router() as router:
-        start = work(fresh_prompt(10), 2000)
+        start = an_attempt(fresh_prompt(10), 2000)
         router.session.receive(start)
         await router.until(lambda: router.progress(start.request_id))
 
@@ -382,7 +382,7 @@ async def test_a_drain_gives_up_at_its_deadline():
 async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
     async with a_worker() as worker, worker.router() as router:
         monkeypatch.setattr(worker.server._engine._batch, "plan", lambda: 1 / 0)
-        router.session.receive(work(fresh_prompt(10)))
+        router.session.receive(an_attempt(fresh_prompt(10)))
 
         died = await asyncio.wait_for(worker.task, 60)
 
@@ -392,7 +392,7 @@ async def test_a_broken_engine_ends_the_worker_with_an_error(monkeypatch):
 
 
 class LaterClock(SystemClock):
-    """Real time, which a test can let pass at once."""
+    """Real time that a test can advance at once."""
 
     later = Nanos(0)
 
@@ -407,7 +407,7 @@ async def test_a_hung_engine_ends_the_worker_and_all_its_streams(tmp_path):
     clock = LaterClock()
     async with a_worker(msgspec.structs.replace(told, simulated=simulated), clock) as worker:
         async with worker.router("one") as one, worker.router("two") as two:
-            one.session.receive(work(fresh_prompt(10), 1500))
+            one.session.receive(an_attempt(fresh_prompt(10), 1500))
             await one.until(lambda: one.all(Step))
             assert (worker.server.hung, worker.server.live) == (False, True)
 
@@ -426,7 +426,7 @@ async def test_a_draining_worker_whose_engine_hangs_ends_at_once(tmp_path):
     fault = tmp_path / "hang"
     simulated = msgspec.structs.replace(told.simulated, hang_file=str(fault))
     async with a_worker(msgspec.structs.replace(told, simulated=simulated)) as worker, worker.router() as router:
-        router.session.receive(work(fresh_prompt(10), 1500))
+        router.session.receive(an_attempt(fresh_prompt(10), 1500))
         await router.until(lambda: router.all(Step))
         fault.touch()
 
@@ -435,10 +435,10 @@ async def test_a_draining_worker_whose_engine_hangs_ends_at_once(tmp_path):
         assert isinstance(await worker.task, EngineHung)
 
 
-async def test_more_requests_than_the_worker_holds_are_refused_and_the_rest_is_served():
+async def test_requests_over_capacity_are_refused_and_the_rest_served():
     told = msgspec.structs.replace(settings(), max_running=2, max_waiting=3)
     async with a_worker(told) as worker, worker.router() as router:
-        starts = [work(fresh_prompt(10), sampling=greedy(20)) for _ in range(9)]
+        starts = [an_attempt(fresh_prompt(10), sampling=greedy(20)) for _ in range(9)]
         for start in starts:
             router.session.receive(start)
         ends = [await router.end_of(start.request_id) for start in starts]

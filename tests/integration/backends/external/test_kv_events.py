@@ -1,4 +1,4 @@
-"""Foreign servers that publish KV events, over real sockets: what they hold is known by token."""
+"""Tests of external backends that publish KV events: their caches are known by token."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from tests.support.backends.openai_servers import (
     a_relay,
 )
 from tests.support.builders import token_ids
-from tests.support.frontend.http_clients import connected, post
+from tests.support.frontend.http_clients import post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -45,7 +45,7 @@ async def server() -> AsyncIterator[OpenAiServer]:
 
 
 class Publisher:
-    """As SGLang publishes: maps, a topic, and a replay that gives the topic back."""
+    """Publisher in SGLang's format: maps, a topic, and a replay that repeats the topic."""
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -74,7 +74,7 @@ class Publisher:
             await self._out.send_multipart([b"kv-events", number, batch])
 
     async def repeat(self) -> None:
-        """Answer whoever asks, one after the other."""
+        """Answer replay requests one after another."""
         while await self._repeat.poll(20):
             client, _, start = await self._repeat.recv_multipart()
             self.asked += 1
@@ -110,7 +110,7 @@ def stored(ids: list[int], hashes: list[int], **fields: object) -> dict:
 
 
 async def published_until(publisher: Publisher, what) -> None:
-    """A subscription takes its time: the replay is answered until it is there."""
+    """Answer replays until the subscription is complete."""
     async for _ in _turns():
         await publisher.repeat()
         if what():
@@ -124,14 +124,14 @@ async def _turns() -> AsyncIterator[None]:
 
 
 async def uncached(world: RelaySetup, number: int, **body: object) -> int:
-    """Prompt tokens that the router believes not to be cached."""
-    async with connected(world) as peer:
+    """Return the prompt tokens that the router believes uncached."""
+    async with raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": PROMPT, **body}))
         assert (await peer.answer())[0] == 200
     return world.router.explain(RequestId(f"t-{number}")).placements[0].uncached_tokens
 
 
-async def test_what_was_stored_before_is_known_by_tokens_salt_and_adapter(server, model_dir):
+async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     blocks = len(ids) // PAGE
     with a_publisher() as publisher:
@@ -149,7 +149,7 @@ async def test_what_was_stored_before_is_known_by_tokens_salt_and_adapter(server
             assert await uncached(world, 5, cache_salt="other") == len(ids)
             assert await uncached(world, 6, model="ada", cache_salt="acme") == len(ids)
             assert [seen.json["model"] for seen in server.seen] == [MODEL, MODEL, "ada", "bob", MODEL, "ada"]
-            async with connected(world) as peer:
+            async with raw_http_client(world) as peer:
                 await peer.send(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
                 listed = json.loads((await peer.answer())[2])["data"]
             assert {each["id"]: each.get("parent") for each in listed} == {MODEL: None, "ada": MODEL, "bob": MODEL}
@@ -200,7 +200,7 @@ async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, 
             assert not any(world.workers.alerts().values())
 
 
-async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_name(server, model_dir, monkeypatch):
+async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_dir, monkeypatch):
     monkeypatch.setattr(followed_cache, "EVENT_PATIENCE", Nanos(1))
     with a_publisher() as publisher:
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
@@ -213,13 +213,13 @@ async def test_a_server_that_serves_and_publishes_nothing_raises_an_alert_by_nam
 
 @pytest.mark.parametrize("events", [True, False], ids=["exact", "approximate"])
 async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
-    """The server had half of the prompt cached, whatever it published or was sent."""
+    """Let the server report half of the prompt as cached, whatever was published or sent."""
 
-    async def half(answering: ServerExchange) -> None:
+    async def half(exchange: ServerExchange) -> None:
         usage = {"prompt_tokens": 200, "completion_tokens": 1, "total_tokens": 201}
         usage["prompt_tokens_details"] = {"cached_tokens": 100}
         text = 'it says \\"cached_tokens\\": 7'
-        await answering.respond(200, json.dumps({"choices": [{"text": text}], "usage": usage}).encode())
+        await exchange.respond(200, json.dumps({"choices": [{"text": text}], "usage": usage}).encode())
 
     server.play = half
     ids = token_ids(load_codec(model_dir).encode(PROMPT))

@@ -1,6 +1,6 @@
-"""Two servers of other projects behind a router, each told from the other by nothing but its address.
+"""Tests of two real servers of other projects behind one router, which differ for the router only by their address.
 
-vLLM's own server and that of transformers, with the built-in model and without KV events.
+They are vLLM's own server and that of transformers, with the built-in model and without KV events.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from fleet.core.ids import RequestId
 from tests.support.backends import openai_servers
 from tests.support.backends.openai_servers import a_relay
 from tests.support.backends.real_servers import real_servers
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 
 pytestmark = [
     pytest.mark.vllm,
@@ -53,12 +53,12 @@ async def a_client(world):
 
 @asynccontextmanager
 async def in_front_of(folder, *servers):
-    """A router and a client of it; the router has the tokenizer."""
+    """Yield a client of a router that has the tokenizer."""
     async with a_relay(*servers, model_dir=folder / MODEL) as world, a_client(world) as client:
         yield world, client
 
 
-async def test_prompts_that_begin_alike_stay_with_one_of_both_without_kv_events(folder, servers):
+async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, servers):
     beginnings = [f"{name} " * 90 for name in ("alpha", "beta", "gamma", "delta")]
     went: dict[str, list[str]] = {beginning: [] for beginning in beginnings}
     async with in_front_of(folder, *servers.values()) as (world, client):
@@ -80,7 +80,7 @@ async def test_prompts_that_begin_alike_stay_with_one_of_both_without_kv_events(
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_streams_arrive_with_their_usage_and_say_what_whole_answers_say(folder, servers, name):
+async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name):
     async with in_front_of(folder, servers[name]) as (world, client):
         assert [model.id async for model in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(messages=MESSAGES, **GREEDY)
@@ -103,7 +103,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
     endless = {**GREEDY, "max_tokens": 1900}
     async with in_front_of(folder, servers[name]) as (world, client):
         loop = asyncio.get_running_loop()
-        for _ in range(3):  # on a busy machine an engine may be through before its server has written twenty events
+        for _ in range(3):  # a fast engine may be done before its server has written twenty events on a busy machine
             began = loop.time()
             stream = await client.completions.create(prompt="once upon a time", stream=True, **endless)
             for _ in range(20):
@@ -115,13 +115,15 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
                 break
         assert world.router.status().counters.cancelled == 1
 
-        began = loop.time()  # one that generates a request at a time is free for the next; the other says so
+        began = loop.time()  # transformers becomes free for the next request; vLLM reports its load
         await client.completions.create(prompt="and then", **GREEDY)
         assert loop.time() - began < 400 * a_token + 5
         if name == "vllm":
-            async with asyncio.timeout(20):
-                while await asyncio.to_thread(running_at, servers[name]):
-                    await asyncio.sleep(0.1)
+
+            async def idle() -> bool:
+                return not await asyncio.to_thread(running_at, servers[name])
+
+            await until_answered(idle, 20)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ async def test_a_client_that_goes_stops_the_server(folder, servers, name):
         ("transformers", "/v1/completions", {"prompt": "x", "no_such_field": 1}),
     ],
 )
-async def test_what_a_server_refuses_arrives_in_its_own_words(folder, servers, name, path, wrong):
+async def test_server_error_arrives_with_its_own_message(folder, servers, name, path, wrong):
     async with in_front_of(folder, servers[name]) as (world, _):
         status, relayed = await asyncio.to_thread(posted, world.url + path, {"model": MODEL, **wrong})
         own_status, own = await asyncio.to_thread(posted, servers[name].url + path, {"model": MODEL, **wrong})
@@ -159,12 +161,12 @@ async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, server
             prompt="x", extra_body={"structured_outputs": {"choice": ["left", "right"]}}, **GREEDY
         )
         assert choice.choices[0].text in ("left", "right")
-        with pytest.raises(openai.BadRequestError, match="auto"):  # it was not started to parse calls
+        with pytest.raises(openai.BadRequestError, match="auto"):  # the server was not started to parse tool calls
             await client.chat.completions.create(messages=MESSAGES, tools=tools, tool_choice="auto", **GREEDY)
 
 
 def running_at(server) -> float:
-    """Requests that vLLM says it runs."""
+    """Return the running requests that vLLM reports."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))

@@ -1,4 +1,4 @@
-"""What passes between a client and a foreign server, over real sockets: the client's own bytes, and connections on both sides."""
+"""Tests of the relay between a client and an external backend: the client's own bytes, and connections on both sides."""
 
 import asyncio
 import json
@@ -20,10 +20,10 @@ from tests.support.backends.openai_servers import (
     ServerExchange,
     a_relay,
     an_openai_client,
-    texts,
+    streamed_text,
     token,
 )
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -36,7 +36,7 @@ async def test_a_stream_arrives_as_the_server_gave_it(server):
     async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
-        assert await texts(stream) == "abcde"
+        assert await streamed_text(stream) == "abcde"
         await world.settled()
 
 
@@ -63,7 +63,7 @@ async def test_fields_that_we_do_not_know_arrive_at_the_server(server):
 
 async def test_the_clients_own_bytes_go_on(server):
     body = b'{ "model":"mock",\n\t"prompt" : "Gr\\u00f6\xc3\x9fe", "unknown": [1e400, {"a": 1, "a": 2}] }'
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, body, "user-agent: t/1", "connection: keep-alive, x-mine", "x-mine: 1"))
         assert (await peer.answer())[0] == 200
 
@@ -74,9 +74,9 @@ async def test_the_clients_own_bytes_go_on(server):
 
 
 async def test_embeddings_pass_through(server):
-    async def embed(answering: ServerExchange) -> None:
+    async def embed(exchange: ServerExchange) -> None:
         data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
-        await answering.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
+        await exchange.respond(200, json.dumps({"object": "list", "model": MODEL, "data": data}).encode())
 
     server.play = embed
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -93,10 +93,10 @@ async def test_models_are_listed(server):
         assert [model.id async for model in client.models.list()] == [MODEL]
 
 
-async def test_what_the_server_refuses_arrives_as_it_is(server):
-    async def refuse(answering: ServerExchange) -> None:
+async def test_error_of_the_server_is_passed_on_unchanged(server):
+    async def refuse(exchange: ServerExchange) -> None:
         error = {"message": "no such thing", "type": "invalid_request_error", "param": "top_k", "code": None}
-        await answering.respond(422, json.dumps({"error": error}).encode())
+        await exchange.respond(422, json.dumps({"error": error}).encode())
 
     server.play = refuse
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -116,8 +116,8 @@ async def test_what_the_server_refuses_arrives_as_it_is(server):
         (b'{"model": "mock", "x": ' + b"[" * 100_000, 400, "nested too deeply"),
     ],
 )
-async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(server, body, status, said):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_unplaceable_request_is_rejected_on_a_live_connection(server, body, status, said):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, body))
             answered, _, content = await peer.answer()
@@ -129,8 +129,8 @@ async def test_what_cannot_be_placed_is_refused_and_the_connection_lives_on(serv
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
-async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server, field, number):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_number_with_any_digits_is_left_to_the_server(server, field, number):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(2):
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", field: number}))
             status, _, _ = await peer.answer()
@@ -140,8 +140,8 @@ async def test_a_length_of_any_number_of_digits_is_the_servers_to_refuse(server,
         await world.settled()
 
 
-async def test_a_hint_that_nobody_can_follow_is_refused_under_the_name_that_the_client_wrote(server):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_impossible_hint_is_rejected_under_the_clients_name(server):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x", "fleet": {"pin": "nobody"}}))
         status, _, body = await peer.answer()
 
@@ -169,7 +169,7 @@ async def test_a_bug_in_one_request_does_not_leave_its_client_waiting(server, mo
         await world.settled()
 
 
-async def test_the_api_key_of_the_worker_takes_the_place_of_the_clients(server):
+async def test_api_key_of_the_worker_replaces_that_of_the_client(server):
     async with a_relay(server, api_key="sk-upstream") as world, an_openai_client(world, "sk-client") as client:
         await client.completions.create(model=MODEL, prompt="say")
 
@@ -216,8 +216,8 @@ async def test_an_answer_says_what_the_request_is_called_here(server):
         assert answer.headers["x-request-id"] == answer.parse()._request_id == request_id
         assert world.router.explain(RequestId(request_id)).placements[0].decode == "w0"
 
-        async def with_names_of_its_own(answering: ServerExchange) -> None:
-            await answering.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
+        async def with_names_of_its_own(exchange: ServerExchange) -> None:
+            await exchange.respond(200, b"{}", "X-Request-Id: theirs", "x-ratelimit-limit-requests: 7")
 
         server.play = with_names_of_its_own
         answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say")
@@ -230,14 +230,14 @@ async def test_an_answer_says_what_the_request_is_called_here(server):
 
 
 async def test_head_and_first_event_arrive_in_one_piece(server):
-    async def in_pieces(answering: ServerExchange) -> None:
-        await answering.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
+    async def in_pieces(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
         await asyncio.sleep(0.02)
-        await answering.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
+        await exchange.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
         await asyncio.sleep(0.02)
-        await answering.event(token("a"))
+        await exchange.event(token("a"))
         await asyncio.sleep(0.02)
-        await answering.end()
+        await exchange.end()
 
     server.play = in_pieces
     async with a_relay(server) as world:
@@ -262,7 +262,7 @@ async def test_head_and_first_event_arrive_in_one_piece(server):
 
 
 async def test_connections_to_the_server_are_used_again(server):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(20):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert b"[DONE]" in (await peer.answer())[2]
@@ -274,19 +274,19 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
     monkeypatch.setattr(openai_worker, "IDLE_SECONDS", 0.3)
     all_there = asyncio.Event()
 
-    async def together(answering: ServerExchange) -> None:
+    async def together(exchange: ServerExchange) -> None:
         await all_there.wait()
-        await answering.respond(200, b"{}")
+        await exchange.respond(200, b"{}")
 
     server.play = together
-    async with a_relay(server) as world, AsyncExitStack() as burst, connected(world) as peer:
+    async with a_relay(server) as world, AsyncExitStack() as burst, raw_http_client(world) as peer:
         for _ in range(8):
-            other = await burst.enter_async_context(connected(world))
+            other = await burst.enter_async_context(raw_http_client(world))
             await other.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: server.open == 8)
         all_there.set()
 
-        while server.open > 1:  # the latest is used again and again
+        while server.open > 1:  # the latest connection is used again and again
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         await until(lambda: server.open == 0)
@@ -297,32 +297,32 @@ async def test_connections_that_a_burst_has_left_over_are_closed(server, monkeyp
         await world.settled()
 
 
-async def test_a_connection_that_the_server_has_closed_meanwhile_costs_no_request(servers):
-    async def and_close(answering: ServerExchange) -> None:
-        await answering.respond(200, b"{}")
-        answering.writer.transport.close()
+async def test_connection_closed_by_the_server_costs_no_request(servers):
+    async def and_close(exchange: ServerExchange) -> None:
+        await exchange.respond(200, b"{}")
+        exchange.writer.transport.close()
 
     for server in servers:
         server.play = and_close
-    async with a_relay(*servers) as world, connected(world) as peer:
+    async with a_relay(*servers) as world, raw_http_client(world) as peer:
         for _ in range(20):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
         assert world.router.status().counters.retried == 0
 
 
-async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(server):
+async def test_request_that_meets_a_closing_connection_is_resent(server):
     served: set[asyncio.StreamWriter] = set()
 
-    async def one_each(answering: ServerExchange) -> None:
-        if answering.writer in served:
-            answering.writer.transport.abort()
+    async def one_each(exchange: ServerExchange) -> None:
+        if exchange.writer in served:
+            exchange.writer.transport.abort()
         else:
-            served.add(answering.writer)
-            await answering.respond(200, b"{}")
+            served.add(exchange.writer)
+            await exchange.respond(200, b"{}")
 
     server.play = one_each
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(4):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
@@ -332,14 +332,14 @@ async def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(se
 
 
 async def test_pipelined_requests_are_answered_in_order(server):
-    async def echo(answering: ServerExchange) -> None:
-        await answering.respond(200, answering.seen.body)
+    async def echo(exchange: ServerExchange) -> None:
+        await exchange.respond(200, exchange.seen.body)
 
     server.play = echo
     bodies = [{**STREAMING_REQUEST, "n": number} for number in range(30)]
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, bodies[0]))
-        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is known
+        assert json.loads((await peer.answer())[2]) == bodies[0]  # from here on the head is cached
         await peer.send(b"".join(post(COMPLETIONS, body) for body in bodies))
 
         for body in bodies:
@@ -348,16 +348,16 @@ async def test_pipelined_requests_are_answered_in_order(server):
 
 
 async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
-    async def echo(answering: ServerExchange) -> None:
-        await answering.respond(200, answering.seen.body)
+    async def echo(exchange: ServerExchange) -> None:
+        await exchange.respond(200, exchange.seen.body)
 
     server.play = echo
     request = post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 500})
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
             await peer.send(request[:cut])
             await asyncio.sleep(0.002)
-            await peer.send(request[cut:] + request[:10])  # the next one begins in the same piece
+            await peer.send(request[cut:] + request[:10])  # the next request begins in the same piece
             assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
             await peer.send(request[10:])
             assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
@@ -367,24 +367,24 @@ async def test_a_request_with_a_known_head_may_come_in_any_pieces(server):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_clients_that_close_get_a_connection_that_closes(server, version):
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: close", version=version))
         status, headers, body = await peer.answer()
 
         assert (status, headers["connection"]) == (200, "close")
         assert ("transfer-encoding" in headers) == (version == "1.1")
         assert body.count(b"data: ") == 6
-        assert body.endswith(b"data: [DONE]\n\n")  # without the signs between chunks
+        assert body.endswith(b"data: [DONE]\n\n")  # without chunk framing
         assert await peer.rest() == b""
 
 
 async def test_an_answer_that_ends_with_its_connection_is_whole(server):
-    async def until_close(answering: ServerExchange) -> None:
-        await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
-        answering.writer.close()
+    async def until_close(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")
+        exchange.writer.close()
 
     server.play = until_close
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, headers, body = await peer.answer()
 
@@ -406,8 +406,8 @@ async def test_an_answer_that_ends_with_its_connection_is_whole(server):
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n", 400),
     ],
 )
-async def test_what_is_no_request_or_too_large_never_gets_to_the_server(server, sent, status):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_malformed_or_oversized_request_never_reaches_a_server(server, sent, status):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(sent)
         assert (await peer.answer())[0] == status
         assert server.seen == []

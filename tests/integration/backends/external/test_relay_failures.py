@@ -1,4 +1,4 @@
-"""Foreign servers that fail, and clients that leave or do not read, over real sockets."""
+"""Tests of external backends that fail, and of clients that leave or do not read."""
 
 import asyncio
 import gc
@@ -28,12 +28,12 @@ from tests.support.backends.openai_servers import (
     an_openai_client,
     chunk,
     five_tokens,
-    hold,
+    hold_after_first_token,
     never_answer,
-    texts,
+    streamed_text,
     token,
 )
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -43,37 +43,37 @@ pytestmark = pytest.mark.integration
 
 
 async def test_a_server_that_dies_before_the_first_byte_is_replaced(servers):
-    async def die(answering: ServerExchange) -> None:
+    async def die(exchange: ServerExchange) -> None:
         await servers[0].stop()
 
     servers[0].play = die
     async with a_relay(*servers) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
-        assert await texts(stream) == "abcde"
+        assert await streamed_text(stream) == "abcde"
         assert (len(servers[0].seen), len(servers[1].seen)) == (1, 1)
         await world.settled()
         await until(lambda: world.serving() == 1)
 
 
 async def test_a_head_without_content_counts_as_nothing(servers):
-    async def die_after_the_head(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        answering.writer.transport.abort()
+    async def die_after_the_head(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        exchange.writer.transport.abort()
 
     servers[0].play = die_after_the_head
     async with a_relay(*servers) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
 
-        assert await texts(stream) == "abcde"
+        assert await streamed_text(stream) == "abcde"
         assert world.router.status().counters.retried == 1
         await world.settled()
 
 
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_server_error_is_tried_elsewhere(servers, status):
-    async def fail(answering: ServerExchange) -> None:
-        await answering.respond(status, b'{"error": "out of memory"}')
+    async def fail(exchange: ServerExchange) -> None:
+        await exchange.respond(status, b'{"error": "out of memory"}')
 
     servers[0].play = fail
     async with a_relay(*servers) as world, an_openai_client(world) as client:
@@ -82,8 +82,8 @@ async def test_a_server_error_is_tried_elsewhere(servers, status):
 
 
 async def test_a_server_error_everywhere_is_told(server):
-    async def fail(answering: ServerExchange) -> None:
-        await answering.respond(500, b'{"error": "out of memory"}')
+    async def fail(exchange: ServerExchange) -> None:
+        await exchange.respond(500, b'{"error": "out of memory"}')
 
     server.play = fail
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -92,11 +92,11 @@ async def test_a_server_error_everywhere_is_told(server):
         await world.settled()
 
 
-async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(server):
-    async def die(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await answering.event(token("a"))
-        answering.writer.transport.abort() if answering.seen.json.get("now") else answering.writer.close()
+async def test_stream_cut_between_events_ends_with_an_error_event(server):
+    async def die(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(token("a"))
+        exchange.writer.transport.abort() if exchange.seen.json.get("now") else exchange.writer.close()
 
     server.play = die
     async with a_relay(server) as world, an_openai_client(world) as client:
@@ -107,15 +107,15 @@ async def test_a_stream_that_is_cut_between_events_ends_with_an_error_event(serv
         await world.settled()
 
 
-async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(server):
-    async def die(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await answering.event(token("a"))
-        await answering.send(b"400\r\ndata: {")
-        answering.writer.close()
+async def test_stream_cut_within_an_event_closes_the_connection(server):
+    async def die(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(token("a"))
+        await exchange.send(b"400\r\ndata: {")
+        exchange.writer.close()
 
     server.play = die
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
         rest = await peer.rest()
@@ -124,49 +124,49 @@ async def test_a_stream_that_is_cut_within_an_event_ends_with_its_connection(ser
         await world.settled()
 
 
-async def cut_by_reset(answering: ServerExchange, seen: asyncio.Event) -> None:
-    await answering.begin_events()
-    await answering.event(token("a"))
+async def cut_by_reset(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    await exchange.begin_events()
+    await exchange.event(token("a"))
     await seen.wait()
-    answering.writer.transport.abort()
+    exchange.writer.transport.abort()
 
 
-async def cut_by_close(answering: ServerExchange, seen: asyncio.Event) -> None:
-    await answering.begin_events()
-    await answering.event(token("a"))
+async def cut_by_close(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    await exchange.begin_events()
+    await exchange.event(token("a"))
     await seen.wait()
-    answering.writer.close()
+    exchange.writer.close()
 
 
-async def end_early(answering: ServerExchange, seen: asyncio.Event) -> None:
-    await answering.begin_events()
-    await answering.event(token("a"))
+async def end_early(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    await exchange.begin_events()
+    await exchange.event(token("a"))
     await seen.wait()
-    await answering.end()
+    await exchange.end()
 
 
-async def end_early_with_an_event(answering: ServerExchange, seen: asyncio.Event) -> None:
-    await answering.begin_events()
-    await answering.event(token("a"))
+async def end_early_with_an_event(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    await exchange.begin_events()
+    await exchange.event(token("a"))
     await seen.wait()
-    await answering.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
+    await exchange.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
 
 
-async def without_chunks(answering: ServerExchange, seen: asyncio.Event) -> None:
-    """An answer that ends with its connection, as those of HTTP/1.0 do."""
-    await answering.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
-    await answering.send(b"data: " + token("a") + b"\n\n")
+async def without_chunks(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    """Answer without a length and close the connection, like HTTP/1.0."""
+    await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    await exchange.send(b"data: " + token("a") + b"\n\n")
     await seen.wait()
-    answering.writer.close()
+    exchange.writer.close()
 
 
 @pytest.mark.parametrize("play", [cut_by_reset, cut_by_close, end_early, end_early_with_an_event, without_chunks])
 async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play):
     seen = asyncio.Event()
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
-        server.play = lambda answering: play(answering, seen)
+        server.play = lambda exchange: play(exchange, seen)
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
         seen.set()
@@ -183,14 +183,14 @@ async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play
 
 
 async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
-    async def nothing(answering: ServerExchange) -> None:
-        if answering.seen.json["prompt"] == "cut":
-            await answering.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
+    async def nothing(exchange: ServerExchange) -> None:
+        if exchange.seen.json["prompt"] == "cut":
+            await exchange.send(b"HTTP/1.1 200 OK\r\n" + EVENTS + b"\r\n" + chunk(b": hello\n\n") + b"0\r\n\r\n")
         else:
-            await five_tokens(answering)
+            await five_tokens(exchange)
 
     servers[0].play = nothing
-    async with a_relay(*servers) as world, connected(world) as peer:
+    async with a_relay(*servers) as world, raw_http_client(world) as peer:
         while not (servers[0].seen and servers[1].seen):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             assert (await peer.answer())[0] == 200
@@ -203,8 +203,8 @@ async def test_a_stream_without_content_and_end_is_tried_elsewhere(servers):
 async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
     seen = asyncio.Event()
     seen.set()
-    server.play = lambda answering: end_early(answering, seen)
-    async with a_relay(server) as world, connected(world) as peer:
+    server.play = lambda exchange: end_early(exchange, seen)
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         for _ in range(3):
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             status, _, content = await peer.answer()
@@ -214,14 +214,14 @@ async def test_a_server_that_never_says_done_is_believed_that_it_ends(server):
 
 @pytest.mark.parametrize("cut", range(1, 8))
 async def test_done_is_found_however_it_is_cut(server, cut):
-    async def in_two(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await answering.event(token("a"))
-        await answering.send(chunk(b"data: " + b"[DONE]"[:cut]))
+    async def in_two(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(token("a"))
+        await exchange.send(chunk(b"data: " + b"[DONE]"[:cut]))
         await asyncio.sleep(0.02)
-        await answering.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
+        await exchange.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
 
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.answer()
         server.play = in_two
@@ -230,12 +230,12 @@ async def test_done_is_found_however_it_is_cut(server, cut):
         await world.settled()
 
 
-async def test_what_is_no_http_is_a_failure_of_the_server(server):
-    async def babble(answering: ServerExchange) -> None:
-        await answering.send(b"hello\r\n\r\n")
+async def test_invalid_http_is_a_failure_of_the_server(server):
+    async def babble(exchange: ServerExchange) -> None:
+        await exchange.send(b"hello\r\n\r\n")
 
     server.play = babble
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 503
         await world.settled()
@@ -243,12 +243,12 @@ async def test_what_is_no_http_is_a_failure_of_the_server(server):
 
 @pytest.mark.parametrize("size", [3, 30, None])
 async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size):
-    async def twice(answering: ServerExchange) -> None:
+    async def twice(exchange: ServerExchange) -> None:
         answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
-        await answering.send(answer + b"{}" + (answer + b"[]")[:size])
+        await exchange.send(answer + b"{}" + (answer + b"[]")[:size])
 
     server.play = twice
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         status, _, body = await peer.answer()
 
@@ -259,7 +259,7 @@ async def test_a_second_answer_that_nobody_asked_for_reaches_nobody(server, size
 
 async def test_a_silent_server_is_given_up(server):
     server.play = never_answer
-    async with a_relay(server, silence_timeout_seconds=0.3) as world, connected(world) as peer:
+    async with a_relay(server, silence_timeout_seconds=0.3) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 503
         await until(lambda: server.cut == 1)
@@ -268,10 +268,10 @@ async def test_a_silent_server_is_given_up(server):
 
 async def test_a_deadline_ends_a_request_wherever_it_is(server):
     server.play = never_answer
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
 
         async def asked() -> int:
-            """How many of its requests the server has: on a busy machine, a deadline may pass on the way to it."""
+            """Return how many requests reached the server; on a busy machine a deadline may pass before."""
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "fleet": {"timeout_ms": 100}}))
             assert (await peer.answer())[0] == 504
             return len(server.seen)
@@ -281,18 +281,18 @@ async def test_a_deadline_ends_a_request_wherever_it_is(server):
         await world.settled()
 
 
-async def test_a_router_without_a_socket_left_blames_no_server_and_goes_on_when_there_is_one(server):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_router_without_sockets_blames_no_server_and_recovers(server):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
-            await asyncio.sleep(0.6)  # six questions for its health that cannot be asked
+            await asyncio.sleep(0.6)  # six health checks that find no socket
             assert world.serving() == 1
         assert (await peer.answer())[0] == 200
         await world.settled()
 
 
-async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many(server):
-    async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, connected(world) as peer:
+async def test_request_without_a_socket_in_time_is_rejected_with_429(server):
+    async with a_relay(server, limits={"connect_timeout_seconds": 1.0}) as world, raw_http_client(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             status, headers, content = await peer.answer()
@@ -305,7 +305,7 @@ async def test_a_request_that_finds_no_socket_in_time_is_refused_as_one_too_many
 @contextmanager
 def no_file_left() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the files that are open already
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # below the number of open files
     try:
         yield
     finally:
@@ -323,8 +323,8 @@ async def test_a_dead_server_leaves_and_returns(servers):
         await world.settled()
 
 
-async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(server, caplog):
-    """As when a url in the settings is wrong: nobody would be told else."""
+async def test_unreachable_server_is_logged_once_with_url_and_cause(server, caplog):
+    """Check that a wrong URL in the settings is logged, since nothing else would tell it."""
     server.health_status = 503
     urls = {"sick": server.url, "absent": "http://127.0.0.1:1"}
     settings = [
@@ -334,7 +334,7 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ExternalBackends(settings, 1.0, SystemClock()).run(heard.append))
         await until(lambda: len(caplog.records) == 2)
-        await asyncio.sleep(0.2)  # it is asked again and again
+        await until(lambda: server.health_checks >= 8)  # the server is probed again and again
         server.health_status = 200
         await until(lambda: heard)
         running.cancel()
@@ -346,9 +346,9 @@ async def test_a_server_that_does_not_answer_is_told_once_with_its_url_and_why(s
     assert told["absent"][1], "in the words of the system"
 
 
-async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(servers):
-    async def fail(answering: ServerExchange) -> None:
-        await answering.respond(500, b"{}")
+async def test_repeatedly_failing_server_gets_no_requests_for_a_while(servers):
+    async def fail(exchange: ServerExchange) -> None:
+        await exchange.respond(500, b"{}")
 
     servers[0].play = fail
     async with a_relay(*servers) as world, an_openai_client(world) as client:
@@ -359,10 +359,10 @@ async def test_a_server_that_fails_again_and_again_gets_nothing_for_a_while(serv
         await world.settled()
 
 
-async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_however_often_it_is_sent(servers):
-    async def choke(answering: ServerExchange) -> None:
-        poison = "poison" in answering.seen.json["prompt"]
-        await (answering.respond(500, b"{}") if poison else five_tokens(answering))
+async def test_request_failing_everywhere_does_not_eject_all_servers(servers):
+    async def choke(exchange: ServerExchange) -> None:
+        poison = "poison" in exchange.seen.json["prompt"]
+        await (exchange.respond(500, b"{}") if poison else five_tokens(exchange))
 
     for server in servers:
         server.play = choke
@@ -378,37 +378,37 @@ async def test_a_request_that_no_server_can_take_does_not_put_them_all_out_howev
 async def test_a_server_that_is_not_healthy_does_not_lose_what_it_runs(server):
     go_on = asyncio.Event()
 
-    async def slowly(answering: ServerExchange) -> None:
-        await answering.begin_events()
+    async def slowly(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
         while not go_on.is_set():
-            await answering.event(token("a"))
+            await exchange.event(token("a"))
             await asyncio.sleep(0.01)
-        await answering.event(b"[DONE]")
-        await answering.end()
+        await exchange.event(b"[DONE]")
+        await exchange.end()
 
     server.play = slowly
     async with a_relay(server) as world, an_openai_client(world) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         await anext(stream)
         server.health_status = 500
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.6)  # six probe periods, in which a busy server is not probed
         assert world.serving() == 1
 
         go_on.set()
-        assert set(await texts(stream)) == {"a"}
+        assert set(await streamed_text(stream)) == {"a"}
         await until(lambda: world.serving() == 0)
 
 
-async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_bound_and_grows_by_nothing(server):
-    """2 run and 4 wait; of 12 at once the others are told when to come again, and none that nobody is there."""
+async def test_overloaded_router_answers_429_and_memory_stays_flat(server):
+    """Run 2 requests and queue 4; of 12 at once the others get a retry hint."""
     go = asyncio.Event()
 
-    async def when_let(answering: ServerExchange) -> None:
+    async def when_let(exchange: ServerExchange) -> None:
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     async def ask(world: RelaySetup) -> tuple[int, dict[str, str]]:
-        async with connected(world) as peer:
+        async with raw_http_client(world) as peer:
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": "x" * 2000}))
             status, headers, _ = await peer.answer()
             return status, headers
@@ -441,12 +441,12 @@ async def test_at_twice_its_capacity_a_router_answers_429_with_a_hint_keeps_its_
 
 
 @pytest.mark.parametrize("status", [422, 500, 503])
-async def test_whoever_refuses_a_request_it_is_said_what_it_is_called_here(server, status):
-    async def refuse(answering: ServerExchange) -> None:
-        await answering.respond(status, b'{"error": {"message": "no such thing"}}')
+async def test_every_rejection_carries_the_request_id(server, status):
+    async def refuse(exchange: ServerExchange) -> None:
+        await exchange.respond(status, b'{"error": {"message": "no such thing"}}')
 
     server.play = refuse
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         answered, headers, _ = await peer.answer()
 
@@ -467,11 +467,11 @@ async def test_no_server_is_a_refusal_that_says_so(server):
 # Clients
 
 
-@pytest.mark.parametrize("play", [never_answer, hold])
+@pytest.mark.parametrize("play", [never_answer, hold_after_first_token])
 async def test_a_client_that_goes_takes_its_request_with_it(server, play):
     server.play = play
     async with a_relay(server) as world:
-        async with connected(world) as peer:
+        async with raw_http_client(world) as peer:
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
             await until(lambda: len(server.seen) == 1)
             assert world.running("w0") == 1
@@ -481,8 +481,8 @@ async def test_a_client_that_goes_takes_its_request_with_it(server, play):
 
 
 async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
-    server.play = hold
-    async with a_relay(server) as world, connected(world) as peer:
+    server.play = hold_after_first_token
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.head()
         peer.writer.write_eof()
@@ -490,27 +490,27 @@ async def test_a_client_that_closes_its_side_is_taken_to_be_gone(server):
         await world.settled()
 
 
-async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_flat(server):
+async def test_client_that_does_not_read_stops_the_server(server):
     sent = 0
 
-    async def flood(answering: ServerExchange) -> None:
+    async def flood(exchange: ServerExchange) -> None:
         nonlocal sent
-        answering.writer.transport.set_write_buffer_limits(high=0)
-        await answering.begin_events()
+        exchange.writer.transport.set_write_buffer_limits(high=0)
+        await exchange.begin_events()
         for _ in range(2000):
-            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+            await exchange.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
             sent += 1
-        await answering.end()
+        await exchange.end()
 
     server.play = flood
-    async with a_relay(server) as world, connected(world, limit=1000) as peer:
+    async with a_relay(server) as world, raw_http_client(world, limit=1000) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.head()
         before = -1
         while sent != before:
             before = sent
             await asyncio.sleep(0.2)
-        assert sent < 400  # 20 MB: what the kernel's buffers of four sockets take at most
+        assert sent < 400  # 20 MB, the most that the kernel buffers of four sockets take
 
         received = 0
         async for each in peer.chunks():
@@ -520,27 +520,27 @@ async def test_a_client_that_does_not_read_stops_the_server_and_memory_stays_fla
 
 
 async def test_a_client_that_never_reads_is_cut_off(server):
-    async def flood(answering: ServerExchange) -> None:
-        await answering.begin_events()
+    async def flood(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
         while True:
-            await answering.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
+            await exchange.send(chunk(b"data: " + b"x" * 50_000 + b"\n\n"))
 
     server.play = flood
-    async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, connected(world) as peer:
+    async with a_relay(server, http=HttpSettings(write_timeout_seconds=0.3)) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: server.cut == 1)
         await world.settled()
 
 
-async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_for_that(server):
+async def test_request_from_before_a_drain_is_rejected_as_draining(server):
     go_on = asyncio.Event()
 
-    async def when_told(answering: ServerExchange) -> None:
+    async def when_told(exchange: ServerExchange) -> None:
         await go_on.wait()
-        await answering.respond(200, b"{}")
+        await exchange.respond(200, b"{}")
 
     server.play = when_told
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST) + post("/v1/embeddings", {"model": MODEL, "input": "x"}))
         await until(lambda: len(server.seen) == 1)
         async with asyncio.TaskGroup() as tasks:
@@ -556,8 +556,8 @@ async def test_what_came_before_a_router_drains_and_is_served_after_is_refused_f
 @pytest.mark.parametrize(
     ("method", "headers", "status"), [("POST", ("content-type: text/plain",), 415), ("GET", (), 405)]
 )
-async def test_embeddings_that_cannot_be_relayed_are_refused_for_what_is_wrong(server, method, headers, status):
-    async with a_relay(server) as world, connected(world) as peer:
+async def test_unrelayable_embeddings_are_rejected_with_the_cause(server, method, headers, status):
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         sent = post("/v1/embeddings", {"model": MODEL, "input": "x"}, *headers)
         await peer.send(sent.replace(b"POST", method.encode(), 1))
         assert (await peer.answer())[0] == status

@@ -1,4 +1,4 @@
-"""Which foreign server gets a request, what is known of their caches, and the router as a command."""
+"""Tests of placement on external backends, of their prefix caches, and of the router command."""
 
 import asyncio
 import gc
@@ -26,12 +26,12 @@ from tests.support.backends.openai_servers import (
     a_relay,
     an_openai_client,
     five_tokens,
-    texts,
+    streamed_text,
     token,
 )
 from tests.support.builders import token_ids
-from tests.support.frontend.http_clients import connected, error_of, post
-from tests.support.waiting import until
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
+from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.integration
 # Placement
 
 
-async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news(server, model_dir, caplog):
+async def test_prompt_reader_failure_after_client_left_is_not_logged(server, model_dir, caplog):
     reading, go_on = threading.Event(), threading.Event()
 
     def broken(*_: object) -> None:
@@ -47,7 +47,7 @@ async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news
         go_on.wait(60)
         raise OverflowError("a bug")
 
-    async with a_relay(server, model_dir=model_dir) as world, connected(world) as peer:
+    async with a_relay(server, model_dir=model_dir) as world, raw_http_client(world) as peer:
         world.reader.inline_bytes = 10
         world.reader.read = broken
         long = [{"role": "user", "content": "the quick brown fox " * 500}]
@@ -57,7 +57,7 @@ async def test_a_prompt_whose_reading_fails_after_its_client_has_gone_is_no_news
         await until(lambda: not world.http._connections)
         go_on.set()
         await asyncio.to_thread(lambda: None)
-    gc.collect()  # where asyncio says what nobody has asked about
+    gc.collect()  # asyncio reports unretrieved exceptions at this point
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -65,7 +65,7 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
     async with (
         a_relay(server, model_dir=model_dir) as world,
         an_openai_client(world) as client,
-        connected(world) as peer,
+        raw_http_client(world) as peer,
     ):
         world.reader.inline_bytes = 10
         answers = [client.completions.create(model=MODEL, prompt="the quick brown fox " * 500) for _ in range(5)]
@@ -83,16 +83,14 @@ async def test_a_long_prompt_is_read_elsewhere_and_placed_all_the_same(server, m
     ("made", "tokenises"),
     [
         (lambda ids: ids, "alike"),
-        (lambda ids: ids[1:], "alike"),  # llama.cpp sets the first one later
+        (lambda ids: ids[1:], "alike"),  # llama.cpp adds the first token later
         (lambda ids: [token + 1 for token in ids], "otherwise"),
         (lambda ids: "nonsense", "unknown"),
         (None, "unknown"),
     ],
     ids=["the same", "without the first", "others", "no tokens", "not served"],
 )
-async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_joins(
-    server, model_dir, made, tokenises, caplog
-):
+async def test_tokenizer_check_runs_before_a_server_joins(server, model_dir, made, tokenises, caplog):
     codec = load_codec(model_dir)
     server.tokenise = made and (lambda text: made(token_ids(codec.encode(text))))
     async with a_relay(server, model_dir=model_dir) as world, an_openai_client(world) as client:
@@ -103,7 +101,7 @@ async def test_what_a_server_makes_of_the_golden_prompts_is_compared_before_it_j
 
 async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir):
     beginnings = [f"{name} " * 60 for name in ("alpha", "beta", "gamma", "delta")]
-    async with a_relay(*servers, model_dir=model_dir) as world, connected(world) as peer:
+    async with a_relay(*servers, model_dir=model_dir) as world, raw_http_client(world) as peer:
         went: dict[str, set[int]] = {}
         for number in range(20):
             for beginning in beginnings:
@@ -118,7 +116,7 @@ async def test_prompts_that_begin_alike_go_to_the_same_server(servers, model_dir
 
 
 async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
-    async with a_relay(server, kv_blocks=400) as world, connected(world) as peer:
+    async with a_relay(server, kv_blocks=400) as world, raw_http_client(world) as peer:
         for number in range(40):
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": f"{number} " * 2000}))
             await peer.answer()
@@ -128,8 +126,8 @@ async def test_no_more_is_believed_to_be_cached_than_there_is_room_for(server):
         await world.settled()
 
 
-async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
-    async with a_relay(server, cache_ttl_seconds=0.2) as world, connected(world) as peer:
+async def test_prompts_sent_long_ago_are_believed_evicted(server):
+    async with a_relay(server, cache_ttl_seconds=0.2) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "x" * 10_000}))
         await peer.answer()
         assert world.router.status().index_blocks > 10
@@ -137,28 +135,28 @@ async def test_what_was_sent_long_ago_is_believed_to_be_gone(server):
 
 
 async def test_an_answer_that_grows_weighs_more(server):
-    async def many(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        for _ in range(200):  # three blocks: of what came first and of the rest, one is told in any case
-            await answering.event(token("a"))
-        await asyncio.sleep(60)
+    async def many(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        for _ in range(200):  # three blocks: the first and the rest may be reported separately
+            await exchange.event(token("a"))
+        await asyncio.Event().wait()
 
     server.play = many
-    async with a_relay(server) as world, connected(world) as peer:
+    async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await until(lambda: world.router.status().pools[0].workers[0].booked_blocks > 1)
 
 
-async def test_of_requests_that_wait_the_server_gets_the_one_first_whose_client_gave_it_priority(server):
+async def test_queued_request_with_priority_is_dispatched_first(server):
     go, got = asyncio.Event(), []
 
-    async def when_let(answering):
-        got.append(answering.seen.json["prompt"])
+    async def when_let(exchange):
+        got.append(exchange.seen.json["prompt"])
         await go.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     async def ask(prompt, priority):
-        async with connected(world) as peer:
+        async with raw_http_client(world) as peer:
             await peer.send(post(COMPLETIONS, {"model": MODEL, "prompt": prompt, "fleet": {"priority": priority}}))
             assert (await peer.answer())[0] == 200
 
@@ -183,7 +181,7 @@ async def test_metrics_count_what_was_relayed(server):
         assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count") == 1
 
 
-async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model_dir):
+async def test_reported_cache_is_known_by_token(servers, model_dir):
     prompt = "the quick brown fox jumps over the lazy dog " * 10
     ids = token_ids(load_codec(model_dir).encode(prompt))
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
@@ -194,13 +192,17 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
             "token_ids": ids[: 16 * len(hashes)], "lora_id": None, "medium": "GPU",
         }  # fmt: skip
         events = {"kv_events": f"tcp://127.0.0.1:{port}", "kv_blocks": 1000}
-        async with a_relay(servers[0], model_dir=model_dir, **events) as world, connected(world) as peer:
+        async with a_relay(servers[0], model_dir=model_dir, **events) as world, raw_http_client(world) as peer:
             number = 0
-            while world.router.status().index_blocks < len(hashes):  # a subscription takes its time
+
+            def published() -> bool:
+                nonlocal number
                 payload = msgspec.msgpack.encode([0.0, [stored], 0])
                 publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
                 number += 1
-                await asyncio.sleep(0.01)
+                return world.router.status().index_blocks >= len(hashes)
+
+            await until(published)  # a subscription takes time
             assert world.router.status().index_blocks == len(hashes)
 
             await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": prompt}))
@@ -219,26 +221,26 @@ async def test_what_a_server_tells_of_its_cache_is_known_by_token(servers, model
 
 
 async def test_models_of_other_workers_are_served_beside(server):
-    async with a_relay(server, only=False) as world, connected(world) as peer:
+    async with a_relay(server, only=False) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.answer())[0] == 200
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "model": "own"}))
         status, _, content = await peer.answer()
 
-        assert (status, error_of(content)["code"]) == (404, "model_not_found")  # as the other front says it
+        assert (status, error_of(content)["code"]) == (404, "model_not_found")  # same error as over the OpenAI API
         assert len(server.seen) == 1
         await world.settled()
 
 
 async def explained(request_id, address):
-    """What `fleet explain` prints."""
+    """Return the output of `fleet explain`."""
     command = (sys.executable, "-m", "fleet.cli.main", "explain", request_id, "--address", address, "--json")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
     output, _ = await process.communicate()
     return json.loads(output)
 
 
-async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(servers, model_dir, tmp_path):
+async def test_router_command_serves_external_backends_until_sigterm(servers, model_dir, tmp_path):
     file = tmp_path / "router.toml"
     sections = [
         f'[[openai_workers]]\nworker_id = "w{index}"\nurl = "{server.url}"\nmodel = "mock"\ntokenizer = "{model_dir}"\n'
@@ -255,11 +257,11 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=20, timeout=60) as client:
                 stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
                 request_id = stream.response.headers["x-request-id"]
-                assert await texts(stream) == "abcde"
+                assert await streamed_text(stream) == "abcde"
                 (placed,) = (await explained(request_id, told["grpc"]))["placements"]
                 chosen = {each["worker_id"]: each for each in placed["candidates"]}[placed["decode"]]
                 assert (sum(chosen["parts"].values()), placed["policy"]) == (pytest.approx(chosen["cost"]), "fleet")
-                with pytest.raises(openai.APIStatusError) as refused:  # as the settings have it
+                with pytest.raises(openai.APIStatusError) as refused:  # as the settings say
                     await client.with_options(max_retries=0).completions.create(model=MODEL, prompt="x" * 5000)
                 assert refused.value.status_code == 413
             process.send_signal(signal.SIGTERM)
@@ -271,18 +273,16 @@ async def test_the_command_serves_foreign_servers_until_it_is_told_to_stop(serve
 
 
 @pytest.mark.parametrize("drain_timeout_ms", [50, 60_000])
-async def test_answers_go_on_after_sigterm_for_as_long_as_the_settings_say(
-    server, model_dir, tmp_path, drain_timeout_ms
-):
+async def test_answers_continue_after_sigterm_for_the_drain_time(server, model_dir, tmp_path, drain_timeout_ms):
     told_to_end = asyncio.Event()
 
-    async def until_told(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await answering.event(token("a"))
+    async def until_told(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await exchange.event(token("a"))
         await told_to_end.wait()
-        await answering.event(token("b"))
-        await answering.event(b"[DONE]")
-        await answering.end()
+        await exchange.event(token("b"))
+        await exchange.event(b"[DONE]")
+        await exchange.end()
 
     server.play = until_told
     own = {"worker_id": "w", "url": server.url, "model": "mock", "tokenizer": str(model_dir)}
@@ -302,11 +302,14 @@ async def test_answers_go_on_after_sigterm_for_as_long_as_the_settings_say(
                 assert (await anext(stream)).choices[0].delta.content == "a"
                 process.send_signal(signal.SIGTERM)
                 if drain_timeout_ms < 1000:
-                    async with asyncio.timeout(8):  # less than it would be given by itself
+                    async with asyncio.timeout(8):  # less than the default time
                         assert await process.wait() == 0
                     return
-                while await listens(address):
-                    await asyncio.sleep(0.01)
+
+                async def closed() -> bool:
+                    return not await listens(address)
+
+                await until_answered(closed)
                 told_to_end.set()
                 assert (await anext(stream)).choices[0].delta.content == "b"
             assert await process.wait() == 0

@@ -1,4 +1,4 @@
-"""Foreign servers that answer for their health and hang on requests, over real sockets; and servers that only look like it."""
+"""Tests of external backends that answer health checks but hang on requests, and of backends that only look hung."""
 
 import asyncio
 import os
@@ -25,21 +25,21 @@ from tests.support.backends.openai_servers import (
     never_answer,
     token,
 )
-from tests.support.fleet_processes import serve
-from tests.support.frontend.http_clients import connected, error_of, post
+from tests.support.fleet_processes import start_service
+from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-FLOOR = 0.3  # seconds, of which the default is one
+FLOOR = 0.3  # seconds; the default is one
 REQUESTS = 16
 
 
 async def asked(
     address: str, prompt: str = "say", *, patience: float = 60.0, stream: bool = True, path: str = COMPLETIONS
 ) -> int | None:
-    """The status of an answer that came whole; None: its client did not wait so long."""
+    """Return the status of a whole answer, or None if the client gave up first."""
     host, _, port = address.rpartition(":")
     said = {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
     content = post(path, {"model": MODEL, "stream": stream, **said}, "connection: close")
@@ -56,7 +56,7 @@ async def asked(
 
 
 async def warmed(world: RelaySetup, **fields) -> None:
-    """Have every server answer some requests."""
+    """Let every server answer some requests."""
     for number in range(20):
         assert await asked(world.http.address, f"warm {number}", **fields) == 200
     await world.settled()
@@ -72,7 +72,7 @@ def state(world: RelaySetup, worker_id: str) -> str:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("patience", [1.0, 2.0])
 async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, patience, stream):
-    """Of 16 requests one after the other 10 hung as long as the server got those of all clients that had left."""
+    """Guard against a regression: 10 of 16 sequential requests hung while the server got those of departed clients."""
     async with a_relay(*servers, probe_seconds=2.0) as world:
         await warmed(world, stream=stream)
         servers[0].play = never_answer
@@ -87,7 +87,7 @@ async def test_clients_that_give_up_first_do_not_hide_a_hung_server(servers, pat
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
+async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world, path=path)
         servers[0].play = never_answer
@@ -102,9 +102,9 @@ async def test_what_waits_on_a_hung_server_is_started_elsewhere(servers, path):
 
 
 async def test_a_head_without_content_is_no_sign_of_life(servers):
-    async def begin_only(answering: ServerExchange) -> None:
-        await answering.begin_events()
-        await asyncio.sleep(60)
+    async def begin_only(exchange: ServerExchange) -> None:
+        await exchange.begin_events()
+        await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -116,26 +116,26 @@ async def test_a_head_without_content_is_no_sign_of_life(servers):
         assert state(world, "w0") == "draining"
 
 
-async def an_empty_first_event(answering: ServerExchange) -> None:
-    await answering.begin_events()
-    await answering.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
-    await asyncio.sleep(60)
+async def an_empty_first_event(exchange: ServerExchange) -> None:
+    await exchange.begin_events()
+    await exchange.event(b'{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}')
+    await asyncio.Event().wait()
 
 
-async def only_comments(answering: ServerExchange) -> None:
-    await answering.begin_events()
+async def only_comments(exchange: ServerExchange) -> None:
+    await exchange.begin_events()
     while True:
-        await answering.send(chunk(b": keep-alive\n\n"))
+        await exchange.send(chunk(b": keep-alive\n\n"))
         await asyncio.sleep(0.1)
 
 
 @pytest.mark.parametrize("play", [an_empty_first_event, only_comments])
 async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
-    """Four clients that leave after a while; each that leaves makes room for another one."""
+    """Run four clients that leave after a while, each making room for the next."""
 
-    async def soon(answering: ServerExchange) -> None:
-        await asyncio.sleep(0.15)  # so that clients leave before the silence of one request is too long
-        await five_tokens(answering)
+    async def soon(exchange: ServerExchange) -> None:
+        await asyncio.sleep(0.15)  # clients leave before one request's silence is too long
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = soon
@@ -144,7 +144,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
         servers[0].play = play
 
         async def one_after_the_other(client: int) -> list[int | None]:
-            await asyncio.sleep(0.4 * client)  # so that one of them always has just begun
+            await asyncio.sleep(0.4 * client)  # one of them has always just begun
             prompts = [f"{client} {number}" for number in range(20)]
             return [await asked(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
 
@@ -159,9 +159,9 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
 async def test_a_server_that_answers_again_takes_requests_again(servers):
     go_on = asyncio.Event()
 
-    async def when_told(answering: ServerExchange) -> None:
+    async def when_told(exchange: ServerExchange) -> None:
         await go_on.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -177,11 +177,11 @@ async def test_a_server_that_answers_again_takes_requests_again(servers):
 
 
 async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
-    async def hang_but_for_trials(answering: ServerExchange) -> None:
-        if answering.seen.json.get("max_tokens") == 1:
-            await answering.respond(401, b'{"error": {"message": "who are you?"}}')
+    async def hang_but_for_trials(exchange: ServerExchange) -> None:
+        if exchange.seen.json.get("max_tokens") == 1:
+            await exchange.respond(401, b'{"error": {"message": "who are you?"}}')
         else:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     async with a_relay(*servers, silence_floor_seconds=FLOOR) as world:
         await warmed(world)
@@ -192,7 +192,10 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
 
 
 async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
-    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+    async with (
+        a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
+        raw_http_client(world) as peer,
+    ):
         await warmed(world)
         server.play = never_answer
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
@@ -207,18 +210,21 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
 async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
     hang = asyncio.Event()
 
-    async def stop(answering: ServerExchange) -> None:
+    async def stop(exchange: ServerExchange) -> None:
         if hang.is_set():
-            await asyncio.sleep(60)
-        elif "stops" in answering.seen.json["prompt"]:
-            await answering.begin_events()
-            await answering.event(token("a", chat=False))
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
+        elif "stops" in exchange.seen.json["prompt"]:
+            await exchange.begin_events()
+            await exchange.event(token("a", chat=False))
+            await asyncio.Event().wait()
         else:
-            await five_tokens(answering)
+            await five_tokens(exchange)
 
     server.play = stop
-    async with a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world, connected(world) as peer:
+    async with (
+        a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
+        raw_http_client(world) as peer,
+    ):
         await warmed(world)
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "it stops"}))
         assert (await peer.head())[0] == 200
@@ -234,14 +240,14 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
 
 
 async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
-    """Servers that compute one prompt after the other, and a long one in twenty times as long as usual."""
+    """Use servers that compute one prompt after another, and a long one for twenty times as long."""
     turns = {id(server): asyncio.Lock() for server in servers}
 
     def one_by_one(server: OpenAiServer):
-        async def play(answering: ServerExchange) -> None:
+        async def play(exchange: ServerExchange) -> None:
             async with turns[id(server)]:
-                await asyncio.sleep(3.0 if len(answering.seen.body) > 20_000 else 0.02)
-                await five_tokens(answering)
+                await asyncio.sleep(3.0 if len(exchange.seen.body) > 20_000 else 0.02)
+                await five_tokens(exchange)
 
         return play
 
@@ -263,9 +269,9 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
 async def test_servers_that_become_slow_together_all_stay(servers):
     slow = asyncio.Event()
 
-    async def play(answering: ServerExchange) -> None:
+    async def play(exchange: ServerExchange) -> None:
         await asyncio.sleep(1.5 if slow.is_set() else 0.0)
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = play
@@ -284,9 +290,9 @@ async def test_servers_that_become_slow_together_all_stay(servers):
 async def test_servers_that_load_at_their_first_requests_all_stay(servers):
     loaded = asyncio.Event()
 
-    async def play(answering: ServerExchange) -> None:
+    async def play(exchange: ServerExchange) -> None:
         await loaded.wait()
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = play
@@ -294,7 +300,7 @@ async def test_servers_that_load_at_their_first_requests_all_stay(servers):
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(asked(world.http.address, f"{number}")) for number in range(4)]
             await until(lambda: sum(len(server.seen) for server in servers) == 4)
-            await asyncio.sleep(1.0)  # twenty times the floor
+            await asyncio.sleep(1.0)  # twenty times the minimum
             assert world.serving() == 2
             loaded.set()
 
@@ -306,14 +312,14 @@ async def test_servers_that_load_at_their_first_requests_all_stay(servers):
 async def a_router_process(
     folder: Path, servers: Sequence[OpenAiServer], **worker: object
 ) -> AsyncIterator[tuple[subprocess.Popen, str, Path]]:
-    """`fleet serve router` in front of servers, its address, and its log."""
+    """Run `fleet serve router` in front of servers; yield its address and its log."""
     address, log = f"127.0.0.1:{a_free_port()}", folder / "router.log"
     workers = [{"worker_id": f"w{n}", "url": each.url, "model": MODEL, **worker} for n, each in enumerate(servers)]
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers}
     with log.open("w") as output:
         started = {"stdout": output, "stderr": output}
         process, endpoints = await asyncio.to_thread(
-            lambda: serve("router", settings, folder / "router.json", **started)
+            lambda: start_service("router", settings, folder / "router.json", **started)
         )
     try:
         assert endpoints, log.read_text()
@@ -325,11 +331,11 @@ async def a_router_process(
 
 
 async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
-    """Answers come while it sleeps, and clients are still there: it finds neither silence nor anybody late."""
+    """Check that answers which came during the sleep neither count as silence nor as late."""
 
-    async def soon(answering: ServerExchange) -> None:
+    async def soon(exchange: ServerExchange) -> None:
         await asyncio.sleep(0.2)
-        await five_tokens(answering)
+        await five_tokens(exchange)
 
     for server in servers:
         server.play = soon
@@ -372,7 +378,7 @@ async def test_one_core_shared_by_four_busy_loops_is_no_hang(servers, tmp_path):
         for number in range(10):
             assert await asked(address, f"warm {number}") == 200
         os.sched_setaffinity(process.pid, {core})
-        os.sched_setaffinity(0, {core})  # of the servers, which are here
+        os.sched_setaffinity(0, {core})  # for the servers, which run in this process
         try:
             with busy_loops(core, 4):
                 for _ in range(4):

@@ -1,4 +1,4 @@
-"""Several evacuations of one node at a time, by hand: a tier answers when the test says so."""
+"""Tests of concurrent evacuations of one node; the tier answers when the test says so."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ SECONDS = 10
 
 
 class EvacuatingNode:
-    """A pool and one tier that all nodes read, with a budget of so many blocks."""
+    """A pool and one shared tier with a write budget."""
 
     def __init__(self, budget: int = 1 << 20, *, batch_bytes: int = BATCH_BYTES, forgets: bool = True) -> None:
         self.store = MachineDriver(blocks=BLOCKS)
@@ -34,9 +34,9 @@ class EvacuatingNode:
         rule = TierRule(name="redis", admission=None, finds_in_memory=not forgets)
         self.hierarchy = Hierarchy(self.store.machine, [rule], batch_bytes)
         self.asked: list[Demote | Confirm] = []
-        self.held: set[bytes] = set()  # by the tier, in truth
+        self.held: set[bytes] = set()  # blocks that the tier really holds
         self.budget = budget
-        self.failures = 0  # that the tier counts by itself
+        self.failures = 0  # failures that the tier counts itself
         tier = SimpleNamespace(name="redis", status=lambda: SimpleNamespace(failures=self.failures))
         backing = SimpleNamespace(
             tiers=[tier],
@@ -54,12 +54,12 @@ class EvacuatingNode:
 
     @asynccontextmanager
     async def evacuating(self) -> AsyncIterator[asyncio.Task]:
-        """One that has been asked for; at the end it is over."""
+        """Run an evacuation, which has ended on exit."""
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
             yield tasks.create_task(self.evacuate())
 
     async def is_asked(self) -> None:
-        """Wait until the tier has something to do."""
+        """Wait until the tier has a command."""
         while not self.asked:
             await asyncio.sleep(0)
 
@@ -68,13 +68,13 @@ class EvacuatingNode:
         return [BlockKey(self.store.digest, name) for name in self.names]
 
     def had(self, *names) -> None:
-        """The tier was given these, and has lost them by itself since, but for what is in `held`."""
+        """Write these blocks to the tier, and then lose all that are not in `held`."""
         self.hierarchy.demote_now(0, [BlockKey(self.store.digest, name) for name in names], self.clock.now())
         (copy,) = self.hierarchy.commands()
         self.hierarchy.kept(copy.demotion_id, [True] * len(names), self.clock.now())
 
     def answer(self, refused=()) -> None:
-        """The tier keeps all that it is asked to keep but these, and says the truth."""
+        """Let the tier keep all blocks except `refused`, and answer truthfully."""
         while self.asked:
             self.answer_one(refused)
 
@@ -89,7 +89,7 @@ class EvacuatingNode:
         self.asked += self.hierarchy.commands()
 
     def fail(self) -> None:
-        """The tier fails, and may be tried again."""
+        """Let the tier fail; it may be tried again."""
         self.hierarchy.failed(self.asked.pop(0), self.clock.now(), self.clock.now())
         self.clock.move(LONGEST_PAUSE)
         self.hierarchy.tick(self.clock.now())
@@ -106,7 +106,7 @@ async def have_begun(*tasks: asyncio.Task) -> None:
     assert not any(task.done() for task in tasks)
 
 
-async def test_what_two_workers_bring_away_at_once_is_written_once_and_counts_for_both():
+async def test_concurrent_evacuations_write_a_block_once_for_both():
     node = EvacuatingNode()
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
         both = [tasks.create_task(node.evacuate()), tasks.create_task(node.evacuate())]
@@ -117,7 +117,7 @@ async def test_what_two_workers_bring_away_at_once_is_written_once_and_counts_fo
     assert [(one.result().done, one.result().moved, one.result().refused) for one in both] == [(BLOCKS, BLOCKS, 0)] * 2
 
 
-async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_once_more():
+async def test_block_present_at_the_deadline_is_not_open():
     node = EvacuatingNode()
     async with node.evacuating() as one:
         await have_begun(one)
@@ -129,7 +129,7 @@ async def test_what_is_there_at_the_deadline_is_not_open_though_it_is_under_way_
     assert (one.result().done, one.result().moved, one.result().refused) == (BLOCKS, BLOCKS, 0)
 
 
-async def test_a_budget_of_writes_is_charged_once_for_what_is_asked_for_again_while_it_is_under_way():
+async def test_write_budget_is_charged_once_for_a_repeated_block():
     node = EvacuatingNode(budget=BLOCKS)
     async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
         first = tasks.create_task(node.evacuate())
@@ -146,7 +146,7 @@ async def test_a_budget_of_writes_is_charged_once_for_what_is_asked_for_again_wh
     assert node.budget == 0
 
 
-async def test_what_finds_no_room_by_the_deadline_is_not_charged():
+async def test_block_without_room_by_the_deadline_is_not_charged():
     node = EvacuatingNode()
     rule = TierRule(name="redis", admission=None, queue_blocks=2)
     node.hierarchy = node._evacuations._hierarchy = Hierarchy(node.store.machine, [rule])
@@ -156,10 +156,10 @@ async def test_what_finds_no_room_by_the_deadline_is_not_charged():
     assert node.budget == (1 << 20) - 2
 
 
-# What the tier was given once
+# Blocks that the tier got before
 
 
-async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_again_if_it_has():
+async def test_possibly_evicted_block_is_checked_and_rewritten():
     node = EvacuatingNode()
     node.had(*node.names[:4])
     node.held = {node.names[0], node.names[3]}
@@ -176,7 +176,7 @@ async def test_what_may_have_gone_from_the_tier_is_asked_about_at_once_and_goes_
     assert node.budget == (1 << 20) - 4, "what is there costs no write"
 
 
-async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
+async def test_tier_that_reports_evictions_is_not_asked():
     node = EvacuatingNode(forgets=False)
     node.had(*node.names)
 
@@ -185,7 +185,7 @@ async def test_what_a_tier_that_tells_what_it_lets_go_has_is_not_asked_about():
     assert (evacuated.there, evacuated.done, node.asked) == (BLOCKS, BLOCKS, [])
 
 
-async def test_what_a_tier_cannot_say_it_is_given_again():
+async def test_block_of_unknown_presence_is_written_again():
     node = EvacuatingNode()
     node.had(*node.names)
     async with node.evacuating() as one:
@@ -198,7 +198,7 @@ async def test_what_a_tier_cannot_say_it_is_given_again():
     assert (one.result().moved, one.result().failed, one.result().done) == (BLOCKS, 1, BLOCKS)
 
 
-async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
+async def test_never_written_blocks_go_first_while_tier_is_silent():
     node = EvacuatingNode()
     node.had(*node.names[:2])
     node.hierarchy.confirm(0, node.keys[:1], node.clock.now())
@@ -213,10 +213,10 @@ async def test_while_a_tier_cannot_be_asked_what_it_never_had_goes_first():
     assert (one.result().moved, one.result().there, one.result().done) == (BLOCKS - 2, 0, 0)
 
 
-# What fails
+# Failures
 
 
-async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_take_is_not():
+async def test_failed_batch_is_retried_but_refused_blocks_are_not():
     node = EvacuatingNode()
     async with node.evacuating() as one:
         await node.is_asked()
@@ -228,11 +228,11 @@ async def test_a_batch_that_failed_is_offered_again_and_what_the_tier_does_not_t
     assert one.result().done == BLOCKS
 
 
-async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
+async def test_blocks_skipped_by_a_short_call_are_offered_again():
     node = EvacuatingNode()
     async with node.evacuating() as one:
         await node.is_asked()
-        node.failures += 1  # that the tier has counted, and answered with what it got
+        node.failures += 1  # the tier counted a failure and answered with a part
         node.answer(refused=node.names[2:])
         await node.is_asked()
         node.answer()
@@ -240,7 +240,7 @@ async def test_what_a_call_that_was_cut_short_left_out_is_offered_again():
     assert (one.result().moved, one.result().refused) == (BLOCKS, 0)
 
 
-async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody():
+async def test_failing_block_is_left_out_and_stops_no_other():
     node = EvacuatingNode(batch_bytes=BLOCK_BYTES)
     bad = node.keys[0]
     async with node.evacuating() as one:
@@ -255,7 +255,7 @@ async def test_a_block_that_fails_while_others_arrive_is_left_and_stops_nobody()
     assert (one.result().moved, one.result().refused, one.result().done) == (BLOCKS - 1, 1, BLOCKS)
 
 
-async def test_blocks_of_a_tier_that_is_away_are_not_given_up_before_the_deadline():
+async def test_unreachable_tier_keeps_its_blocks_until_the_deadline():
     node = EvacuatingNode(budget=BLOCKS)
     async with node.evacuating() as one:
         while not one.done():

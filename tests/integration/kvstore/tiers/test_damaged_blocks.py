@@ -1,4 +1,4 @@
-"""Blocks that are damaged on their way from a server that nodes share: they are misses, and nobody loses them."""
+"""Tests of blocks damaged in transfer from a shared server: they are misses, and no stored block is deleted."""
 
 import logging
 import random
@@ -21,7 +21,16 @@ from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.backend import open_s3
 from kvstore.tiers.s3.settings import S3Settings
-from tests.support.kvstore.builders import a_block, a_chain, a_namespace, a_node, a_store_client, empty, keep, soon
+from tests.support.kvstore.builders import (
+    a_block,
+    a_chain,
+    a_namespace,
+    a_node,
+    a_store_client,
+    deadline_in,
+    empty_buffers,
+    put_blocks,
+)
 from tests.support.kvstore.remote_blocks import DIGEST
 from tests.support.servers.damaging_proxy import a_damaging_http_proxy, a_damaging_proxy, with_a_flipped_bit
 from tests.support.servers.processes import s3_credentials, shared_redis, shared_s3
@@ -83,12 +92,12 @@ def a_redis_tier(prefix: str, port: int) -> Iterator[RemoteTier]:
 
 
 def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
-    """How many blocks come, in batches, and all of them right; a batch that fails brings none."""
+    """Read in batches and return how many correct blocks came; a failed batch counts none."""
     come = 0
     for start in range(0, len(keys), BATCH):
-        chosen, into = keys[start : start + BATCH], empty(len(keys[start : start + BATCH]))
+        chosen, into = keys[start : start + BATCH], empty_buffers(len(keys[start : start + BATCH]))
         try:
-            answers = tier.get(chosen, into, soon())
+            answers = tier.get(chosen, into, deadline_in())
         except TierFailed:
             continue
         for key, answer, block in zip(chosen, answers, into, strict=True):
@@ -100,14 +109,14 @@ def read(tier: RemoteTier, keys: Sequence[BlockKey] = KEYS) -> int:
 
 def finds(tier: RemoteTier) -> int:
     try:
-        return tier.find(KEYS, soon())
+        return tier.find(KEYS, deadline_in())
     except TierFailed:
         return 0
 
 
 def is_fenced(tier: RemoteTier) -> bool:
     try:
-        tier.get(KEYS[:1], empty(1), soon())
+        tier.get(KEYS[:1], empty_buffers(1), deadline_in())
     except TierFailed as error:
         return "fenced" in str(error)
     return False
@@ -119,7 +128,7 @@ def bucket() -> str:
     bucket = f"wire-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)
     with an_s3_tier(bucket, server.port) as tier:
-        assert all(keep(tier, KEYS, BLOCKS, soon()))
+        assert all(put_blocks(tier, KEYS, BLOCKS, deadline_in()))
     return bucket
 
 
@@ -141,7 +150,7 @@ def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[b
         assert is_fenced(tier)
         assert status.fenced == 1
         messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-        assert "tier is fenced, since its answers are damaged on their way" in messages
+        assert "tier fenced, answers damaged in transit" in messages
 
 
 def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
@@ -173,7 +182,7 @@ def test_object_that_is_damaged_where_it_lies_is_deleted(bucket):
 
 
 def test_object_damaged_at_rest_stays_while_answers_are_damaged(bucket):
-    """Readings that are damaged each in another way agree on nothing, also not on what is bad indeed."""
+    """Damage each reading differently, so that the readings agree on nothing, not even on an object that is really damaged."""
     server = shared_s3()
     place = f"fleet/{DIGEST.hex()}/{NAMES[0].hex()}"
     server.client.put_object(Bucket=bucket, Key=place, Body=bytes(8256))
@@ -193,7 +202,7 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier:
-        assert all(keep(tier, KEYS, BLOCKS, soon()))
+        assert all(put_blocks(tier, KEYS, BLOCKS, deadline_in()))
     with (
         a_damaging_proxy(("127.0.0.1", server.port), damage=damage) as proxy,
         a_redis_tier(prefix, proxy.port) as tier,
@@ -216,7 +225,7 @@ def test_value_that_is_damaged_where_it_lies_is_deleted():
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier, server.client() as client:
-        assert all(keep(tier, KEYS, BLOCKS, soon()))
+        assert all(put_blocks(tier, KEYS, BLOCKS, deadline_in()))
         name = f"{prefix}:{DIGEST.hex()}:{NAMES[5].hex()}"
         client.set(name, with_a_flipped_bit(client.get(name)))
         wrong = f"{prefix}:{DIGEST.hex()}:{NAMES[6].hex()}"
@@ -238,18 +247,18 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
         server.client() as client,
     ):
         proxy.forwards_unchanged = True
-        assert all(keep(tier, KEYS, BLOCKS, soon()))
+        assert all(put_blocks(tier, KEYS, BLOCKS, deadline_in()))
         name = f"{prefix}:{DIGEST.hex()}:{NAMES[5].hex()}"
         client.set(name, with_a_flipped_bit(client.get(name)))
-        proxy.refuses_connections = True  # the readings need connections of their own
+        proxy.refuses_connections = True  # the second readings need connections of their own
 
         assert [read(tier, KEYS[5:6]) for _ in range(8)] == [0] * 8
 
         assert client.exists(name)
         assert (tier.status().damaged, tier.status().fenced) == (0, 0)
         messages = [record.message for record in caplog.records]
-        assert "corrupt block could not be read again, and stays until a call that can" in messages
-        assert "block was damaged on its way, and stays" not in messages
+        assert "corrupt block kept, second reading failed" in messages
+        assert "block damaged in transit, kept" not in messages
 
         proxy.refuses_connections = False
         assert read(tier, KEYS[5:6]) == 0
@@ -274,9 +283,9 @@ def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
             tier = open_peers(settings, connect, namespaces=lambda digest: namespace, clock=clock())
 
             def get() -> int:
-                into = empty(COUNT)
+                into = empty_buffers(COUNT)
                 try:
-                    answers = tier.get(keys, into, soon())
+                    answers = tier.get(keys, into, deadline_in())
                 except TierFailed:
                     return 0
                 moved = [answer.outcome is BlockOutcome.MOVED for answer in answers]
@@ -287,7 +296,7 @@ def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
                 assert get() < COUNT
             eventually(lambda: get() < COUNT and tier.status().fenced == 1)
             with pytest.raises(TierFailed, match="fenced"):
-                tier.get(keys, empty(COUNT), soon())
+                tier.get(keys, empty_buffers(COUNT), deadline_in())
             assert tier.status().damaged > 0
             with a_store_client(node.address, namespace, prefer=(DataPath.SHM,)) as client:
                 assert len(client.match(NAMES, lease_seconds=0)) == COUNT

@@ -1,4 +1,4 @@
-"""A node with tiers below its memory: real processes, files and servers."""
+"""Tests of a node with tiers below its memory: real processes, files and servers."""
 
 import asyncio
 import shutil
@@ -59,7 +59,7 @@ def write(client: StoreClient, chain: list[bytes]) -> int:
 
 
 def read(client: StoreClient, chain: list[bytes]) -> int:
-    """How many leading blocks come back; each is compared."""
+    """Return how many leading blocks can be read; compare the bytes of each."""
     match = client.match_and_wait(chain, lease_seconds=10, max_wait_seconds=MAX_WAIT)
     buffers = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(len(match))]
     arrived = client.read(match, range(len(match)), buffers)
@@ -84,7 +84,7 @@ def in_pool(client: StoreClient, chain: list[bytes]) -> int:
     return len(client.match(chain, lease_seconds=0))
 
 
-def test_what_the_pool_evicted_comes_back_from_the_disk(tmp_path):
+def test_block_evicted_from_the_pool_returns_from_disk(tmp_path):
     with (
         a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node,
         a_client(node) as client,
@@ -114,7 +114,7 @@ def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
 
 
 def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
-    """Looking tells nothing and takes nothing from who reads; what was written since is the memory's own."""
+    """Check that a look-up reports nothing, and that blocks written since count as the memory's own."""
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
@@ -129,7 +129,7 @@ def test_a_match_says_once_which_blocks_came_up_from_which_tier(tmp_path):
             assert (len(again), again.promoted) == (6, {})
 
 
-def test_what_came_up_and_left_again_unread_is_the_memorys_own_when_it_is_written_anew(tmp_path):
+def test_promoted_block_evicted_unread_is_new_when_rewritten(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
@@ -146,7 +146,7 @@ def test_what_came_up_and_left_again_unread_is_the_memorys_own_when_it_is_writte
             assert client.match(a_chain(6), lease_seconds=1).promoted == {}
 
 
-def test_nothing_is_looked_for_below_without_patience(tmp_path):
+def test_without_max_wait_no_lower_tier_is_searched(tmp_path):
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=[an_ssd(tmp_path, keep="all")]) as node:
         with a_client(node) as client:
             write(client, a_chain(6))
@@ -158,7 +158,7 @@ def test_nothing_is_looked_for_below_without_patience(tmp_path):
             assert in_pool(client, a_chain(6)) == 0
 
 
-def test_a_scan_writes_nothing_and_what_is_used_again_later_is_kept(tmp_path):
+def test_scan_writes_nothing_and_reused_blocks_are_kept(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path, keep="reused")]) as node, a_client(node) as client:
         for of in "abcd":
             write(client, a_chain(6, of))
@@ -185,7 +185,7 @@ def test_a_miss_everywhere_costs_no_wait(tmp_path):
 
 
 class DecidingNode:
-    """The same node as decisions alone: machine and hierarchy over tiers that answer at once."""
+    """The decisions of the same node: machine and hierarchy over tiers that answer at once."""
 
     def __init__(self, tiers: int):
         self.store = MachineDriver(blocks=POOL_BLOCKS)
@@ -193,7 +193,7 @@ class DecidingNode:
         self.restart()
 
     def restart(self) -> None:
-        """The pool is empty again."""
+        """Empty the pool."""
         self.store = MachineDriver(blocks=POOL_BLOCKS)
         rules = [TierRule(name=str(index), admission=AdmitEverything()) for index in range(len(self.below))]
         self.hierarchy = Hierarchy(self.store.machine, rules)
@@ -242,7 +242,7 @@ class DecidingNode:
                 self.hierarchy.kept(transfer.demotion_id, [True] * len(transfer.addresses), Nanos(0))
 
 
-def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_path):
+def test_tier_hits_match_the_simulation(tmp_path):
     with a_redis_server() as redis:
         tiers = [an_ssd(tmp_path / "ssd", keep="all"), {"kind": "redis", "url": redis.url, "keep": "all"}]
         with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
@@ -255,7 +255,7 @@ def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_
                 assert (stats.hits, stats.misses, stats.evicted) == (counted.hits, counted.misses, counted.evicted)
 
             def settle(client: StoreClient) -> None:
-                """What is on its way down is pinned, and could not be evicted."""
+                """Finish all demotions, whose blocks are pinned and could not be evicted."""
 
                 def is_settled() -> bool:
                     stats = stats_of(client)
@@ -288,7 +288,7 @@ def test_the_same_prompts_hit_each_tier_in_turn_as_often_as_in_a_simulation(tmp_
                 assert simulated.loaded()[1] > 0
 
 
-def test_what_one_node_wrote_another_finds_through_redis():
+def test_block_written_by_one_node_is_found_through_redis():
     with a_redis_server() as redis:
         tier = {"kind": "redis", "url": redis.url, "keep": "all"}
         with a_node(tiers=[tier]) as writer, a_client(writer) as client:
@@ -299,7 +299,7 @@ def test_what_one_node_wrote_another_finds_through_redis():
             assert stats_of(client).tiers[0].hits == 6
 
 
-def test_a_block_of_one_node_is_read_by_another_from_its_memory_and_missed_when_that_dies():
+def test_peer_block_is_read_from_memory_and_missed_after_death():
     with a_node(data_listen="127.0.0.1:0") as first, a_client(first) as client:
         write(client, a_chain(6))
         with a_node(tiers=[{"kind": "peer", "peers": [first.address]}]) as second, a_client(second) as other:
@@ -327,7 +327,7 @@ def test_redis_gone_is_a_miss_and_redis_back_is_found_again():
         assert stats_of(client).tiers[0].failures > 0
 
 
-def test_small_and_sealed_blocks_come_back_as_they_were_and_lie_there_as_nothing_readable(tmp_path):
+def test_compressed_and_sealed_blocks_round_trip(tmp_path):
     codec = {"compression": "zstd", "sealing_secrets": ["5a" * 32]}
     tiers = [an_ssd(tmp_path, keep="all", codec=codec)]
     with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node, a_client(node) as client:
@@ -343,7 +343,7 @@ def test_small_and_sealed_blocks_come_back_as_they_were_and_lie_there_as_nothing
 
 
 class StoreWatcher:
-    """What a router that watches a node believes to be in its tiers."""
+    """The view of a router that watches a node's tiers."""
 
     def __init__(self, address: str, tasks: asyncio.TaskGroup):
         self.held: dict[str, set[bytes]] = {}
@@ -380,7 +380,7 @@ async def test_a_router_hears_in_which_tier_a_block_is(tmp_path):
             router.watching.cancel()
 
 
-async def test_a_router_that_comes_late_hears_of_a_server_what_one_knows_that_was_there_all_the_time():
+async def test_late_router_learns_the_same_remote_blocks():
     with a_redis_server() as redis:
         tiers = [{"kind": "redis", "url": redis.url, "keep": "all"}]
         with a_node(capacity_bytes=POOL_BLOCKS * BLOCK_BYTES, tiers=tiers) as node:
@@ -403,7 +403,7 @@ async def test_a_router_that_comes_late_hears_of_a_server_what_one_knows_that_wa
                     router.watching.cancel()
 
 
-def test_a_layout_that_a_tier_refuses_does_not_stand_in_the_way_of_one_that_fits(tmp_path):
+def test_layout_rejected_by_a_tier_does_not_stop_others(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path, codec={"compression": "fp8"})]) as node:
         with pytest.raises(InvalidArgument, match="float32"):
             a_store_client(node.address, a_namespace(dtype="float32"))

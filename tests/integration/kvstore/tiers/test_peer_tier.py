@@ -1,4 +1,4 @@
-"""The peer tier against real nodes that are killed, frozen or empty, and against things that only look like nodes."""
+"""Tests of the peer tier against real nodes that are killed, frozen or empty, and against servers that only look like nodes."""
 
 import contextlib
 import logging
@@ -30,9 +30,9 @@ from tests.support.kvstore.builders import (
     a_namespace,
     a_node,
     a_store_client,
-    empty,
-    keep,
-    soon,
+    deadline_in,
+    empty_buffers,
+    put_blocks,
 )
 from tests.support.servers.processes import a_free_port
 from tests.support.servers.scripted import Script, a_scripted_server
@@ -85,25 +85,25 @@ def pinned(address: str) -> int:
 
 
 def outcomes(tier: RemoteTier, keys=KEYS, seconds: float = 10) -> list[bool]:
-    """Which blocks arrive; whatever does is compared."""
-    into = empty(len(keys))
-    answers = tier.get(keys, into, soon(seconds))
+    """Read blocks and return the outcomes; compare the bytes of each hit."""
+    into = empty_buffers(len(keys))
+    answers = tier.get(keys, into, deadline_in(seconds))
     for key, answer, block in zip(keys, answers, into, strict=True):
         assert answer.outcome is not BlockOutcome.MOVED or np.array_equal(block, BLOCKS[KEYS.index(key)])
     return [answer.outcome is BlockOutcome.MOVED for answer in answers]
 
 
-# Reading
+# Reads
 
 
-def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
+def test_peer_blocks_are_found_and_fetched_without_leases(node):
     import google_crc32c
 
     fill(node.address, KEYS[:5])
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, soon(10)) == 5
-        into = empty(8)
-        answers = tier.get(KEYS, into, soon(10))
+        assert tier.find(KEYS, deadline_in(10)) == 5
+        into = empty_buffers(8)
+        answers = tier.get(KEYS, into, deadline_in(10))
 
         assert [answer.outcome is BlockOutcome.MOVED for answer in answers] == [True] * 5 + [False] * 3
         assert [answer.crc32c for answer in answers[:5]] == [google_crc32c.value(bytes(block)) for block in into[:5]]
@@ -118,23 +118,23 @@ def test_blocks_of_a_peer_are_found_and_fetched_and_no_lease_stays(node):
 def test_a_part_of_a_chain_is_fetched_where_it_is_asked_for(node):
     fill(node.address)
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS[3:], soon(10)) == 5
+        assert tier.find(KEYS[3:], deadline_in(10)) == 5
         assert outcomes(tier, KEYS[3:6]) == [True] * 3
 
 
 def test_holes_cost_only_themselves(node):
     fill(node.address, [KEYS[0], KEYS[2], KEYS[3], KEYS[5]])
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, soon(10)) == 1
+        assert tier.find(KEYS, deadline_in(10)) == 1
         assert outcomes(tier, KEYS[:6]) == [True, False, True, True, False, True]
 
 
-def test_what_no_peer_has_is_a_miss(node):
+def test_block_on_no_peer_is_a_miss(node):
     with a_tier(node.address) as tier:
-        assert tier.find(KEYS, soon(10)) == 0
+        assert tier.find(KEYS, deadline_in(10)) == 0
         assert outcomes(tier) == [False] * 8
-        assert tier.find([], soon(10)) == 0
-        assert keep(tier, KEYS, BLOCKS, soon(10)) == [False] * 8
+        assert tier.find([], deadline_in(10)) == 0
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [False] * 8
         assert tier.status().failures == 0
 
 
@@ -142,22 +142,22 @@ def test_another_namespace_or_block_length_is_a_miss(node):
     fill(node.address)
     strange = [BlockKey(b"another-digest..", KEYS[0].name)]
     with a_tier(node.address) as tier:
-        assert tier.find(strange, soon(10)) == 0
+        assert tier.find(strange, deadline_in(10)) == 0
         assert outcomes(tier, [KEYS[0]]) == [True]
-        (answer,) = tier.get(strange, empty(1), soon(10))
+        (answer,) = tier.get(strange, empty_buffers(1), deadline_in(10))
         assert answer.outcome is BlockOutcome.GONE
-        (answer,) = tier.get(KEYS[:1], [np.zeros(BLOCK_BYTES + 1, np.uint8)], soon(10))
+        (answer,) = tier.get(KEYS[:1], [np.zeros(BLOCK_BYTES + 1, np.uint8)], deadline_in(10))
         assert answer.outcome is BlockOutcome.GONE
 
 
-def test_blocks_are_fetched_from_whoever_has_them_and_the_holder_is_remembered():
+def test_blocks_are_fetched_from_any_holder_and_remembered():
     with a_node() as one, a_node() as two:
         ranked = ranking([one.address, two.address], KEYS[0])
         fill(ranked[1])
         with a_tier(one.address, two.address, look_ups=1) as narrow:
-            assert narrow.find(KEYS, soon(10)) == 0, "one look-up ends at the owner"
+            assert narrow.find(KEYS, deadline_in(10)) == 0, "one look-up ends at the owner"
         with a_tier(one.address, two.address) as tier:
-            assert tier.find(KEYS, soon(10)) == 8
+            assert tier.find(KEYS, deadline_in(10)) == 8
             assert outcomes(tier, KEYS[4:]) == [True] * 4, "by the holder that was remembered"
 
 
@@ -170,36 +170,36 @@ def test_a_chain_whose_parts_lie_on_two_peers_is_put_together():
             assert outcomes(tier) == [True] * 8
 
 
-def test_what_was_found_bad_is_not_asked_for_again_for_a_while(node):
+def test_bad_block_is_not_asked_for_again_for_a_while(node):
     fill(node.address)
     with a_tier(node.address) as tier:
         tier.discard([KEYS[2]])
 
-        assert tier.find(KEYS, soon(10)) == 2
+        assert tier.find(KEYS, deadline_in(10)) == 2
         assert outcomes(tier) == [True, True, False, True, True, True, True, True]
 
 
-# Writing
+# Writes
 
 
 def test_pushed_blocks_lie_with_the_owner_of_their_chain():
     with a_node() as one, a_node() as two:
         owner = ranking([one.address, two.address], KEYS[0])[0]
         with a_tier(one.address, two.address, push=True) as tier:
-            assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 8
-            assert keep(tier, KEYS, BLOCKS, soon(10)) == [True] * 8
+            assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [True] * 8
+            assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [True] * 8
             assert tier.status().bytes_written == 8 * BLOCK_BYTES
             assert outcomes(tier) == [True] * 8
         with a_store_client(owner, NAMESPACE) as client:
             assert len(client.match([key.name for key in KEYS], lease_seconds=0)) == 8
 
 
-def test_a_block_that_is_not_what_its_checksum_says_is_not_pushed_and_counted(node):
+def test_block_with_a_wrong_checksum_is_counted_not_pushed(node):
     with a_tier(node.address, push=True) as tier:
         sums = [crc32c([block]) for block in BLOCKS]
         sums[2] ^= 1
 
-        kept = tier.put(KEYS, BLOCKS, soon(10), sums)
+        kept = tier.put(KEYS, BLOCKS, deadline_in(10), sums)
 
         assert kept == [True, True, False, True, True, True, True, True]
         assert tier.status().corrupt == 1
@@ -214,9 +214,9 @@ def test_the_owner_of_a_chain_neither_pushes_it_nor_asks_itself():
         with a_store_client(us.address, NAMESPACE) as client:
             client.write([mine.name], BLOCKS[:1])
         with a_tier(*peers, own_address=us.address, push=True) as tier:
-            assert keep(tier, [mine], BLOCKS[:1], soon(10)) == [False]
-            assert keep(tier, [theirs], BLOCKS[:1], soon(10)) == [True]
-            assert tier.find([mine], soon(10)) == 0
+            assert put_blocks(tier, [mine], BLOCKS[:1], deadline_in(10)) == [False]
+            assert put_blocks(tier, [theirs], BLOCKS[:1], deadline_in(10)) == [True]
+            assert tier.find([mine], deadline_in(10)) == 0
 
 
 def keys_like(count: int) -> list[BlockKey]:
@@ -225,32 +225,32 @@ def keys_like(count: int) -> list[BlockKey]:
 
 def test_a_full_peer_takes_what_fits():
     with a_node(capacity_bytes=4 * BLOCK_BYTES) as node, a_tier(node.address, push=True) as tier:
-        kept = keep(tier, KEYS, BLOCKS, soon(10))
+        kept = put_blocks(tier, KEYS, BLOCKS, deadline_in(10))
 
         assert kept == [True] * 4 + [False] * 4
         assert tier.status().refused == 4
         assert outcomes(tier) == kept
 
 
-# Peers that are away
+# Unreachable peers
 
 
-def test_a_peer_that_is_not_there_is_a_failure_at_once_and_used_when_it_comes(caplog):
+def test_absent_peer_fails_at_once_and_is_used_when_it_comes(caplog):
     with a_node() as node:
         fill(node.address)
         node.kill()
         with a_tier(node.address) as tier:
             for _ in range(3):
-                with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
-                    tier.find(KEYS, soon(10))
-            assert [record.message for record in caplog.records].count("peer cannot be used") == 1
+                with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
+                    tier.find(KEYS, deadline_in(10))
+            assert [record.message for record in caplog.records].count("peer unreachable") == 1
 
             node.start()
             fill(node.address)
 
             def found() -> bool:
                 with contextlib.suppress(TierFailed):
-                    return tier.find(KEYS, soon(10)) == 8
+                    return tier.find(KEYS, deadline_in(10)) == 8
                 return False
 
             eventually(found)
@@ -264,7 +264,7 @@ def test_one_dead_peer_of_two_is_no_failure_of_the_tier():
         two.kill()
         with a_tier(one.address, two.address) as tier:
             for keys in (KEYS, keys_like(8)):
-                assert tier.find(keys, soon(10)) == (8 if keys is KEYS else 0)
+                assert tier.find(keys, deadline_in(10)) == (8 if keys is KEYS else 0)
             assert outcomes(tier) == [True] * 8
 
 
@@ -292,9 +292,9 @@ def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
         assert outcomes(tier) == [True] * 8
         node.freeze()
         calls = (
-            lambda: tier.find(KEYS, soon(0.3)),
+            lambda: tier.find(KEYS, deadline_in(0.3)),
             lambda: outcomes(tier, seconds=0.3),
-            lambda: keep(tier, KEYS, BLOCKS, soon(0.3)),
+            lambda: put_blocks(tier, KEYS, BLOCKS, deadline_in(0.3)),
         )
         for call in calls:
             with at_most(20), pytest.raises(TierFailed):
@@ -309,14 +309,14 @@ def test_a_frozen_peer_costs_no_more_than_the_deadline(node):
         eventually(arrived)
 
 
-def test_a_peer_that_is_frozen_before_the_handshake_costs_no_more_than_the_deadline(node):
+def test_peer_frozen_before_the_handshake_costs_the_deadline(node):
     node.freeze()
     with a_tier(node.address) as tier, at_most(20), pytest.raises(TierFailed):
-        tier.find(KEYS, soon(0.3))
+        tier.find(KEYS, deadline_in(0.3))
     node.thaw()
 
 
-def test_a_peer_killed_while_threads_read_never_gives_a_wrong_byte(node):
+def test_peer_killed_during_reads_gives_no_wrong_byte(node):
     fill(node.address)
     with a_tier(node.address) as tier:
         stop = threading.Event()
@@ -340,7 +340,7 @@ def test_a_peer_killed_while_threads_read_never_gives_a_wrong_byte(node):
             assert all(each.result(30) > 0 for each in reading)
 
 
-# Things that only look like peers
+# Servers that only look like peers
 
 
 @pytest.mark.parametrize(
@@ -353,16 +353,16 @@ def test_a_peer_killed_while_threads_read_never_gives_a_wrong_byte(node):
     ],
     ids=["garbage", "nothing", "an end", "noise"],
 )
-def test_a_peer_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+def test_nonsense_from_a_peer_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port, a_tier(f"127.0.0.1:{port}") as tier:
         with at_most(20), pytest.raises(TierFailed):
-            tier.find(KEYS, soon(0.5))
+            tier.find(KEYS, deadline_in(0.5))
         with at_most(20), pytest.raises(TierFailed):
             outcomes(tier, seconds=0.5)
 
 
 class LyingNode(pb_grpc.BlockStoreServicer):
-    """A control plane that promises what its data plane does not keep."""
+    """Control plane that reports blocks which its data plane does not deliver."""
 
     def __init__(self, data_address: str, slots: int = 1):
         self.data_address = data_address
@@ -394,7 +394,7 @@ def a_liar(data_address: str, slots: int = 1) -> Iterator[str]:
 
 
 def replies(kind: str) -> Script:
-    """What a data plane says: to the opening properly, to the first request for a block not."""
+    """Return scripted replies of a data plane: a valid opening and an invalid block."""
     opened = CHALLENGE.pack(MAGIC, DataPlaneStatus.DONE, bytes(16))
     there = bytes([DataPlaneStatus.DONE])
     block = REPLY.pack(MAGIC, 1) + there + BLOCKS[0].tobytes() + there
@@ -411,22 +411,22 @@ def replies(kind: str) -> Script:
 @pytest.mark.parametrize(
     "kind", ["garbage", "half a block", "half a block, and silence", "nothing", "an end", "another block"]
 )
-def test_a_data_plane_that_does_not_deliver_is_a_failure_within_the_deadline(kind):
+def test_stalled_data_plane_is_a_failure_within_the_deadline(kind):
     with a_scripted_server(replies(kind)) as port, a_liar(f"127.0.0.1:{port}") as address, a_tier(address) as tier:
-        assert tier.find(KEYS[:1], soon(30)) == 1
+        assert tier.find(KEYS[:1], deadline_in(30)) == 1
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
             outcomes(tier, KEYS[:1], seconds=0.5)
 
 
-def test_a_peer_that_finds_more_than_it_was_asked_for_is_a_failure():
+def test_peer_that_reports_too_many_hits_is_a_failure():
     with (
         a_scripted_server(replies("nothing")) as port,
         a_liar(f"127.0.0.1:{port}", 3) as address,
         a_tier(address) as tier,
     ):
-        for call in (lambda: tier.find(KEYS[:2], soon(2)), lambda: outcomes(tier, KEYS[:2], 2)):
-            with pytest.raises(TierFailed, match="3 blocks of 2"):
+        for call in (lambda: tier.find(KEYS[:2], deadline_in(2)), lambda: outcomes(tier, KEYS[:2], 2)):
+            with pytest.raises(TierFailed, match="found 3 blocks, but 2 were asked for"):
                 call()
 
 
@@ -436,8 +436,8 @@ def test_a_peer_with_another_layout_is_a_failure_that_says_so(node, caplog):
         client.write(a_chain(1), BLOCKS[:1])
     with a_tier(node.address) as tier, caplog.at_level(logging.WARNING):
         with pytest.raises(TierFailed, match="block_tokens"):
-            tier.find(KEYS, soon(30))
-        assert "peer cannot be used" in [record.message for record in caplog.records]
+            tier.find(KEYS, deadline_in(30))
+        assert "peer unreachable" in [record.message for record in caplog.records]
 
 
 # Settings
@@ -463,8 +463,8 @@ def test_a_closed_tier_says_so():
     with a_tier(f"127.0.0.1:{a_free_port()}") as tier:
         tier.close()
         for call in (
-            lambda: tier.find(KEYS, soon(1)),
-            lambda: keep(tier, KEYS, BLOCKS, soon(1)),
+            lambda: tier.find(KEYS, deadline_in(1)),
+            lambda: put_blocks(tier, KEYS, BLOCKS, deadline_in(1)),
             lambda: outcomes(tier),
         ):
             with pytest.raises(TierFailed, match="closed"):

@@ -1,4 +1,4 @@
-"""Remote tiers whose servers' answers are cut, damaged, doubled and invented on their way: what is wrong is never believed."""
+"""Tests of remote tiers whose servers' answers are cut, damaged, repeated or invented: a wrong answer is never believed."""
 
 import random
 import uuid
@@ -16,7 +16,7 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.backend import tier_with
 from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
-from tests.support.kvstore.builders import a_block, a_chain, keep, soon
+from tests.support.kvstore.builders import a_block, a_chain, deadline_in, put_blocks
 from tests.support.kvstore.remote_blocks import DIGEST
 from tests.support.servers.damaging_proxy import a_damaging_proxy
 from tests.support.servers.processes import s3_credentials, shared_redis, shared_s3
@@ -44,12 +44,12 @@ HTTP = (
 
 
 def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
-    """Calls that may fail, and say nothing that is not true."""
+    """Call the tier; calls may fail but must not return anything wrong."""
     for _ in range(rounds):
         first = chance.randrange(len(KEYS))
         chosen = slice(first, first + chance.randint(1, 5))
         keys, blocks = KEYS[chosen], BLOCKS[chosen]
-        until = soon(CALL_SECONDS)
+        until = deadline_in(CALL_SECONDS)
         try:
             with at_most(CALL_SECONDS + 2):  # a removal may follow
                 match chance.randrange(6):
@@ -58,7 +58,7 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
                     case 1:
                         assert len(tier.holds(keys, until)) == len(keys)
                     case 2 | 3:
-                        assert len(keep(tier, keys, blocks, until)) == len(keys)
+                        assert len(put_blocks(tier, keys, blocks, until)) == len(keys)
                     case _:
                         into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
                         answers = tier.get(keys, into, until)
@@ -70,9 +70,9 @@ def attack(tier: RemoteTier, chance: random.Random, rounds: int) -> None:
 
 def works(tier: RemoteTier) -> bool:
     try:
-        kept = keep(tier, KEYS, BLOCKS, soon())
+        kept = put_blocks(tier, KEYS, BLOCKS, deadline_in())
         into = [np.zeros(block.nbytes, np.uint8) for block in BLOCKS]
-        answers = tier.get(KEYS, into, soon())
+        answers = tier.get(KEYS, into, deadline_in())
     except TierFailed:
         return False
     moved = [answer.outcome is BlockOutcome.MOVED for answer in answers]
@@ -83,7 +83,7 @@ def works(tier: RemoteTier) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_after(seed):
+def test_damaged_redis_answers_are_rejected_then_it_recovers(seed):
     server = shared_redis()
     with a_damaging_proxy(("127.0.0.1", server.port), RESP, seed) as proxy:
         settings = RedisSettings(
@@ -100,7 +100,7 @@ def test_a_redis_whose_answers_are_damaged_is_never_believed_and_works_again_aft
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_again_after(seed):
+def test_damaged_s3_answers_are_rejected_then_it_recovers(seed):
     server = shared_s3()
     bucket = f"attack-{uuid.uuid4().hex}"
     server.client.create_bucket(Bucket=bucket)
@@ -114,7 +114,7 @@ def test_an_object_store_whose_answers_are_damaged_is_never_believed_and_works_a
         )
         clients = S3Clients(settings)
         for seconds in (CALL_SECONDS, CALL_SECONDS / 2, CALL_SECONDS / 4):
-            clients.within(seconds)  # which takes long to make
+            clients.within(seconds)  # creating a client takes long
         tier = tier_with(settings, clients, codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
         attack(tier, random.Random(seed), 12)

@@ -1,4 +1,4 @@
-"""The S3 tier against a server that is killed, frozen, strict, or full of what others planted there."""
+"""Tests of the S3 tier against a server that is killed, frozen, strict, or filled with foreign values."""
 
 import logging
 import subprocess
@@ -19,8 +19,8 @@ from kvstore.tiers.remote import RemoteTier
 from kvstore.tiers.s3.backend import open_s3, tier_with
 from kvstore.tiers.s3.clients import S3Clients
 from kvstore.tiers.s3.settings import S3Settings
-from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, empty, keep, soon
-from tests.support.kvstore.remote_blocks import BLOCKS, DIGEST, KEYS, a_stored_value, outcomes
+from tests.support.kvstore.builders import BLOCK_BYTES, a_block, a_chain, deadline_in, empty_buffers, put_blocks
+from tests.support.kvstore.remote_blocks import BLOCKS, DIGEST, KEYS, a_stored_value, read_outcomes
 from tests.support.servers.processes import an_s3_server, s3_credentials
 from tests.support.servers.scripted import Script, a_scripted_server
 from tests.support.stopwatch import at_most
@@ -63,7 +63,7 @@ def open_tier(server, bucket: str, **settings) -> RemoteTier:
 
 
 def open_with_endpoint(bucket: str, port: int) -> RemoteTier:
-    """Without the look at the bucket, which such a server would not survive."""
+    """Open the tier without the bucket check, which these servers could not answer."""
     settings = S3Settings(bucket=bucket, endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
     return tier_with(settings, S3Clients(settings), codecs=lambda digest: PlainCodec(), clock=MonotonicClock())
 
@@ -72,37 +72,37 @@ def place_of(key: BlockKey) -> str:
     return f"fleet/{key.digest.hex()}/{key.name.hex()}"
 
 
-# Servers that are away
+# Unreachable servers
 
 
-def test_a_killed_server_is_a_failure_and_found_again_when_it_is_back():
+def test_killed_server_is_a_failure_and_is_found_again():
     with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, missing_seconds=0)
-        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
         server.kill()
 
         for call in (
-            lambda: outcomes(tier),
-            lambda: keep(tier, KEYS, BLOCKS, soon()),
-            lambda: tier.find(KEYS, soon()),
+            lambda: read_outcomes(tier),
+            lambda: put_blocks(tier, KEYS, BLOCKS, deadline_in()),
+            lambda: tier.find(KEYS, deadline_in()),
         ):
             with at_most(10), pytest.raises(TierFailed, match="http://"):
                 call()
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
-        assert tier.find(KEYS, soon()) == 0, "it has forgotten"
-        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
-        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
+        assert tier.find(KEYS, deadline_in()) == 0, "it has forgotten"
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
+        assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
         tier.close()
 
 
 CALLS = {
-    "find": lambda tier: tier.find(KEYS, soon(0.4)),
-    "put": lambda tier: keep(tier, KEYS, BLOCKS, soon(0.4)),
-    "get": lambda tier: tier.get(KEYS, empty(), soon(0.4)),
+    "find": lambda tier: tier.find(KEYS, deadline_in(0.4)),
+    "put": lambda tier: put_blocks(tier, KEYS, BLOCKS, deadline_in(0.4)),
+    "get": lambda tier: tier.get(KEYS, empty_buffers(), deadline_in(0.4)),
 }
 
 
@@ -110,19 +110,22 @@ def test_a_frozen_server_costs_no_more_than_the_deadline():
     with an_s3_server() as server:
         server.client.create_bucket(Bucket="blocks")
         tier = open_tier(server, "blocks", known_seconds=0, parallel=2)
-        keep(tier, KEYS, BLOCKS, soon())
+        put_blocks(tier, KEYS, BLOCKS, deadline_in())
         server.freeze()
 
         for call in CALLS.values():
-            with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
+            with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
                 call(tier)
         with at_most(10):
             tier.discard(KEYS)
 
         server.thaw()
 
-        def all_kept() -> bool:  # removals that lay in the server's sockets may still come between
-            return keep(tier, KEYS, BLOCKS, soon()) == [True] * 4 and outcomes(tier) == [BlockOutcome.MOVED] * 4
+        def all_kept() -> bool:  # removals left in the server's sockets may still arrive in between
+            return (
+                put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
+                and read_outcomes(tier) == [BlockOutcome.MOVED] * 4
+            )
 
         eventually(all_kept)
         tier.close()
@@ -134,8 +137,8 @@ def test_calls_under_way_end_when_the_tier_is_closed():
         tier = open_tier(server, "blocks", parallel=1)
         server.freeze()
         with ThreadPoolExecutor(1) as threads:
-            call = threads.submit(tier.get, KEYS, empty(), soon(2))
-            eventually(lambda: tier.shelf._threads._waiting.qsize() == len(KEYS) - 1)
+            call = threads.submit(tier.get, KEYS, empty_buffers(), deadline_in(2))
+            eventually(lambda: tier.backend._threads._waiting.qsize() == len(KEYS) - 1)
 
             tier.close()
 
@@ -147,18 +150,18 @@ def test_a_store_that_is_not_there_yet_is_used_when_it_comes(caplog):
     with an_s3_server() as server:
         server.kill()
         tier = open_tier(server, "blocks", start_seconds=1)
-        assert [record.message for record in caplog.records] == ["object store does not answer yet"]
+        assert [record.message for record in caplog.records] == ["object store unreachable"]
         with pytest.raises(TierFailed):
-            tier.find(KEYS, soon(30))
+            tier.find(KEYS, deadline_in(30))
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
 
-        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
         tier.close()
 
 
-def test_what_cannot_work_is_refused_at_the_start_by_name(shared, monkeypatch, tmp_path):
+def test_impossible_settings_are_rejected_at_start_by_name(shared, monkeypatch, tmp_path):
     with pytest.raises(StoreNotStarted, match="bucket: 'missing' does not exist"):
         open_tier(shared, "missing")
     with pytest.raises(StoreNotStarted, match="bucket"):
@@ -173,7 +176,7 @@ def test_what_cannot_work_is_refused_at_the_start_by_name(shared, monkeypatch, t
         open_tier(shared, "missing")
 
 
-# What lies under a key
+# Values under a key
 
 
 PLANTED = {
@@ -190,31 +193,31 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_what_is_not_the_block_is_a_miss_counted_removed_and_written_anew(tier, shared, bucket, planted, caplog):
-    keep(tier, KEYS, BLOCKS, soon())
+def test_foreign_value_is_a_counted_miss_and_replaced(tier, shared, bucket, planted, caplog):
+    put_blocks(tier, KEYS, BLOCKS, deadline_in())
     shared.client.put_object(Bucket=bucket, Key=place_of(KEYS[1]), Body=planted)
 
-    assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
+    assert read_outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.CORRUPT, BlockOutcome.MOVED, BlockOutcome.MOVED]
 
     assert tier.status().corrupt == 1
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["block is corrupt"]
+    assert warnings == ["block corrupt"]
     with pytest.raises(shared.client.exceptions.NoSuchKey):
         shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))
-    assert tier.find(KEYS, soon()) == 1
-    assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
-    assert outcomes(tier) == [BlockOutcome.MOVED] * 4
+    assert tier.find(KEYS, deadline_in()) == 1
+    assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
+    assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
 
 
-def test_a_value_of_a_newer_format_is_a_miss_said_once_and_left_alone(tier, shared, bucket, caplog):
+def test_newer_format_is_a_miss_logged_once_and_kept(tier, shared, bucket, caplog):
     newer = b"FKVR\2" + a_stored_value()[5:]
     for key in KEYS[1:3]:
         shared.client.put_object(Bucket=bucket, Key=place_of(key), Body=newer)
 
-    keep(tier, KEYS, BLOCKS, soon())
+    put_blocks(tier, KEYS, BLOCKS, deadline_in())
     for _ in range(2):
-        assert outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.MOVED]
-        assert keep(tier, KEYS, BLOCKS, soon()) == [True, False, False, True]
+        assert read_outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.MOVED]
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True, False, False, True]
 
     assert shared.client.get_object(Bucket=bucket, Key=place_of(KEYS[1]))["Body"].read() == newer
     assert tier.status().corrupt == 0
@@ -225,27 +228,27 @@ def test_two_writers_of_one_block_write_it_once(shared, bucket):
     tiers = [open_tier(shared, bucket) for _ in range(2)]
 
     for tier in tiers:
-        assert keep(tier, KEYS, BLOCKS, soon()) == [True] * 4
+        assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
 
     assert [tier.status().bytes_written > 0 for tier in tiers] == [True, False]
     with ThreadPoolExecutor(2) as threads:
         more = [BlockKey(DIGEST, name) for name in a_chain(4, "more")]
-        assert list(threads.map(lambda tier: keep(tier, more, BLOCKS, soon()), tiers)) == [[True] * 4] * 2
+        assert list(threads.map(lambda tier: put_blocks(tier, more, BLOCKS, deadline_in()), tiers)) == [[True] * 4] * 2
     for tier in tiers:
-        assert outcomes(tier) == [BlockOutcome.MOVED] * 4
+        assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         tier.close()
 
 
-def test_what_was_seen_of_late_is_not_asked_about_again(shared, bucket):
+def test_recently_seen_block_is_not_asked_about_again(shared, bucket):
     writer, reader = open_tier(shared, bucket), open_tier(shared, bucket, missing_seconds=0)
-    keep(writer, KEYS[:2], BLOCKS[:2], soon())
-    assert reader.find(KEYS, soon()) == 2
+    put_blocks(writer, KEYS[:2], BLOCKS[:2], deadline_in())
+    assert reader.find(KEYS, deadline_in()) == 2
     for key in KEYS[:2]:
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
 
-    assert reader.find(KEYS, soon()) == 2, "a guess, for a while"
-    assert outcomes(reader) == [BlockOutcome.GONE] * 4
-    assert reader.find(KEYS, soon()) == 0
+    assert reader.find(KEYS, deadline_in()) == 2, "a guess, for a while"
+    assert read_outcomes(reader) == [BlockOutcome.GONE] * 4
+    assert reader.find(KEYS, deadline_in()) == 0
     assert reader.gone() == KEYS
     writer.close()
     reader.close()
@@ -256,9 +259,9 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     keys = [BlockKey(DIGEST, name) for name in a_chain(6, "large")]
     blocks = [a_block(seed, (3 << 20) + seed) for seed in range(6)]
 
-    assert keep(tier, keys, blocks, soon(60)) == [True] * 6
+    assert put_blocks(tier, keys, blocks, deadline_in(60)) == [True] * 6
     into = [np.zeros(block.nbytes, np.uint8) for block in blocks]
-    answers = tier.get(keys, into, soon(60))
+    answers = tier.get(keys, into, deadline_in(60))
 
     assert [answer.outcome for answer in answers] == [BlockOutcome.MOVED] * 6
     assert all(map(np.array_equal, into, blocks))
@@ -270,7 +273,7 @@ def test_large_blocks_come_back_and_connections_are_used_again(shared, bucket):
     tier.close()
 
 
-# Servers that are none
+# Invalid servers
 
 
 def an_answer(status: str, body: bytes, length: int | str | None = None) -> bytes:
@@ -297,35 +300,35 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_server_that_talks_nonsense_is_a_failure_within_the_deadline(script):
+def test_nonsense_is_a_failure_within_the_deadline(script):
     with a_scripted_server(script) as port:
         tier = open_with_endpoint("blocks", port)
 
-        with at_most(10), pytest.raises(TierFailed):  # and not the libraries' own minutes
-            tier.get(KEYS[:1], empty(1), soon(0.6))
+        with at_most(10), pytest.raises(TierFailed):  # instead of the libraries' minutes
+            tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.6))
 
         tier.close()
 
 
-def test_a_value_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+def test_slowly_dripping_value_costs_only_the_deadline():
     with a_scripted_server(Script((an_answer("200 OK", b"", 64 + BLOCK_BYTES),), drip=a_stored_value()[:100])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)  # which takes long to make
+        tier.backend._clients.within(0.5)  # creating a client takes long
 
         with at_most(1.5), pytest.raises(TierFailed):
-            tier.get(KEYS[:1], empty(1), soon(0.5))
+            tier.get(KEYS[:1], empty_buffers(1), deadline_in(0.5))
 
         tier.close()
 
 
-def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadline():
+def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
-        tier.shelf._clients.within(0.5)
-        tier.shelf._seen.doubt(KEYS[0])
+        tier.backend._clients.within(0.5)
+        tier.backend._seen.doubt(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
-            keep(tier, KEYS[:1], BLOCKS[:1], soon(0.5))
+            put_blocks(tier, KEYS[:1], BLOCKS[:1], deadline_in(0.5))
 
         tier.close()
 
@@ -333,27 +336,27 @@ def test_a_doubted_object_that_comes_byte_by_byte_costs_no_more_than_the_deadlin
 ASKS = """
 import sys, threading, time
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
-from tests.support.kvstore.builders import soon
+from tests.support.kvstore.builders import deadline_in
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
-tier.shelf._clients.within(10)  # which takes long to make
-threading.Thread(target=tier.holds, args=(KEYS[:1], soon(8)), daemon=True).start()
+tier.backend._clients.within(10)  # which takes long to make
+threading.Thread(target=tier.holds, args=(KEYS[:1], deadline_in(8)), daemon=True).start()
 time.sleep(0.5)
 tier.close()
 """
 
 
-def test_an_answer_whose_head_comes_byte_by_byte_keeps_no_process_from_ending():
+def test_slowly_dripping_head_does_not_stop_process_exit():
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nX-Long: ",), drip=b"a" * 500)) as port, at_most(15):
         subprocess.run([sys.executable, "-c", ASKS, str(port)], check=True, cwd=ROOT)
 
 
-def test_a_value_of_which_nobody_tells_the_length_is_a_failure_and_stays():
+def test_value_without_a_length_is_a_failure_and_stays():
     chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (64 + BLOCK_BYTES, a_stored_value(KEYS[0], BLOCKS[0]))
     with a_scripted_server(Script((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk,))) as port:
         tier = open_with_endpoint("blocks", port)
 
-        with pytest.raises(TierFailed, match="how long"):
-            outcomes(tier, KEYS[:1], 5)
+        with pytest.raises(TierFailed, match="no content length"):
+            read_outcomes(tier, KEYS[:1], 5)
 
         assert (tier.gone(), tier.status().corrupt) == ([], 0)
         tier.close()
@@ -363,7 +366,7 @@ def test_a_whole_answer_without_a_value_is_corrupt():
     with a_scripted_server(Script((an_answer("200 OK", b"<html>welcome</html>"),))) as port:
         tier = open_with_endpoint("blocks", port)
 
-        assert outcomes(tier, KEYS[:1], 5) == [BlockOutcome.CORRUPT]
+        assert read_outcomes(tier, KEYS[:1], 5) == [BlockOutcome.CORRUPT]
         tier.close()
 
 
@@ -382,7 +385,7 @@ def test_a_whole_answer_without_a_value_is_corrupt():
         ("parallel", {"bucket": "blocks", "parallel": 0}),
     ],
 )
-def test_wrong_settings_are_refused_by_name_without_telling_secrets(field, settings):
+def test_invalid_settings_are_rejected_without_secrets(field, settings):
     with pytest.raises(msgspec.ValidationError) as refused:
         msgspec.convert(settings, S3Settings)
 

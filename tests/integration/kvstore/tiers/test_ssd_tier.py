@@ -1,4 +1,4 @@
-"""The SSD tier on real files: what is kept, what is found again, and how space is won back."""
+"""Tests of the SSD tier on real files: storage, recovery and reclaimed space."""
 
 import errno
 import logging
@@ -25,7 +25,7 @@ from kvstore.tiers.ssd.segments.eviction import oldest
 from kvstore.tiers.ssd.segments.segment import largest_payload_bytes
 from kvstore.tiers.ssd.settings import Sync
 from kvstore.tiers.ssd.tier import SsdTier
-from tests.support.kvstore.builders import BLOCK_BYTES, keep
+from tests.support.kvstore.builders import BLOCK_BYTES, put_blocks
 from tests.support.kvstore.ssd_disks import (
     PER_SEGMENT,
     RECORD_BYTES,
@@ -33,15 +33,15 @@ from tests.support.kvstore.ssd_disks import (
     DiskFaults,
     ShiftedClock,
     a_tier,
-    flip,
+    deadline_in,
+    flip_bit,
     get,
     keys_of,
     overwrite,
     put,
+    readable_keys,
     record_at,
-    segments,
-    served,
-    soon,
+    segment_files,
     ssd_settings,
     used_bytes,
 )
@@ -50,15 +50,15 @@ MOVED, GONE, CORRUPT = BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRU
 
 
 def abandon(tier: SsdTier) -> None:
-    """Let a tier's directories go as a killed process does: nothing more is written."""
-    tier._crew.close()
+    """Release a tier's directories like a killed process, without another write."""
+    tier._disk_threads.close()
     for volume in tier._volumes:
         for segment in volume.segments:
             segment.file.close()
         volume.disk.close()
 
 
-# What is found again
+# Recovery
 
 
 @pytest.mark.parametrize("sync", list(Sync))
@@ -83,7 +83,7 @@ def test_without_a_footer_all_records_are_found_by_their_headers(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    for path in segments(tmp_path):
+    for path in segment_files(tmp_path):
         overwrite(path, SEGMENT_BYTES - PAGE_BYTES, bytes(PAGE_BYTES))
 
     again = a_tier(tmp_path)
@@ -97,7 +97,7 @@ def test_a_damaged_footer_table_is_not_believed(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    flip(segments(tmp_path)[0], SEGMENT_BYTES - 2 * PAGE_BYTES + 40)  # in the second entry
+    flip_bit(segment_files(tmp_path)[0], SEGMENT_BYTES - 2 * PAGE_BYTES + 40)  # in the second entry
 
     again = a_tier(tmp_path)
 
@@ -106,12 +106,12 @@ def test_a_damaged_footer_table_is_not_believed(tmp_path):
 
 
 def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
-    """Two blocks change places in a footer that is otherwise in order."""
+    """Swap two blocks in an otherwise valid footer."""
     keys = keys_of(PER_SEGMENT)
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    path = segments(tmp_path)[0]
+    path = segment_files(tmp_path)[0]
     rows = bytearray(path.read_bytes()[-2 * PAGE_BYTES : -PAGE_BYTES])
     rows[:32], rows[40:72] = rows[40:72], rows[:32]
     end = bytearray(path.read_bytes()[-PAGE_BYTES:])
@@ -121,7 +121,7 @@ def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
 
     again = a_tier(tmp_path)
 
-    assert again.find(keys, soon()) == PER_SEGMENT, "it was believed so far"
+    assert again.find(keys, deadline_in()) == PER_SEGMENT, "it was believed so far"
     assert get(again, keys) == [CORRUPT] * 2 + [MOVED] * (PER_SEGMENT - 2)
     again.close()
 
@@ -134,7 +134,7 @@ def test_writing_goes_on_in_the_segment_that_was_not_full(tmp_path):
 
     tier = a_tier(tmp_path)
 
-    assert len(segments(tmp_path)) == 1
+    assert len(segment_files(tmp_path)) == 1
     assert get(tier, keys_of(10)) == [MOVED] * 10
     tier.close()
 
@@ -145,7 +145,7 @@ def test_a_torn_record_is_cut_off(tmp_path):
     put(tier, keys)
     abandon(tier)
     path, offset = record_at(tmp_path, keys[5])
-    overwrite(path, offset + 2 * PAGE_BYTES, bytes(PAGE_BYTES))  # the last page of the last record never arrived
+    overwrite(path, offset + 2 * PAGE_BYTES, bytes(PAGE_BYTES))  # the last page of the last record was never written
 
     again = a_tier(tmp_path)
 
@@ -163,7 +163,7 @@ def test_a_hole_between_records_hides_nothing_behind_it(tmp_path, missing):
     put(tier, keys)
     abandon(tier)
     path, offset = record_at(tmp_path, keys[2])
-    begin = missing * PAGE_BYTES  # writes are parallel: an earlier one may be missing
+    begin = missing * PAGE_BYTES  # writes are parallel, so an earlier one may be missing
     overwrite(path, offset + begin, bytes(RECORD_BYTES - begin))
 
     again = a_tier(tmp_path)
@@ -178,7 +178,7 @@ def test_a_file_begun_anew_is_not_read_by_its_former_footer(tmp_path):
     for batch in batches:
         put(tier, batch)
     latest = keys_of(5, "latest")
-    put(tier, latest)  # where the footer of an older life still is
+    put(tier, latest)  # where the footer of the former use still lies
     abandon(tier)
 
     again = a_tier(tmp_path)
@@ -198,16 +198,16 @@ def test_a_payload_made_to_look_like_a_record_is_none(tmp_path):
     tier.discard([victim])
 
     forged = bytearray(template[:PAGE_BYTES] + os.urandom(BLOCK_BYTES))
-    page = offset // PAGE_BYTES + 3 + 1  # where the forger's payload is going to lie
-    forged[8:16] = bytes(8)  # the nonce is not known to clients
+    page = offset // PAGE_BYTES + 3 + 1  # place of the forged payload
+    forged[8:16] = bytes(8)  # clients do not know the nonce
     forged[56:60] = page.to_bytes(4, "little")
     forged[64:68] = google_crc32c.value(bytes(forged[PAGE_BYTES:])).to_bytes(4, "little")
     forged[68:72] = google_crc32c.value(bytes(forged[:68])).to_bytes(4, "little")
     content = np.frombuffer(bytes(forged), np.uint8)
-    assert keep(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
+    assert put_blocks(tier, [forger], [content], MonotonicClock().now() + 10**10) == [True]
     abandon(tier)
     path, offset = record_at(tmp_path, forger)
-    overwrite(path, offset, bytes(PAGE_BYTES))  # so that the search comes to look at the payload's pages
+    overwrite(path, offset, bytes(PAGE_BYTES))  # the search then reaches the payload's pages
 
     again = a_tier(tmp_path)
 
@@ -219,8 +219,8 @@ def test_a_discarded_block_does_not_come_back_after_a_crash(tmp_path):
     keys = keys_of(40)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    tier.discard(keys[3:4])  # in a segment that has its footer
-    tier.discard(keys[39:])  # in one that has none
+    tier.discard(keys[3:4])  # in a segment with a footer
+    tier.discard(keys[39:])  # in a segment without a footer
     abandon(tier)
 
     again = a_tier(tmp_path)
@@ -238,7 +238,7 @@ def test_a_head_that_is_damaged_does_not_lose_a_sealed_segment(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    flip(segments(tmp_path)[0], 20)
+    flip_bit(segment_files(tmp_path)[0], 20)
 
     again = a_tier(tmp_path)
 
@@ -246,15 +246,15 @@ def test_a_head_that_is_damaged_does_not_lose_a_sealed_segment(tmp_path):
     again.close()
 
 
-# Files that are not what they were
+# Replaced and truncated files
 
 
-def test_a_segment_of_a_newer_version_is_a_miss_until_its_space_is_needed(tmp_path, caplog):
+def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    path = segments(tmp_path)[0]
+    path = segment_files(tmp_path)[0]
     head = bytearray(path.read_bytes()[:44])
     head[8] = 2
 
@@ -283,7 +283,7 @@ def test_a_file_cut_short_gives_what_is_left(tmp_path, length):
     tier = a_tier(tmp_path)
     put(tier, keys)
     tier.close()
-    with segments(tmp_path)[0].open("r+b") as file:
+    with segment_files(tmp_path)[0].open("r+b") as file:
         file.truncate(length)
 
     again = a_tier(tmp_path)
@@ -299,7 +299,7 @@ def test_a_file_cut_short_under_an_open_tier_gives_what_is_left(tmp_path):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    with segments(tmp_path)[0].open("r+b") as file:
+    with segment_files(tmp_path)[0].open("r+b") as file:
         file.truncate(PAGE_BYTES + 5 * RECORD_BYTES + 100)
 
     assert get(tier, keys) == [MOVED] * 5 + [CORRUPT] * 14
@@ -312,7 +312,7 @@ def test_a_segment_written_over_by_somebody_else_is_no_block(tmp_path, caplog):
     keys = keys_of(19)
     tier = a_tier(tmp_path)
     put(tier, keys)
-    overwrite(segments(tmp_path)[0], 0, random.Random(1).randbytes(SEGMENT_BYTES))
+    overwrite(segment_files(tmp_path)[0], 0, random.Random(1).randbytes(SEGMENT_BYTES))
 
     assert get(tier, keys[:9]) == [CORRUPT] * 9
     assert get(tier, keys[9:]) == [CORRUPT] * 10
@@ -326,14 +326,14 @@ def test_one_segment_in_the_place_of_another_is_no_block(tmp_path):
     tier = a_tier(tmp_path)
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
-    first, second = segments(tmp_path)
+    first, second = segment_files(tmp_path)
     first.write_bytes(second.read_bytes())
 
     assert get(tier, keys_of(PER_SEGMENT, "a")) == [CORRUPT] * PER_SEGMENT
     tier.close()
 
 
-def test_files_of_others_are_left_alone_and_count_towards_the_cap(tmp_path):
+def test_foreign_files_are_kept_and_count_towards_the_cap(tmp_path):
     foreign = {"notes.txt": 10_000, "segment-1": 100, "segment-000001.bak": 700_000, "sub/segment-000000": 5}
     (tmp_path / "sub").mkdir()
     for name, size in foreign.items():
@@ -363,9 +363,7 @@ def test_foreign_files_that_leave_no_room_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("folders", [1, 2])
-def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_counted_as_left(
-    tmp_path, caplog, folders
-):
+def test_capacity_beyond_free_space_plus_own_files_is_logged(tmp_path, caplog, folders):
     faults = DiskFaults()
     places = [tmp_path / str(number) for number in range(folders)]
     faults.space = DiskSpace(device=1, total=1 << 30, free=(2 << 20) - folders * SEGMENT_BYTES, ours=SEGMENT_BYTES)
@@ -376,12 +374,12 @@ def test_a_capacity_beyond_what_is_left_is_told_at_the_start_with_what_is_ours_c
     a_tier(*places, faults=faults).close()
 
     (warning,) = warnings_of(caplog)
-    assert warning.message.startswith("capacity_bytes: the file system has less left")
+    assert warning.message.startswith("capacity_bytes: the file system has less space")
     assert (warning.capacity_bytes, warning.left_bytes) == (2 << 20, (1 << 20) + folders * SEGMENT_BYTES)
     assert warning.folders == ", ".join(map(str, places))
 
 
-def test_a_capacity_beyond_the_size_of_the_real_file_system_is_told(tmp_path, caplog):
+def test_capacity_beyond_the_file_system_is_logged(tmp_path, caplog):
     a_tier(tmp_path, capacity_bytes=1 << 44, segment_bytes=1 << 31).close()
 
     (warning,) = warnings_of(caplog)
@@ -393,7 +391,7 @@ def warnings_of(caplog) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# Who may
+# Access
 
 
 def test_a_second_process_is_refused_a_directory(tmp_path):
@@ -422,10 +420,10 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
     with pytest.raises(StoreNotStarted, match=r"directories\[1\]: .*/file"):
         a_tier(tmp_path / "good", tmp_path / "file", capacity_bytes=4 << 20)
 
-    a_tier(tmp_path / "good").close()  # the first one was let go
+    a_tier(tmp_path / "good").close()  # the first directory was released
 
 
-def test_more_files_than_the_process_may_open_are_refused_at_once(tmp_path, monkeypatch):
+def test_more_files_than_allowed_are_rejected_at_start(tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2048))
 
     with pytest.raises(StoreNotStarted, match=r"segment_bytes: .* open files, and the limit is 2048"):
@@ -442,7 +440,7 @@ def test_a_limit_on_open_files_that_may_be_raised_is_raised(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
-# Space
+# its segment is gone, and the next segment does not have the block yet
 
 
 def test_the_cap_holds_at_all_times(tmp_path):
@@ -483,7 +481,7 @@ def test_segments_of_another_size_are_read_and_then_replaced(tmp_path):
     for number in range(12):
         put(again, keys_of(19, f"n{number}"))
         assert used_bytes(tmp_path) <= 2 << 20
-    assert {path.stat().st_size for path in segments(tmp_path)} == {2 * SEGMENT_BYTES}
+    assert {path.stat().st_size for path in segment_files(tmp_path)} == {2 * SEGMENT_BYTES}
     again.check()
     again.close()
 
@@ -494,9 +492,9 @@ def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
     for batch in batches:
         put(tier, batch)
 
-    counts = [len(served(tier, batch)) for batch in batches]
+    counts = [len(readable_keys(tier, batch)) for batch in batches]
 
-    held = len(segments(tmp_path))
+    held = len(segment_files(tmp_path))
     assert held >= 5
     assert counts == [0] * (16 - held) + [PER_SEGMENT] * held
     assert tier.status().evicted == PER_SEGMENT * (16 - held)
@@ -505,7 +503,7 @@ def test_the_segment_with_the_lowest_score_goes_as_a_whole(tmp_path):
     tier.close()
 
 
-def test_what_is_read_stays_and_what_is_not_goes(tmp_path):
+def test_read_blocks_stay_and_unread_ones_are_evicted(tmp_path):
     clock = ShiftedClock()
     tier = a_tier(tmp_path, clock=clock)
     busy = keys_of(19, "busy")
@@ -536,21 +534,21 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
+    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
     assert tier.rescued == 4
-    assert not set(tier.gone()) & set(served(tier, first))
+    assert not set(tier.gone()) & set(readable_keys(tier, first))
     tier.check()
     tier.close()
 
     again = a_tier(tmp_path)
-    assert served(again, first) == [*first[5:7], *first[9:11]]
+    assert readable_keys(again, first) == [*first[5:7], *first[9:11]]
     again.close()
 
 
 def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
     faults, told = DiskFaults(), set()
     tier = a_tier(tmp_path, faults=faults, score=oldest, admit_rewrite=lambda size_bytes: True)
-    faults.before_write = lambda name, offset: told.update(tier.gone())  # its segment has gone; the next has it not yet
+    faults.before_write = lambda name, offset: told.update(tier.gone())  # Concurrency
     first = keys_of(19, "first")
     put(tier, first)
     for _ in range(2):
@@ -559,7 +557,7 @@ def test_a_block_that_is_rescued_is_at_no_moment_told_to_be_gone(tmp_path):
         put(tier, keys_of(19, f"n{number}"))
     told.update(tier.gone())
 
-    assert served(tier, first) == first[:4]
+    assert readable_keys(tier, first) == first[:4]
     assert told & set(first) == set(first[4:])
     tier.close()
 
@@ -572,11 +570,13 @@ def test_a_block_that_could_not_be_rescued_is_told_to_be_gone(tmp_path):
     put(tier, first)
     for _ in range(2):
         get(tier, first[:4])
-    faults.write_error = lambda name, offset: None if tier.find(first[:1], soon()) else OSError(errno.EIO, "injected")
+    faults.write_error = lambda name, offset: (
+        None if tier.find(first[:1], deadline_in()) else OSError(errno.EIO, "injected")
+    )
     for number in range(6):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == []
+    assert readable_keys(tier, first) == []
     assert told | set(tier.gone()) >= set(first)
     tier.close()
 
@@ -588,11 +588,11 @@ def test_a_damaged_block_is_not_rescued(tmp_path):
     for _ in range(2):
         get(tier, first[:4])
     path, offset = record_at(tmp_path, first[1])
-    flip(path, offset + PAGE_BYTES + 5)
+    flip_bit(path, offset + PAGE_BYTES + 5)
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert served(tier, first) == [first[0], *first[2:4]]
+    assert readable_keys(tier, first) == [first[0], *first[2:4]]
     assert tier.rescued == 3
     tier.close()
 
@@ -618,7 +618,7 @@ def test_blocks_are_spread_over_directories(tmp_path):
     everything = [key for number in range(12) for key in keys_of(8, f"n{number}")]
 
     assert get(tier, everything) == [MOVED] * len(everything)
-    assert all(segments(folder) for folder in folders)
+    assert all(segment_files(folder) for folder in folders)
     tier.close()
 
     again = a_tier(*reversed(folders), capacity_bytes=6 << 20)
@@ -626,11 +626,8 @@ def test_blocks_are_spread_over_directories(tmp_path):
     again.close()
 
 
-# Many at once
-
-
 def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
-    """Three readers, a writer that evicts all the time, and one who discards: whatever is read is right."""
+    """Run three readers, a writer that evicts all the time, and one that discards; every byte that is read is right."""
     tier = a_tier(tmp_path, admit_rewrite=lambda size_bytes: True)
     names = [key for number in range(12) for key in keys_of(19, f"n{number}")]
     stop = threading.Event()
@@ -679,10 +676,10 @@ def test_readers_never_see_the_next_life_of_a_segment(tmp_path):
     tier.close()
 
 
-# The file system
+# File system
 
 
-def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path, monkeypatch, caplog):
+def test_page_cache_is_used_where_direct_io_is_rejected(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     opened = os.open
 
@@ -696,7 +693,7 @@ def test_where_direct_io_is_refused_the_page_cache_is_used(tmp_path, monkeypatch
 
     put(tier, keys_of(30))
     assert get(tier, keys_of(30)) == [MOVED] * 30
-    assert sum("no direct I/O" in record.getMessage() for record in caplog.records) == 1
+    assert sum("direct I/O not supported" in record.getMessage() for record in caplog.records) == 1
     tier.close()
 
 

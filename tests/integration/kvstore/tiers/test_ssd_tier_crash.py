@@ -1,4 +1,4 @@
-"""kill -9 in the middle of writes, again and again: what was written is served again, and nothing else."""
+"""Tests of kill -9 during writes: everything that was kept is served again, and nothing else."""
 
 import random
 import select
@@ -17,7 +17,7 @@ CAPACITY = 8 << 20
 SEGMENT = 512 << 10
 PER_CALL = 10
 LATEST = 100
-"""Blocks that were put last are too new to have been evicted: a segment has 40."""
+"""Number of the latest blocks, which cannot have been evicted: a segment has 40."""
 
 WRITER = """
 import sys, threading
@@ -46,7 +46,7 @@ for thread in range(2):
 
 
 def written_until_killed(folder: Path, life: str, lines: int) -> list[tuple[str, int]]:
-    """Run a writer, kill it after it has said so often that a block is kept, and return what it said."""
+    """Run a writer, kill it after it has reported that many kept blocks, and return its report."""
     command = [sys.executable, "-c", WRITER, str(folder), life, str(CAPACITY), str(SEGMENT)]
     said = b""
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
@@ -63,7 +63,7 @@ def written_until_killed(folder: Path, life: str, lines: int) -> list[tuple[str,
 
 
 @pytest.mark.timeout(300)
-def test_what_was_kept_before_a_kill_is_served_after_it(tmp_path):
+def test_blocks_kept_before_a_kill_are_served_after_it(tmp_path):
     chance = random.Random(11)
     history: list[tuple[str, int]] = []
     served = expected = 0

@@ -1,4 +1,4 @@
-"""Random damage to segment files, over and over: whatever is answered is right, and what is not right is a miss."""
+"""Tests of random damage to segment files: every answer is right or a miss."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,16 @@ import pytest
 
 from kvstore.messages import BlockOutcome
 from kvstore.pool.extents import PAGE_BYTES
-from tests.support.kvstore.ssd_disks import PER_SEGMENT, SEGMENT_BYTES, a_tier, get, keys_of, overwrite, put, segments
+from tests.support.kvstore.ssd_disks import (
+    PER_SEGMENT,
+    SEGMENT_BYTES,
+    a_tier,
+    get,
+    keys_of,
+    overwrite,
+    put,
+    segment_files,
+)
 
 ROUNDS = 60
 
@@ -21,7 +30,7 @@ def flipped_bits(path: Path, chance: random.Random) -> None:
 
 
 def flipped_bits_in_what_we_wrote(path: Path, chance: random.Random) -> None:
-    """In heads, headers and footers, where a flip in a random place seldom falls."""
+    """Flip bits in heads, headers and footers, which random places rarely hit."""
     content = bytearray(path.read_bytes())
     pages = [p for p in range(0, len(content), PAGE_BYTES) if content[p : p + 4] in (b"FRec", b"Flee", b"Gone")]
     for page in chance.sample(pages, min(len(pages), 5)):
@@ -44,7 +53,7 @@ def zeroed_pages(path: Path, chance: random.Random) -> None:
 
 
 def moved_pages(path: Path, chance: random.Random) -> None:
-    """A disk that writes, or reads, in the wrong place."""
+    """Move pages like a disk that writes or reads in the wrong place."""
     content = path.read_bytes()
     pages = len(content) // PAGE_BYTES
     for _ in range(min(6, pages)):
@@ -58,7 +67,7 @@ def cut_short(path: Path, chance: random.Random) -> None:
 
 
 def swapped_with_another(path: Path, chance: random.Random) -> None:
-    other = chance.choice(segments(path.parent))
+    other = chance.choice(segment_files(path.parent))
     ours, theirs = path.read_bytes(), other.read_bytes()
     path.write_bytes(theirs)
     other.write_bytes(ours)
@@ -92,7 +101,7 @@ def test_damage_never_becomes_a_wrong_byte(tmp_path, seed, while_open):
         if not while_open:
             tier.close()
         for _ in range(chance.randrange(3)):
-            if files := [path for path in segments(tmp_path) if path.stat().st_size]:
+            if files := [path for path in segment_files(tmp_path) if path.stat().st_size]:
                 chance.choice(DAMAGES)(chance.choice(files), chance)
                 damaged += 1
         if not while_open:
@@ -116,7 +125,7 @@ def test_a_single_flipped_bit_anywhere_in_a_record_is_found(tmp_path):
     found = 0
     for _ in range(200):
         put(tier, [key])
-        place = tier._held.index.find(key.digest + key.name)
+        place = tier._state.index.find(key.digest + key.name)
         inside_header = chance.random() < 0.3
         at = chance.randrange(72) if inside_header else PAGE_BYTES + chance.randrange(place.length)
         path = tmp_path / place.segment.name

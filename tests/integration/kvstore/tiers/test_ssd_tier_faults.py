@@ -1,4 +1,4 @@
-"""The SSD tier on disks that fail, hang, are full or read-only: misses and `TierFailed`, never a wrong byte."""
+"""Tests of the SSD tier on disks that fail, hang, are full or read-only: misses and `TierFailed`, never a wrong byte."""
 
 import contextlib
 import errno
@@ -26,12 +26,12 @@ from tests.support.kvstore.ssd_disks import (
     HoldPoint,
     ShiftedClock,
     a_tier,
+    deadline_in,
     get,
     keys_of,
     put,
-    segments,
-    served,
-    soon,
+    readable_keys,
+    segment_files,
     ssd_settings,
 )
 from tests.support.stopwatch import at_most
@@ -48,7 +48,7 @@ def faults():
 
 
 def in_thread(act):
-    """Calls `act` in a thread; returns the thread and a list for its result."""
+    """Call `act` in a thread; return the thread and a list for its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(act()))
     thread.start()
@@ -75,7 +75,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
 
     assert get(tier, keys[:3]) == [GONE] * 3, "what cannot be read is not tried again and again"
     assert tier.status().failures == 2
-    assert warnings(caplog) == ["SSD tier: reading fails; blocks are misses"]
+    assert warnings(caplog) == ["SSD tier: reads fail, blocks are misses"]
     faults.heal()
     assert get(tier, keys) == [GONE, GONE, GONE, MOVED]
     assert put(tier, keys) == [True] * 4
@@ -84,12 +84,12 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
     tier.close()
 
 
-def test_where_only_some_reads_fail_the_others_are_answered(tmp_path, faults):
+def test_partly_failing_reads_answer_the_other_blocks(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
     put(tier, keys[PER_SEGMENT:])
-    bad = segments(tmp_path)[0].name
+    bad = segment_files(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
 
     assert get(tier, keys) == [GONE] * PER_SEGMENT + [MOVED] * PER_SEGMENT
@@ -117,9 +117,9 @@ def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog
     assert get(tier, [*before, *after]) == [MOVED] * 3 + [GONE] * 3
     faults.heal()
     clock.advance(5)
-    assert put(tier, after, deadline=soon(60)) == [True] * 3
-    assert get(tier, after, deadline=soon(60)) == [MOVED] * 3
-    assert warnings(caplog) == ["SSD tier: writing fails; blocks are not kept"]
+    assert put(tier, after, deadline=deadline_in(60)) == [True] * 3
+    assert get(tier, after, deadline=deadline_in(60)) == [MOVED] * 3
+    assert warnings(caplog) == ["SSD tier: writes fail, blocks are not kept"]
     tier.check()
     tier.close()
 
@@ -156,12 +156,12 @@ def test_one_bad_directory_leaves_the_others_working(tmp_path, faults):
 
     put(tier, keys_of(4, "last"))
 
-    assert served(tier, keys_of(4, "last")) == keys_of(4, "last")
+    assert readable_keys(tier, keys_of(4, "last")) == keys_of(4, "last")
     tier.check()
     tier.close()
 
 
-def test_bits_that_flip_on_the_way_are_corrupt_and_the_block_can_be_replaced(tmp_path, faults):
+def test_bits_flipped_in_transfer_are_corrupt_and_replaceable(tmp_path, faults):
     tier = a_tier(tmp_path, faults=faults)
     keys = keys_of(3)
     put(tier, keys)
@@ -199,14 +199,14 @@ def test_a_file_that_cannot_be_read_at_the_start_is_left_out(tmp_path, faults, c
     put(tier, keys_of(PER_SEGMENT, "a"))
     put(tier, keys_of(PER_SEGMENT, "b"))
     tier.close()
-    bad = segments(tmp_path)[0].name
+    bad = segment_files(tmp_path)[0].name
     faults.read_error = lambda name, offset: OSError(errno.EIO, "injected") if name == bad else None
     caplog.clear()
 
     again = a_tier(tmp_path, faults=faults)
 
     assert again.status().blocks == PER_SEGMENT
-    assert warnings(caplog) == ["a segment cannot be read; it will be written over when space is needed"]
+    assert warnings(caplog) == ["segment unreadable, it will be overwritten when space is needed"]
     again.close()
 
 
@@ -219,11 +219,11 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     keys = keys_of(2 * PER_SEGMENT)
     put(tier, keys[:PER_SEGMENT])
     put(tier, keys[PER_SEGMENT:])
-    slow = segments(tmp_path)[0].name
+    slow = segment_files(tmp_path)[0].name
     faults.before_read = lambda name, offset: gate() if name == slow else None
 
     into = [np.zeros(BLOCK_BYTES, np.uint8)]
-    stuck, answers = in_thread(lambda: tier.get(keys[:1], into, soon()))
+    stuck, answers = in_thread(lambda: tier.get(keys[:1], into, deadline_in()))
     gate.wait()
 
     assert get(tier, keys[PER_SEGMENT:]) == [MOVED] * PER_SEGMENT
@@ -245,11 +245,11 @@ def test_when_all_threads_hang_others_give_up_at_their_deadline(tmp_path, faults
     put(tier, keys)
     faults.before_read = gate
     stuck = [in_thread(lambda: get(tier, keys_of(1)))[0] for _ in range(2)]
-    eventually(tier._crew._scratch.empty)
+    eventually(tier._disk_threads._scratch.empty)
 
     with at_most(5):
-        assert get(tier, keys, deadline=soon(0.1)) == [GONE] * 4
-        assert put(tier, keys_of(2, "b"), deadline=soon(0.1)) == [False] * 2
+        assert get(tier, keys, deadline=deadline_in(0.1)) == [GONE] * 4
+        assert put(tier, keys_of(2, "b"), deadline=deadline_in(0.1)) == [False] * 2
 
     gate.open()
     for thread in stuck:
@@ -270,7 +270,7 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
     assert get(tier, keys) == [GONE] * 2, "at once, with any deadline"
     assert put(tier, keys_of(1, "b")) == [False]
-    assert tier.find(keys, soon()) == 2
+    assert tier.find(keys, deadline_in()) == 2
 
     gate.open()
     for thread in stuck:
@@ -280,12 +280,12 @@ def test_calls_do_not_pile_up_on_a_disk_that_hangs(tmp_path, faults):
 
 
 def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
-    """The reader stands in the middle of its read while everything around it is evicted."""
+    """Hold the reader in the middle of its read while everything around it is evicted."""
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
     first = keys_of(PER_SEGMENT, "first")
     put(tier, first)
-    slow = segments(tmp_path)[0].name
+    slow = segment_files(tmp_path)[0].name
     faults.before_read = lambda name, offset: gate() if name == slow else None
     reader, outcomes = in_thread(lambda: get(tier, first))
     gate.wait()
@@ -301,7 +301,7 @@ def test_a_segment_that_is_being_read_is_not_written_over(tmp_path, faults):
     tier.close()
 
 
-def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path, faults):
+def test_writer_gives_up_when_all_segments_are_being_read(tmp_path, faults):
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults, capacity_bytes=1 << 20, threads=8)
     batches = [keys_of(PER_SEGMENT, f"n{number}") for number in range(2)]
@@ -312,7 +312,7 @@ def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path,
     eventually(lambda: tier._calls == 2)
     wanted = keys_of(3 * PER_SEGMENT, "more")
 
-    kept = put(tier, wanted, deadline=soon(0.3))
+    kept = put(tier, wanted, deadline=deadline_in(0.3))
 
     assert 0 < kept.count(True) < len(wanted)
     gate.open()
@@ -324,7 +324,7 @@ def test_where_all_segments_are_being_read_a_writer_waits_and_gives_up(tmp_path,
     tier.close()
 
 
-def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
+def test_tier_closed_during_a_hung_read_closes_in_bounded_time(tmp_path, faults, monkeypatch, caplog):
     monkeypatch.setattr("kvstore.tiers.ssd.tier.CLOSE_SECONDS", 0.1)
     gate = HoldPoint()
     tier = a_tier(tmp_path, faults=faults)
@@ -335,7 +335,7 @@ def test_a_tier_that_is_closed_under_a_hanging_read_closes_in_bounded_time(tmp_p
 
     tier.close()
 
-    assert warnings(caplog) == ["SSD tier: closed while the disk hangs; its files stay open until the process ends"]
+    assert warnings(caplog) == ["SSD tier: closed while the disk hangs, its files stay open until the process ends"]
     gate.open()
     reader.join(60)
     assert outcomes == [[MOVED]], "its file was not closed under it"
@@ -371,7 +371,7 @@ def an_ext4(folder: Path, image: Path, size_bytes: int):
 
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small_disk(request, tmp_path):
-    """A file system of two MiB and a bit."""
+    """Mount a file system of about two MiB."""
     context = (
         a_tmpfs(tmp_path / "disk", 2 << 20)
         if request.param == "tmpfs"
@@ -399,7 +399,7 @@ def test_a_device_smaller_than_the_cap_is_used_as_far_as_it_goes(small_disk, cap
 
 
 @needs_root
-def test_a_device_that_others_have_filled_keeps_nothing_and_says_so(small_disk):
+def test_device_filled_by_others_keeps_nothing_and_says_so(small_disk):
     tier = a_tier(small_disk / "kv", capacity_bytes=16 << 20)
     with contextlib.suppress(OSError), (small_disk / "others").open("wb") as file:
         while True:
@@ -409,7 +409,7 @@ def test_a_device_that_others_have_filled_keeps_nothing_and_says_so(small_disk):
     with pytest.raises(TierFailed, match="No space left on device"):
         put(tier, keys_of(3))
     assert get(tier, keys_of(3)) == [GONE] * 3
-    assert segments(small_disk / "kv") == []
+    assert segment_files(small_disk / "kv") == []
     tier.check()
     tier.close()
 
@@ -424,7 +424,7 @@ def test_a_read_only_directory_is_refused_at_the_start(small_disk):
 
 @needs_root
 def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
-    """A full disk takes the first part of a write; the rest is an error and not silence."""
+    """Check that a full disk, which takes only the first part of a write, causes an error."""
     with a_tmpfs(tmp_path / "disk", 64 * PAGE_BYTES) as folder:
         disk = open_disk(str(folder), direct=False)
         file = disk.create("segment-000000", PAGE_BYTES)
@@ -443,7 +443,7 @@ def test_transfers_that_the_system_cuts_short_are_gone_on_with(tmp_path):
         disk.close()
 
 
-def test_a_transfer_of_more_pieces_than_the_system_takes_is_whole(tmp_path):
+def test_transfer_with_many_pieces_is_complete(tmp_path):
     disk = open_disk(str(tmp_path), direct=True)
     file = disk.create("segment-000000", 1500 * PAGE_BYTES)
     content = aligned(1500 * PAGE_BYTES)
@@ -459,11 +459,11 @@ def test_a_transfer_of_more_pieces_than_the_system_takes_is_whole(tmp_path):
     disk.close()
 
 
-def test_nothing_is_left_open(tmp_path):
+def test_closed_tier_leaves_nothing_open(tmp_path):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    gc.collect()  # of what earlier tests have left
+    gc.collect()  # sockets of earlier tests
     threads = threading.active_count()
     before = descriptors()
     for _ in range(3):

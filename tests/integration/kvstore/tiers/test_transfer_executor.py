@@ -1,4 +1,4 @@
-"""The threads that move blocks between a pool and its tiers: what a tier that hangs or fails costs, and what it does not."""
+"""Tests of the transfer executor, whose threads move blocks between a pool and its tiers: effects of a tier that hangs or fails."""
 
 import asyncio
 import gc
@@ -22,12 +22,13 @@ from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
 from kvstore.service.worker_threads import WorkerThreads
 from kvstore.system_clock import MonotonicClock
 from tests.support.kvstore.builders import MachineDriver, a_chain
+from tests.support.waiting import until
 
 MAX_WAIT = Nanos(30 * MILLISECOND)
 
 
 class HeldDisk:
-    """Has every block; reads wait at its gate, writes fail."""
+    """Tier that has every block; reads wait at its gate, and writes fail."""
 
     name = "disk"
     finds_in_memory = True
@@ -66,7 +67,7 @@ class ZeroPool:
 
 
 class ExecutorNode:
-    """A machine, a hierarchy and a mover over one disk."""
+    """A machine, a hierarchy and a transfer executor over one disk."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.disk = HeldDisk()
@@ -105,39 +106,36 @@ def little_time(monkeypatch):
     monkeypatch.setattr(executor, "LATE_SECONDS", 0.01)
 
 
-async def test_a_disk_that_hangs_keeps_no_more_of_the_pool_than_its_threads_are_at():
+async def test_hung_disk_holds_only_the_blocks_in_its_threads():
     async with a_node_on_a_disk() as node:
         for of in "abcdefgh":
             node.prefetch(a_chain(4, of))
         assert node.reservations == 8
-        while node.reservations > THREADS_PER_TIER:
-            await asyncio.sleep(0.001)
+        await until(lambda: node.reservations <= THREADS_PER_TIER)
         for _ in range(THREADS_PER_TIER):
             assert node.disk.reading.acquire(timeout=60)
         node.disk.gate.set()
-        while node.reservations:
-            await asyncio.sleep(0.001)
+        await until(lambda: not node.reservations)
 
         assert node.hierarchy.is_idle
         assert not node.disk.reading.acquire(blocking=False), "what is late was never begun"
 
 
-async def test_what_a_tier_says_after_the_node_has_stopped_is_nobodys_error():
+async def test_tier_answer_after_the_node_stopped_is_ignored():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with a_node_on_a_disk() as node:
         node.disk.fails = True
         node.prefetch(a_chain(4, "a"), Nanos(10 * SECOND))
         await asyncio.to_thread(node.disk.reading.acquire)
-    while any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()):
-        await asyncio.sleep(0.001)
+    await until(lambda: not any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()))
     await asyncio.sleep(0)
     gc.collect()
 
     assert complaints == []
 
 
-async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monkeypatch):
+async def test_loop_closed_during_a_call_keeps_the_thread(monkeypatch):
     lanes, loop, told = WorkerThreads("lane", 1), asyncio.get_running_loop(), threading.Event()
 
     def closed(*_):
@@ -147,43 +145,36 @@ async def test_a_loop_that_closes_while_a_call_ends_takes_no_thread_with_it(monk
     with monkeypatch.context() as closing:
         closing.setattr(loop, "call_soon_threadsafe", closed)
         lanes.call(lambda: None)
-        async with asyncio.timeout(60):
-            while not told.is_set():
-                await asyncio.sleep(0.001)
+        await until(told.is_set)
 
     async with asyncio.timeout(60):
         assert await lanes.call(lambda: 7).outcome == 7
     lanes.close()
 
 
-async def test_a_disk_that_is_full_and_can_be_read_fails_once_in_the_log(caplog):
+async def test_full_but_readable_disk_is_logged_once(caplog):
     caplog.set_level(logging.INFO, logger="kvstore.service.transfer_executor")
     async with a_node_on_a_disk() as node:
         node.disk.gate.set()
         for of in "abc":
             node.store.hold(a_chain(2, of))
-            node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # past any pause
+            node.hierarchy.offer(node.store.digest, a_chain(2, of), node.clock.now() + 9 * SECOND)  # after any pause
             node.executor.settle()
             node.prefetch(a_chain(2, of * 2))
-            while not node.hierarchy.is_idle:
-                await asyncio.sleep(0.001)
+            await until(lambda: node.hierarchy.is_idle)
 
     assert [record.message for record in caplog.records] == ["tier fails"]
 
 
-async def test_a_disk_that_cannot_be_read_fails_once_in_the_log_although_its_index_answers(caplog, monkeypatch):
+async def test_unreadable_disk_is_logged_once_despite_its_index(caplog, monkeypatch):
     monkeypatch.setattr(breaker, "LONGEST_PAUSE", MILLISECOND)
     caplog.set_level(logging.INFO, logger="kvstore.service.transfer_executor")
     async with a_node_on_a_disk() as node:
         node.disk.gate.set()
         node.disk.fails = True
-        while node.hierarchy.counters(0).failures < 3:
-            node.prefetch(a_chain(2))
-            await asyncio.sleep(0.001)
+        await until(lambda: node.prefetch(a_chain(2)) or node.hierarchy.counters(0).failures >= 3)
         assert [record.message for record in caplog.records] == ["tier fails"]
         node.disk.fails = False
-        while not node.hierarchy.counters(0).loaded:
-            node.prefetch(a_chain(2))
-            await asyncio.sleep(0.001)
+        await until(lambda: node.prefetch(a_chain(2)) or node.hierarchy.counters(0).loaded)
 
     assert [record.message for record in caplog.records] == ["tier fails", "tier works again"]

@@ -1,4 +1,4 @@
-"""NIXL itself: what the transport's promises depend on, and the process that holds the node's agent."""
+"""Tests of NIXL itself: the properties that the transport relies on, and the process that holds the node's agent."""
 
 import asyncio
 import importlib.util
@@ -16,9 +16,9 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.nixl_node import NixlNode
-from tests.support.kvstore.builders import a_block, soon
+from tests.support.kvstore.builders import a_block, deadline_in
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, until, until_answered
 
 pytestmark = [
     pytest.mark.integration,
@@ -43,7 +43,7 @@ class NixlTestPool:
 
     async def open(self) -> NixlTransport:
         return await asyncio.to_thread(
-            NixlTransport, self.node.offer, BLOCK_BYTES, CLOCK, soon(), lambda _: self.node.offer
+            NixlTransport, self.node.offer, BLOCK_BYTES, CLOCK, deadline_in(), lambda _: self.node.offer
         )
 
 
@@ -57,7 +57,7 @@ async def pool():
 
 
 def read(transport: NixlTransport, slot: Slot, seconds: float = 30) -> BlockOutcome:
-    (outcome,) = transport.get([slot], [np.zeros(BLOCK_BYTES, np.uint8)], soon(seconds))
+    (outcome,) = transport.get([slot], [np.zeros(BLOCK_BYTES, np.uint8)], deadline_in(seconds))
     return outcome
 
 
@@ -68,18 +68,21 @@ async def test_an_agent_that_died_is_replaced_and_found_again(pool):
     former = pool.node.pid
     os.kill(former, signal.SIGKILL)
 
-    async with asyncio.timeout(60):
-        while pool.node.pid in (former, None):
-            await asyncio.sleep(0.01)
-            assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (BlockOutcome.MOVED, BlockOutcome.GONE)
-        while await asyncio.to_thread(read, transport, pool.slot, 5) is not BlockOutcome.MOVED:
-            await asyncio.sleep(0.01)
+    async def replaced() -> bool:
+        assert await asyncio.to_thread(read, transport, pool.slot, 0.5) in (BlockOutcome.MOVED, BlockOutcome.GONE)
+        return pool.node.pid not in (former, None)
+
+    async def readable() -> bool:
+        return await asyncio.to_thread(read, transport, pool.slot, 5) is BlockOutcome.MOVED
+
+    await until_answered(replaced)
+    await until_answered(readable)
     watching.cancel()
     transport.close()
 
 
-async def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_writes_nothing_later(pool, monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp")  # the node's processor moves the bytes then, as over a network
+async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")  # then the node's processor moves the bytes, as over a network
     await pool.node.stop()
     await pool.node.start()
     transport = await pool.open()
@@ -87,17 +90,17 @@ async def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_writes_nothing_la
     os.kill(pool.node.pid, signal.SIGSTOP)
 
     with at_most(20):
-        outcome = await asyncio.to_thread(transport.get, [pool.slot], [into], soon(1))
+        outcome = await asyncio.to_thread(transport.get, [pool.slot], [into], deadline_in(1))
 
     os.kill(pool.node.pid, signal.SIGCONT)
     assert outcome == [BlockOutcome.GONE]
     before = into.copy()
-    await asyncio.sleep(0.3)  # it would come now
+    await asyncio.sleep(0.3)  # it would arrive now
     assert np.array_equal(into, before)
     transport.close()
 
 
-async def test_the_agents_process_ends_with_the_node_and_hardly_needs_the_processor(pool):
+async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
     process = psutil.Process(pool.node.pid)
     before, began = process.cpu_times(), time.monotonic()
     await asyncio.sleep(1)
@@ -105,12 +108,12 @@ async def test_the_agents_process_ends_with_the_node_and_hardly_needs_the_proces
 
     assert after.user + after.system - before.user - before.system < 0.15 * took
 
-    pool.node._process.stdin.close()  # as a kernel does it when the node is killed
+    pool.node._process.stdin.close()  # like the kernel when the node is killed
     await asyncio.to_thread(eventually, lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_closing_gives_everything_back(pool):
-    (await pool.open()).close()  # what the library keeps for good is there by now
+    (await pool.open()).close()  # the library has allocated what it never frees
     descriptors = psutil.Process().num_fds()
 
     for _ in range(2):

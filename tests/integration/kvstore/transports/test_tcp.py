@@ -1,4 +1,4 @@
-"""The TCP data plane against clients that do not follow its rules."""
+"""Tests of the TCP data plane with clients that break its rules."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ from kvstore.messages import BlockOutcome, Claim, Slot
 from kvstore.pool.machine import BlockMachine
 from kvstore.security.authentication import NONCE_BYTES, AuthenticationKey, Purpose
 from kvstore.system_clock import MonotonicClock
-from kvstore.tiers.private_memory import PrivateMemoryTier
+from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports import tcp_server
 from kvstore.transports.tcp import TcpTransport
 from kvstore.transports.tcp_frames import (
@@ -35,7 +35,7 @@ from kvstore.transports.tcp_frames import (
     DataPlaneStatus,
 )
 from kvstore.transports.tcp_server import STALLED, DataPlaneServer
-from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, soon
+from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, deadline_in
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
 
@@ -45,14 +45,14 @@ CLOCK = MonotonicClock()
 
 
 class TcpDataPlane:
-    """A data plane with one namespace, on this test's event loop."""
+    """A data plane with one namespace on the test's event loop."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES, secret: bytes = b""):
         self.namespace = a_namespace(block_bytes=block_bytes)
         self.block_bytes = block_bytes
         self.machine = BlockMachine(8 * block_bytes, LruEviction(), epoch=1)
         self.machine.open(self.namespace, Nanos(0))
-        self.tier = PrivateMemoryTier(8 * block_bytes)
+        self.tier = SharedMemoryTier(8 * block_bytes)
         self.plane = DataPlaneServer(
             self.machine, self.tier, CLOCK, AuthenticationKey(secret, Purpose.DATA) if secret else None
         )
@@ -79,7 +79,7 @@ class TcpDataPlane:
         return Slot(slot.offset, slot.generation, checksum)
 
     async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connected and bound to the namespace."""
+        """Connect and bind the connection to the namespace."""
         reader, writer = await self.connect()
         writer.write(an_opening(self.namespace.digest))
         assert await challenge(reader) is DataPlaneStatus.DONE
@@ -121,7 +121,7 @@ async def reply(reader: asyncio.StreamReader) -> list[DataPlaneStatus]:
 
 
 async def block(reader: asyncio.StreamReader, length: int = BLOCK_BYTES) -> tuple[bytes, DataPlaneStatus]:
-    """The rest of the reply to a GET of one block that is there."""
+    """Read the rest of the reply to a GET of one present block."""
     async with asyncio.timeout(60):
         return await reader.readexactly(length), DataPlaneStatus((await reader.readexactly(1))[0])
 
@@ -170,7 +170,7 @@ async def test_garbage_instead_of_an_opening_ends_the_connection(plane, garbage)
         an_opening(b"d" * 16),  # a second one
     ],
 )
-async def test_garbage_after_the_opening_ends_the_connection_and_no_other(plane, garbage):
+async def test_garbage_after_the_opening_ends_only_its_connection(plane, garbage):
     slot = plane.hold(a_chain(1)[0], a_block(1))
     reader, writer = await plane.dial()
     other_reader, other_writer = await plane.dial()
@@ -195,7 +195,7 @@ async def test_a_slot_of_another_namespace_is_gone(plane):
     assert await reply(reader) == [DataPlaneStatus.GONE]
 
 
-async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plane):
+async def test_writer_of_an_ended_reservation_touches_nothing_more(plane):
     _, slot = plane.reserve(a_chain(1, "late")[0])
     reader, writer = await plane.dial()
     late = bytes(a_block(1))
@@ -218,7 +218,7 @@ async def test_a_writer_whose_reservation_ends_halfway_touches_nothing_more(plan
     assert await block(reader) == (bytes(a_block(2)), DataPlaneStatus.DONE)
 
 
-async def test_a_slot_that_is_reused_while_it_is_read_is_never_returned_as_good():
+async def test_slot_reused_during_a_read_is_never_returned_as_good():
     plane = TcpDataPlane(block_bytes=8 << 20)  # more than the buffers of a connection
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 8 << 20))
@@ -270,7 +270,7 @@ async def test_a_client_that_stops_in_the_middle_is_cut(plane):
     assert await reply(idle_reader) == [DataPlaneStatus.GONE]
 
 
-async def test_a_client_that_does_not_read_fills_nothing_and_holds_nobody_up():
+async def test_client_that_does_not_read_holds_nobody_up():
     plane = TcpDataPlane(block_bytes=1 << 20)
     await plane.start()
     slot = plane.hold(a_chain(1)[0], a_block(1, 1 << 20))
@@ -308,54 +308,54 @@ async def test_connections_beyond_the_limit_are_refused(plane, monkeypatch):
     assert await reply(kept[0][0]) == [DataPlaneStatus.GONE]
 
 
-def test_a_node_that_hangs_is_a_miss_at_the_deadline_and_costs_nothing_after():
+def test_hung_node_is_one_miss_at_the_deadline():
     with a_node_that_only_opens() as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
         started = time.monotonic()
         with at_most(20):
-            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
+            assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(0.3)) == [BlockOutcome.GONE]
         assert time.monotonic() - started > 0.25
 
         with at_most(20):
             for _ in range(100):
-                assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(0.3)) == [BlockOutcome.GONE]
+                assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(0.3)) == [BlockOutcome.GONE]
         transport.close()
 
 
 def test_closing_ends_calls_of_other_threads():
     with a_node_that_only_opens() as address, ThreadPoolExecutor(1) as threads:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
-        reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
+        reading = threads.submit(transport.get, [Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(60))
         eventually(lambda: transport._busy)
 
         transport.close()
 
         assert reading.result(60) == [BlockOutcome.GONE]
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(60)) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(60)) == [BlockOutcome.GONE]
 
 
 @pytest.mark.parametrize(
     "nonsense",
     [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        REPLY.pack(MAGIC, 2) + bytes([DataPlaneStatus.DONE, DataPlaneStatus.DONE]),  # to a request of one
+        REPLY.pack(MAGIC, 2) + bytes([DataPlaneStatus.DONE, DataPlaneStatus.DONE]),  # in reply to a request of one
         REPLY.pack(MAGIC, 1) + bytes([77]),
         REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.REFUSED]),
-        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and not a byte more
+        REPLY.pack(MAGIC, 1) + bytes([DataPlaneStatus.DONE]) + bytes(10),  # and no further byte
     ],
 )
 def test_a_node_that_talks_nonsense_is_a_miss(nonsense):
     with a_node_that_only_opens(and_says=nonsense) as address:
-        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, soon(30))
+        transport = TcpTransport(address, b"d" * 16, BLOCK_BYTES, CLOCK, deadline_in(30))
 
-        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], soon(30)) == [BlockOutcome.GONE]
+        assert transport.get([Slot(0, 1)], [bytearray(BLOCK_BYTES)], deadline_in(30)) == [BlockOutcome.GONE]
 
         transport.close()
 
 
 @contextmanager
 def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
-    """Answers the opening of one connection, and then nothing more; or the same to whatever it is asked, and hangs up."""
+    """Run a node that answers only the opening of one connection, or that answers everything alike and hangs up."""
 
     def answer() -> None:
         connection, _ = server.accept()
@@ -379,7 +379,7 @@ def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
 
 @asynccontextmanager
 async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
-    """Counts bytes from the server to the client; for one connection."""
+    """Run a proxy for one connection that flips a byte from the server, by its position."""
     over = asyncio.Event()
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -412,7 +412,7 @@ async def a_proxy_that_flips_a_byte(port: int, at: int) -> AsyncIterator[int]:
 
 
 class SlowLink:
-    """Passes everything to the server, and back as much as it is told to; in a thread of its own."""
+    """Proxy in a thread that forwards everything to the server, and back only a given number of bytes."""
 
     def __init__(self, port: int):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -428,7 +428,7 @@ class SlowLink:
         self._open.set()
 
     def passed(self, count: int) -> None:
-        """Waits until that many bytes came back through."""
+        """Wait until that many bytes came back."""
         eventually(lambda: self._bytes >= count)
 
     def close(self) -> None:
@@ -465,8 +465,10 @@ async def a_slow_link(port: int) -> AsyncIterator[tuple[int, SlowLink]]:
 
 
 def read(plane: TcpDataPlane, port: int, slot: Slot, key: AuthenticationKey | None = None) -> list[BlockOutcome]:
-    transport = TcpTransport(f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, soon(30), key)
+    transport = TcpTransport(
+        f"127.0.0.1:{port}", plane.namespace.digest, plane.block_bytes, CLOCK, deadline_in(30), key
+    )
     try:
-        return transport.get([slot], [bytearray(plane.block_bytes)], soon(30))
+        return transport.get([slot], [bytearray(plane.block_bytes)], deadline_in(30))
     finally:
         transport.close()

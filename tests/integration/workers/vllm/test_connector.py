@@ -1,4 +1,4 @@
-"""The hooks that vLLM calls beside the model, on real tensors and a real store node, without an engine."""
+"""Tests of the connector hooks that vLLM calls, on real tensors and a real store node, without an engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 BLOCKS = 8  # of the engine
@@ -56,7 +56,7 @@ def client(node: NodeProcess, namespace: KvNamespace) -> Iterator[StoreClient]:
 
 @pytest.fixture
 def layers(namespace: KvNamespace) -> dict:
-    """An engine's KV memory, by layer."""
+    """Return an engine's KV memory by layer."""
     shape = (BLOCKS, namespace.kv_heads, namespace.block_tokens, namespace.head_dim)
     return {f"layer.{index}": torch.zeros(shape) for index in range(namespace.layers)}
 
@@ -79,19 +79,19 @@ def connector(node: NodeProcess, model_dir: Path, layers: dict, tmp_path: Path) 
 
 
 def a_full_attention():
-    """As vLLM describes the KV of the tiny model's layers."""
+    """Return vLLM's description of the KV of the tiny model's layers."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
 
 
 def groups_of(*specs) -> SimpleNamespace:
-    """What is read here of a KV cache's configuration."""
+    """Return the fields of a KV cache configuration that the connector reads."""
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs], num_blocks=BLOCKS)
 
 
 def begin(connector, *loads: BlockLoad) -> None:
-    """A step, up to its forward pass."""
+    """Run a step up to its forward pass."""
     from workers.engines.vllm.connector import StepOrders
 
     connector.bind_connector_metadata(
@@ -100,7 +100,7 @@ def begin(connector, *loads: BlockLoad) -> None:
 
 
 def a_load(client: StoreClient, namespace: KvNamespace, blocks: int) -> BlockLoad:
-    """Of blocks that the store holds, to the engine's blocks from 1 on."""
+    """Build a load of stored blocks into the engine's blocks from 1 on."""
     names = a_chain(blocks)
     client.write(names, [a_block(seed, namespace.block_bytes) for seed in range(blocks)])
     return BlockLoad("r", client.match(names, lease_seconds=10), 0, list(range(1, blocks + 1)))
@@ -111,12 +111,12 @@ def ended(connector) -> set[str]:
     return loaded or set()
 
 
-def test_a_load_runs_beside_the_forward_pass_of_the_step_that_orders_it(connector, client, namespace, layers):
+def test_load_runs_beside_the_forward_pass_of_its_step(connector, client, namespace, layers):
     load = a_load(client, namespace, 3)
 
     begin(connector, load)
 
-    eventually(lambda: client.stats().pinned == 0)  # the load is over, and vLLM has not come to its own hook yet
+    eventually(lambda: client.stats().pinned == 0)  # the load is over before vLLM has called its hook
     block = torch.cat([layer[2].reshape(-1) for layer in layers.values()])
     assert block.view(torch.uint8).numpy().tobytes() == a_block(1, namespace.block_bytes).tobytes()
     connector.start_load_kv(NO_FORWARD)
@@ -134,7 +134,7 @@ def test_a_load_is_performed_once(connector, client, namespace):
     begin(connector)
     connector.start_load_kv(NO_FORWARD)
 
-    connector._mover._loader.submit(lambda: None).result(60)  # whatever was ordered before has been done
+    connector._mover._loader.submit(lambda: None).result(60)  # all earlier transfers are done
     assert ended(connector) == set()
     assert connector._client.counters().bytes_read == 2 * namespace.block_bytes
 
@@ -151,8 +151,8 @@ def test_a_corrupt_block_is_named_and_what_lies_before_it_counts(connector, clie
     assert connector.build_connector_worker_meta().loaded == {"r": 1}
 
 
-def test_blocks_that_the_engine_drops_from_a_requests_middle_are_refused():
-    """Where every layer sees a window only, vLLM puts one and the same block in place of those outside of it."""
+def test_blocks_dropped_from_the_middle_are_rejected():
+    """Use layers that see only a window, for which vLLM puts one and the same block in place of those outside."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
@@ -164,7 +164,7 @@ def test_blocks_that_the_engine_drops_from_a_requests_middle_are_refused():
         check_groups(groups_of(a_full_attention(), window))
 
 
-def test_layers_of_another_shape_are_refused_by_the_name_of_the_field(connector, layers):
+def test_layers_of_another_shape_are_rejected_by_field(connector, layers):
     shape = (BLOCKS, 1, 32, 128)
     with pytest.raises(LayoutMismatch, match=r"layer.0: KV blocks of \(1, 32, 128\) on this rank, not \(2, 32, 128\)"):
         connector.register_kv_caches({name: torch.zeros(shape) for name in layers})
@@ -172,8 +172,8 @@ def test_layers_of_another_shape_are_refused_by_the_name_of_the_field(connector,
         connector.register_kv_caches(dict(list(layers.items())[1:]))
 
 
-def test_a_load_counts_as_ended_when_every_rank_has_and_as_good_as_on_the_worst():
-    """vLLM merges what ranks tell in one step; what they tell in different ones comes apart."""
+def test_load_ends_with_the_last_rank_and_the_worst_result():
+    """Report the ranks in one step, which vLLM merges, and in several steps, which arrive separately."""
     from workers.engines.vllm.connector import StepResults, _AllRanks
 
     ranks = _AllRanks()

@@ -1,7 +1,7 @@
-"""Blocks that go from one vLLM engine's memory to another's, by vLLM's own NIXL connector.
+"""Tests of blocks that move from one vLLM engine's memory to another's by vLLM's own NIXL connector.
 
-On a few cores NIXL stalls for seconds now and then (its progress thread and the engine want the same core), so this
-proves that it works and says nothing of its speed.
+On a few cores NIXL stalls for seconds now and then, since its progress thread and the engine share a core. The tests
+therefore say nothing about speed.
 """
 
 import json
@@ -20,13 +20,13 @@ from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 from tests.support.workers.engine_driver import (
+    an_attempt,
     blocks_from,
     bytes_from,
     fresh_prompt,
     reported_early_and_late,
-    split,
+    run_disaggregated,
     without_tiers,
-    work,
 )
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.engines.vllm.launch import direct_available
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
     pytest.mark.skipif(direct_available() is not None, reason=direct_available() or ""),
 ]
 
@@ -56,7 +56,7 @@ def node() -> Iterator[NodeProcess]:
 
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
-    """They have a store as well; what was handed off directly comes directly nevertheless."""
+    """Open two engines that also have a store; direct handoffs do not use it."""
     workers = [
         vllm_worker(model_dir, role=role, store=node.address, kv_paths=(KvPath.DIRECT, KvPath.STORE))
         for role in (Role.PREFILL, Role.DECODE)
@@ -66,18 +66,18 @@ def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
 
 
 @pytest.mark.parametrize("length", [20, 64, 200, 3000])
-def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, length):
+def test_direct_transfer_gives_the_tokens_of_one_engine(pair, length):
     prompt = fresh_prompt(length)
 
     async def run():
         prefill, decode = pair.engines
-        moved = await split(prefill, decode, prompt, 40, KvPath.DIRECT, pass_first_token=False)
-        alone, _ = await decode.do(work(prompt, 40, salt=b"x" * 32))
+        moved = await run_disaggregated(prefill, decode, prompt, 40, KvPath.DIRECT, pass_first_token=False)
+        alone, _ = await decode.do(an_attempt(prompt, 40, salt=b"x" * 32))
         return moved, alone
 
     (tokens, prefilled, decoded), alone = pair.run(run())
 
-    blocks = blocks_for(length, BLOCK_TOKENS)  # the last one as well, though it may not be full
+    blocks = blocks_for(length, BLOCK_TOKENS)  # including the last block, which may not be full
     assert tokens == alone
     assert blocks_from(prefilled.kv, Source.COMPUTED) == blocks
     assert blocks_from(decoded.kv, Source.DIRECT) == blocks
@@ -86,15 +86,15 @@ def test_blocks_go_from_engine_to_engine_and_the_tokens_are_those_of_one(pair, l
     assert reported_early_and_late(pair.engines[1].told[decoded.request_id], decoded.kv, decoded.kv)
 
 
-def test_what_was_handed_off_counts_as_lent_for_its_lease_and_what_went_through_the_store_does_not(pair):
+def test_only_direct_handoffs_count_as_lent(pair):
     prefill = pair.engines[0]
 
     async def run():
-        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
+        await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.DIRECT))
         lent, leases = prefill.engine.lent, set(prefill.engine._lent_until)
-        await prefill.do(work(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
+        await prefill.do(an_attempt(fresh_prompt(64), phase=Phase.PREFILL, kv_path=KvPath.STORE))
         more = set(prefill.engine._lent_until) - leases
-        prefill.engine._lent_until = deque([0.0])  # as if all had ended
+        prefill.engine._lent_until = deque([0.0])  # as if all leases had ended
         return lent, more, prefill.engine.lent
 
     lent, more, left = pair.run(run())
@@ -106,10 +106,10 @@ def test_what_was_handed_off_counts_as_lent_for_its_lease_and_what_went_through_
 def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    pair.run(split(prefill, decode, prompt, 4, KvPath.DIRECT, pass_first_token=False))
+    pair.run(run_disaggregated(prefill, decode, prompt, 4, KvPath.DIRECT, pass_first_token=False))
 
     longer = prompt + fresh_prompt(100)
-    _, _, decoded = pair.run(split(prefill, decode, longer, 4, KvPath.DIRECT, pass_first_token=False))
+    _, _, decoded = pair.run(run_disaggregated(prefill, decode, longer, 4, KvPath.DIRECT, pass_first_token=False))
 
     assert blocks_from(decoded.kv, Source.ENGINE) == 3
     assert blocks_from(decoded.kv, Source.DIRECT) == 4
@@ -119,10 +119,10 @@ def test_blocks_that_the_decode_side_has_are_not_moved_again(pair):
 def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    first, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
+    first, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
     handoff = msgspec.structs.replace(prefilled.handoff, params=params)
 
-    tokens, end = pair.run(decode.do(work(prompt, 6, phase=Phase.DECODE, handoff=handoff)))
+    tokens, end = pair.run(decode.do(an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff)))
 
     assert tokens[:1] == first
     assert blocks_from(end.kv, Source.DIRECT) == 0
@@ -131,19 +131,19 @@ def test_a_useless_hand_off_costs_time_and_nothing_else(pair, params):
     )  # the store may have them by now
 
 
-def test_what_the_store_gives_after_a_failed_pull_counts_as_of_the_store_from_the_first_token_on(pair, node, model_dir):
-    """A stop string ends an answer before its engine has the last word."""
+def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, model_dir):
+    """End the answer with a stop string, before the engine's last report."""
     prompt = fresh_prompt(200)
     prefill, decode = pair.engines
-    _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
+    _, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.DIRECT)))
     with a_store_client(node.address, tiny_namespace(model_dir)) as client:
         eventually(lambda: len(client.match(chain(prompt, BLOCK_TOKENS), lease_seconds=0)) == 6, 20)
     params = json.loads(prefilled.handoff.params) | {"remote_engine_id": "gone", "remote_port": a_free_port()}
     handoff = msgspec.structs.replace(prefilled.handoff, params=json.dumps(params).encode())
-    start = work(prompt, 6, phase=Phase.DECODE, handoff=handoff)
+    start = an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff)
 
     tokens, end = pair.run(decode.do(start))
 
-    assert tokens == pair.run(decode.do(work(prompt, 6, salt=b"f" * 32)))[0]
+    assert tokens == pair.run(decode.do(an_attempt(prompt, 6, salt=b"f" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.DIRECT)) == (6, 0)
     assert reported_early_and_late(decode.told[start.request_id], without_tiers(end.kv), end.kv)

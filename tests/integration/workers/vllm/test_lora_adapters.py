@@ -1,4 +1,4 @@
-"""Adapters of a real vLLM engine: each has tokens of its own and blocks of its own, and is loaded when work for it comes."""
+"""Tests of LoRA adapters in a real vLLM engine: each has its own tokens and blocks, and is loaded on demand."""
 
 import json
 from collections.abc import Iterator
@@ -21,24 +21,24 @@ from kvstore.client.store_client import StoreClient
 from tests.support.builders import token_bytes
 from tests.support.kvstore.builders import a_node, a_store_client
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, fresh_prompt, work
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, blocks_from, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.engines.vllm.lora import AdapterFiles, LoadedAdapters, adapters_of, engine_arguments
 from workers.settings import VllmSettings, WorkerSettings
 
 BLOCK, RANK = 32, 8
-SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two long prompts push the others out
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two long prompts evict the others
 
 with_vllm = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 
 def write_adapter(folder: Path, *, seed: int, rank: int = RANK) -> str:
-    """A LoRA of the tiny model's queries and values, large enough to change what it says."""
+    """Write a LoRA adapter for queries and values of the tiny model, strong enough to change its answers."""
     rng = np.random.default_rng(seed)
     folder.mkdir(exist_ok=True)
     tensors = {}
@@ -62,7 +62,7 @@ def a_worker(model_dir: Path, folder: Path, store: str) -> WorkerSettings:
 
 
 class LoraEngine(NamedTuple):
-    """An engine with adapters, its store, and a client of that."""
+    """An engine with adapters, its store, and a client of the store."""
 
     hosted: VllmEngines
     settings: WorkerSettings
@@ -73,20 +73,20 @@ class LoraEngine(NamedTuple):
         return self.hosted.engines[0]
 
     def salt(self, name: str) -> bytes:
-        """As a router makes it."""
+        """Return the salt that a router computes."""
         if not name:
             return b""
         (adapter,) = [each for each in self.engine.engine.facts.adapters if each.name == name]
         return adapter_salt(adapter.identity)
 
     def work(self, name: str, prompt: bytes, max_tokens: int = 12, **fields) -> Start:
-        return work(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)
+        return an_attempt(prompt, max_tokens, adapter=name, salt=self.salt(name), **fields)
 
     def names(self, name: str, prompt: bytes) -> list[bytes]:
         return chain(prompt, BLOCK, salt=self.salt(name))
 
     def held(self, name: str, prompt: bytes) -> int:
-        """Blocks of a prompt that the store has for an adapter."""
+        """Return how many blocks of a prompt the store has for an adapter."""
         return len(self.client.match(self.names(name, prompt), lease_seconds=0))
 
 
@@ -119,7 +119,7 @@ def test_vllm_is_told_the_smallest_rank_that_fits_all(tmp_path):
 
 
 @pytest.mark.parametrize("config", [None, "{", "[]", '{"r": 0}', '{"r": "8"}', '{"r": 1000}'])
-def test_what_is_no_adapter_is_refused_by_name(tmp_path, config):
+def test_invalid_adapter_is_rejected_by_name(tmp_path, config):
     if config is not None:
         (tmp_path / "adapter_config.json").write_text(config)
 
@@ -135,7 +135,7 @@ def test_the_adapter_used_longest_ago_is_taken_for_dropped():
     assert used.names == ("a", "c")
 
 
-def test_files_that_change_or_go_are_not_those_that_were_described(tmp_path, caplog):
+def test_changed_or_removed_files_do_not_match_the_description(tmp_path, caplog):
     adapters = {ModelName(name): write_adapter(tmp_path / name, seed=1) for name in "abc"}
     files = AdapterFiles(structs.replace(vllm_worker(tmp_path), adapters=adapters))
     assert all(files.are_as_described(name) for name in "abc")
@@ -165,10 +165,10 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
         assert len(set(told.values())) == 4
         assert engine.engine.load().adapters == ("eve", "ada"), "two slots: the one used longest ago was dropped"
 
-        refused = work(prompt, adapter="nobody", salt=b"s" * 32)
+        refused = an_attempt(prompt, adapter="nobody", salt=b"s" * 32)
         engine.submit(refused)
         assert (await engine.end_of(refused)).reason is Reason.NO_WORKER
-        unsalted = work(prompt, adapter="ada")
+        unsalted = an_attempt(prompt, adapter="ada")
         engine.submit(unsalted)
         assert (await engine.end_of(unsalted)).field == "salt"
 
@@ -176,13 +176,13 @@ def test_each_adapter_has_tokens_and_blocks_of_its_own(world, mark):
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_blocks_of_an_adapter_come_back_from_the_store_for_it_and_for_nobody_else(world, mark):
+def test_adapter_blocks_return_only_to_their_adapter(world, mark):
     prompt = fresh_prompt(6 * BLOCK + 3)
     told = {name: world.hosted.run(world.engine.do(world.work(name, prompt)))[0] for name in ("ada", "bob", "")}
     assert len(set(told.values())) == 3
     eventually(lambda: all(world.held(name, prompt) == 6 for name in told), 20)
     for _ in range(3):  # out of the engine's own cache
-        world.hosted.run(world.engine.do(work(fresh_prompt(2050), 1)))
+        world.hosted.run(world.engine.do(an_attempt(fresh_prompt(2050), 1)))
 
     for name in ("bob", "", "ada"):
         again, end = world.hosted.run(world.engine.do(world.work(name, prompt)))
@@ -193,7 +193,7 @@ def test_blocks_of_an_adapter_come_back_from_the_store_for_it_and_for_nobody_els
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_what_is_prefilled_with_an_adapter_lies_in_the_store_when_it_is_handed_off(world, mark):
+def test_prefilled_adapter_blocks_are_stored_at_the_handoff(world, mark):
     prompt = fresh_prompt(4 * BLOCK + 3)
     prefill = world.work("ada", prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)
 
@@ -208,8 +208,8 @@ def test_what_is_prefilled_with_an_adapter_lies_in_the_store_when_it_is_handed_o
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=with_vllm)], ids=["vllm"])
-def test_an_adapter_whose_files_are_others_by_now_is_refused_and_the_others_are_served(world, mark):
-    """Last, since it changes an adapter that the tests share."""
+def test_adapter_with_changed_files_is_rejected_alone(world, mark):
+    """Run last, because this test changes an adapter that the tests share."""
     changed = write_adapter(Path(world.settings.adapters[ModelName("eve")]), seed=9)
     refused, served = world.work("eve", fresh_prompt(40)), world.work("bob", fresh_prompt(40))
 

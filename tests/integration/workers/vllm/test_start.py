@@ -1,4 +1,4 @@
-"""How a vLLM engine starts, and what is refused."""
+"""Tests of the start of a vLLM engine and of the settings that it rejects."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 
@@ -46,7 +46,7 @@ def test_vllm_is_available_where_these_tests_run():
     assert available() is None
 
 
-async def test_what_is_not_a_model_folder_is_refused_by_name(tmp_path):
+async def test_invalid_model_folder_is_rejected_by_name(tmp_path):
     assert (await refusal_of(vllm_worker(tmp_path / "nowhere"))).endswith("is not a folder")
     assert "has no config.json" in await refusal_of(vllm_worker(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -106,7 +106,7 @@ def test_several_ranks_need_the_memory_of_a_node_on_their_host(model_dir):
             _meet_store(two, tiny_namespace(model_dir))
 
 
-def test_the_revision_is_that_of_the_weights_and_not_of_the_folder(model_dir, tmp_path):
+def test_revision_depends_on_weights_not_on_the_folder(model_dir, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in model_dir.iterdir():
@@ -133,9 +133,7 @@ def test_a_large_model_is_told_by_its_headers(model_dir, tmp_path, monkeypatch):
     assert weights_revision(copy) != before
 
 
-def test_the_model_has_a_process_of_its_own_where_there_are_several_or_threads_are_bound(
-    model_dir, tmp_path, monkeypatch
-):
+def test_model_gets_its_own_process_with_ranks_or_bound_threads(model_dir, tmp_path, monkeypatch):
     def backend(worker: WorkerSettings) -> object:
         return vllm_launch.engine_args(worker, revision="r", scratch=tmp_path).distributed_executor_backend
 

@@ -1,4 +1,4 @@
-"""Steps of a vLLM engine as the watchdog sees them: its steps, when no token comes out, and when one of its processes is stopped."""
+"""Tests of the steps that a vLLM engine shows to the watchdog, without new tokens and with a stopped process."""
 
 import asyncio
 import signal
@@ -16,7 +16,7 @@ from tests.contract.workers.engine_contract import (
 )
 from tests.support.fleet_processes import alive
 from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, fresh_prompt, work
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
 from workers.ports import EngineDied
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 CHUNK_TOKENS = 64
@@ -34,7 +34,7 @@ STILL_SECONDS = 0.5  # a hundred steps
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngines]:
-    """An engine of two tensor-parallel ranks, which computes long prompts in small chunks."""
+    """Open an engine of two tensor-parallel ranks that computes long prompts in small chunks."""
     worker = vllm_worker(build_tiny_model(tmp_path_factory.mktemp("models")))
     extra = {"tensor_parallel_size": 2, "max_num_batched_tokens": CHUNK_TOKENS}
     told = msgspec.structs.replace(worker, vllm=msgspec.structs.replace(worker.vllm, extra_args=extra))
@@ -48,7 +48,7 @@ def test_vllm_on_two_ranks_shows_its_steps(ranks):
 
 async def steps_before_the_first_token(one: EngineDriver, tokens: int) -> int:
     before = steps_of(one)
-    start = work(fresh_prompt(tokens), 2)
+    start = an_attempt(fresh_prompt(tokens), 2)
     one.submit(start)
     await one.until(lambda: one.tokens[start.request_id])
     return steps_of(one) - before
@@ -63,8 +63,8 @@ def test_a_long_prompt_steps_chunk_by_chunk(ranks):
 
 
 async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[int, int]:
-    """With work: when nothing moves any more, and a hundred steps later."""
-    start = work(fresh_prompt(10), 800)
+    """Return the steps of a stopped engine with work, when nothing moves and a hundred steps later."""
+    start = an_attempt(fresh_prompt(10), 800)
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
     rank.send_signal(signal.SIGSTOP)

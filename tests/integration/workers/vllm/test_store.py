@@ -1,6 +1,6 @@
-"""Real vLLM engines and a real store node: blocks move, and the tokens stay what one engine alone gives.
+"""Tests of real vLLM engines on a real store node: blocks move, and the tokens equal those of one engine.
 
-Equal tokens alone prove nothing, since an engine that gets no blocks computes them: every test counts blocks.
+An engine without blocks computes equal tokens too, so every test counts blocks.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from tests.support.fleet_processes import command_of
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.waiting import eventually
 from tests.support.workers.engine_driver import (
+    an_attempt,
     blocks_from,
     bytes_from,
     fresh_prompt,
     greedy,
     reported_early_and_late,
-    split,
+    run_disaggregated,
     without_tiers,
-    work,
 )
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.ports import EngineDied
@@ -42,12 +42,12 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 128 << 10
-OFFER_SECONDS = 20  # for blocks that are written when there is time
+OFFER_SECONDS = 20  # for blocks written in idle time
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def pair(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
 
 @pytest.fixture(scope="module")
 def ranks(model_dir: Path, node: NodeProcess) -> Iterator[VllmEngines]:
-    """An engine of two tensor-parallel ranks; of the model's two heads, each has one."""
+    """Open an engine of two tensor-parallel ranks; each has one of the model's two heads."""
     worker = vllm_worker(model_dir, store=node.address, kv_paths=(KvPath.STORE,))
     settings = msgspec.structs.replace(worker.vllm, extra_args={"tensor_parallel_size": 2})
     with hosted(msgspec.structs.replace(worker, vllm=settings)) as ranks:
@@ -84,12 +84,9 @@ def client(pair: VllmEngines, model_dir: Path, node: NodeProcess) -> Iterator[St
 
 
 def until_held(client: StoreClient, tokens: bytes, blocks: int) -> None:
-    """Wait until the store holds so many blocks of a prompt."""
+    """Wait until the store holds that many blocks of a prompt."""
     names = chain(tokens, BLOCK_TOKENS)[:blocks]
-    deadline = time.monotonic() + OFFER_SECONDS
-    while len(client.match(names, lease_seconds=0)) < blocks:
-        assert time.monotonic() < deadline, "the blocks do not reach the store"
-        time.sleep(0.01)
+    eventually(lambda: len(client.match(names, lease_seconds=0)) >= blocks, OFFER_SECONDS)
 
 
 @pytest.mark.parametrize("promise", ALONE, ids=lambda promise: promise.__name__)
@@ -131,8 +128,10 @@ def test_decoding_from_the_store_gives_the_tokens_of_one_engine(pair, length, ma
 
     async def both():
         prefill, decode = pair.engines
-        alone, _ = await decode.do(work(prompt, max_tokens, salt=b"x" * 32))  # shares no block with what follows
-        return alone, await split(prefill, decode, prompt, max_tokens, KvPath.STORE)
+        alone, _ = await decode.do(
+            an_attempt(prompt, max_tokens, salt=b"x" * 32)
+        )  # shares no block with the next request
+        return alone, await run_disaggregated(prefill, decode, prompt, max_tokens, KvPath.STORE)
 
     alone, (tokens, prefilled, decoded) = pair.run(both())
 
@@ -153,8 +152,8 @@ def test_prompts_with_a_shared_prefix_compute_only_what_differs(pair):
         prefill, decode = pair.engines
         ends = []
         for prompt in prompts:
-            alone, _ = await decode.do(work(prompt, 10, salt=b"y" * 32))
-            tokens, prefilled, decoded = await split(prefill, decode, prompt, 10, KvPath.STORE)
+            alone, _ = await decode.do(an_attempt(prompt, 10, salt=b"y" * 32))
+            tokens, prefilled, decoded = await run_disaggregated(prefill, decode, prompt, 10, KvPath.STORE)
             assert tokens == alone
             ends.append((prefilled.kv, decoded.kv))
         return ends
@@ -173,8 +172,10 @@ def test_eight_requests_at_once_keep_apart_and_all_move(pair):
     async def run():
         prefill, decode = pair.engines
         async with asyncio.TaskGroup() as tasks:
-            splits = [tasks.create_task(split(prefill, decode, prompt, 40, KvPath.STORE)) for prompt in prompts]
-        alone = [(await decode.do(work(prompt, 40, salt=b"z" * 32)))[0] for prompt in prompts]
+            splits = [
+                tasks.create_task(run_disaggregated(prefill, decode, prompt, 40, KvPath.STORE)) for prompt in prompts
+            ]
+        alone = [(await decode.do(an_attempt(prompt, 40, salt=b"z" * 32)))[0] for prompt in prompts]
         return [task.result() for task in splits], alone
 
     splits, alone = pair.run(run())
@@ -184,26 +185,26 @@ def test_eight_requests_at_once_keep_apart_and_all_move(pair):
         assert blocks_from(decoded.kv, Source.STORE) == len(prompt) // 4 // BLOCK_TOKENS
 
 
-def test_a_prompt_that_another_worker_has_seen_is_not_computed_again(pair, client):
+def test_prompt_seen_by_another_worker_is_not_recomputed(pair, client):
     prompt = fresh_prompt(2000)
     one, other = pair.engines
-    tokens, _ = pair.run(one.do(work(prompt, 40)))
+    tokens, _ = pair.run(one.do(an_attempt(prompt, 40)))
     until_held(client, prompt, 62)
 
-    again, end = pair.run(other.do(work(prompt, 40)))
+    again, end = pair.run(other.do(an_attempt(prompt, 40)))
 
     assert again == tokens
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
 
 
-def test_an_answer_can_be_continued_by_another_worker_from_the_store(pair, client):
+def test_another_worker_continues_an_answer_from_the_store(pair, client):
     prompt = fresh_prompt(40)
     one, other = pair.engines
-    answer, _ = pair.run(one.do(work(prompt, 200)))
+    answer, _ = pair.run(one.do(an_attempt(prompt, 200)))
     so_far = prompt + token_bytes(answer[:150])
     until_held(client, so_far, 190 // BLOCK_TOKENS)
 
-    rest, end = pair.run(other.do(work(so_far, 50)))
+    rest, end = pair.run(other.do(an_attempt(so_far, 50)))
 
     assert rest == answer[150:]
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
@@ -212,10 +213,10 @@ def test_an_answer_can_be_continued_by_another_worker_from_the_store(pair, clien
 def test_an_engine_of_two_ranks_reads_what_one_of_one_rank_wrote(pair, ranks, client):
     prompt = fresh_prompt(2000)
     one, two = pair.engines[0], ranks.engines[0]
-    tokens, _ = pair.run(one.do(work(prompt, 40)))
+    tokens, _ = pair.run(one.do(an_attempt(prompt, 40)))
     until_held(client, prompt, 62)
 
-    again, end = ranks.run(two.do(work(prompt, 40)))
+    again, end = ranks.run(two.do(an_attempt(prompt, 40)))
 
     assert again == tokens
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
@@ -223,15 +224,15 @@ def test_an_engine_of_two_ranks_reads_what_one_of_one_rank_wrote(pair, ranks, cl
     assert (two.engine.facts.kv.tp, two.engine.facts.kv_blocks) == (2, one.engine.facts.kv_blocks)
 
 
-def test_an_engine_of_one_rank_reads_what_one_of_two_ranks_wrote_when_there_was_time(pair, ranks, client):
+def test_one_rank_reads_blocks_of_two_ranks_once_written(pair, ranks, client):
     prompt = fresh_prompt(40)
     one, two = pair.engines[1], ranks.engines[0]
     before = client.stats()
-    answer, _ = ranks.run(two.do(work(prompt, 200)))
+    answer, _ = ranks.run(two.do(an_attempt(prompt, 200)))
     so_far = prompt + token_bytes(answer[:150])
     until_held(client, so_far, 190 // BLOCK_TOKENS)
 
-    rest, end = pair.run(one.do(work(so_far, 50)))
+    rest, end = pair.run(one.do(an_attempt(so_far, 50)))
 
     assert rest == answer[150:]
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
@@ -246,12 +247,12 @@ def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefil
     prompt = fresh_prompt(777)
     one, two = (pair, pair.engines[0]), (ranks, ranks.engines[0])
     (prefilling, prefill), (decoding, decode) = (one, two) if prefills == "one rank" else (two, one)
-    first, prefilled = prefilling.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    first, prefilled = prefilling.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     so_far = prompt + token_bytes(first)
 
-    rest, end = decoding.run(decode.do(work(so_far, 39, phase=Phase.DECODE, handoff=prefilled.handoff)))
+    rest, end = decoding.run(decode.do(an_attempt(so_far, 39, phase=Phase.DECODE, handoff=prefilled.handoff)))
 
-    alone, _ = pair.run(pair.engines[1].do(work(prompt, 40, salt=b"t" * 32)))
+    alone, _ = pair.run(pair.engines[1].do(an_attempt(prompt, 40, salt=b"t" * 32)))
     assert first + rest == alone
     assert blocks_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS
     assert bytes_from(end.kv, Source.STORE) == 777 // BLOCK_TOKENS * BLOCK_BYTES
@@ -260,12 +261,12 @@ def test_engines_of_one_and_two_ranks_hand_off_to_each_other(pair, ranks, prefil
 def test_a_block_that_is_bad_for_one_rank_is_computed_by_both(pair, ranks, client, node):
     prompt = fresh_prompt(300)
     one, two = pair.engines[0], ranks.engines[0]
-    pair.run(one.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    pair.run(one.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=4, at=BLOCK_BYTES - 1)  # of the second rank's head
 
-    tokens, end = ranks.run(two.do(work(prompt, 12)))
+    tokens, end = ranks.run(two.do(an_attempt(prompt, 12)))
 
-    assert tokens == pair.run(one.do(work(prompt, 12, salt=b"c" * 32)))[0]
+    assert tokens == pair.run(one.do(an_attempt(prompt, 12, salt=b"c" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     until_held(client, prompt, 9)  # the block was written again
     assert client.stats().leases == 0
@@ -277,13 +278,13 @@ def test_eight_requests_at_once_on_two_ranks_keep_apart(pair, ranks):
 
     async def prefill():
         async with asyncio.TaskGroup() as tasks:
-            works = [work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE) for prompt in prompts[:4]]
+            works = [an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE) for prompt in prompts[:4]]
             for each in works:
                 tasks.create_task(one.do(each))
 
     async def both(engine, salt: bytes = b""):
         async with asyncio.TaskGroup() as tasks:
-            done = [tasks.create_task(engine.do(work(prompt, 40, salt=salt))) for prompt in prompts]
+            done = [tasks.create_task(engine.do(an_attempt(prompt, 40, salt=salt))) for prompt in prompts]
         return [each.result() for each in done]
 
     pair.run(prefill())
@@ -297,13 +298,13 @@ def test_eight_requests_at_once_on_two_ranks_keep_apart(pair, ranks):
 def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node):
     prompt = fresh_prompt(300)
     prefill, decode = pair.engines
-    first, prefilled = pair.run(prefill.do(work(prompt, 12, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    first, prefilled = pair.run(prefill.do(an_attempt(prompt, 12, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=4)
 
-    decoding = work(prompt + token_bytes(first), 11, phase=Phase.DECODE, handoff=prefilled.handoff)
+    decoding = an_attempt(prompt + token_bytes(first), 11, phase=Phase.DECODE, handoff=prefilled.handoff)
     rest, end = pair.run(decode.do(decoding))
 
-    alone, _ = pair.run(decode.do(work(prompt, 12, salt=b"c" * 32)))
+    alone, _ = pair.run(decode.do(an_attempt(prompt, 12, salt=b"c" * 32)))
     assert first + rest == alone
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (4, 6)
     assert end.kv.cached_tokens == 4 * BLOCK_TOKENS
@@ -317,13 +318,13 @@ def test_a_corrupt_block_is_computed_and_counted_as_computed(pair, client, node)
 def test_a_prompt_whose_first_block_is_corrupt_is_computed(pair, client, node):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     flip_a_byte(node, client, chain(prompt, BLOCK_TOKENS), index=0)
 
-    tokens, end = pair.run(decode.do(work(prompt, 12)))
+    tokens, end = pair.run(decode.do(an_attempt(prompt, 12)))
 
     assert blocks_from(end.kv, Source.COMPUTED) == 4
-    assert tokens == pair.run(decode.do(work(prompt, 12, salt=b"d" * 32)))[0]
+    assert tokens == pair.run(decode.do(an_attempt(prompt, 12, salt=b"d" * 32)))[0]
 
 
 def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, index: int, at: int = 1000) -> None:
@@ -332,13 +333,13 @@ def flip_a_byte(node: NodeProcess, client: StoreClient, names: list[bytes], *, i
         vandal.connection.session.transport._mapping.bytes[slot.offset + at] ^= 0x10
 
 
-def test_a_hand_off_of_another_layout_is_rejected_before_a_byte_moves(pair, client):
+def test_handoff_of_another_layout_is_rejected_before_transfer(pair, client):
     prompt = fresh_prompt(100)
     prefill, decode = pair.engines
-    _, prefilled = pair.run(prefill.do(work(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
+    _, prefilled = pair.run(prefill.do(an_attempt(prompt, phase=Phase.PREFILL, kv_path=KvPath.STORE)))
     before = client.stats()
     handoff = msgspec.structs.replace(prefilled.handoff, fingerprint="0" * 32)
-    start = work(prompt, phase=Phase.DECODE, handoff=handoff)
+    start = an_attempt(prompt, phase=Phase.DECODE, handoff=handoff)
 
     async def run():
         decode.submit(start)
@@ -352,7 +353,7 @@ def test_a_hand_off_of_another_layout_is_rejected_before_a_byte_moves(pair, clie
 
 
 def test_sampling_that_vllm_refuses_is_rejected(pair):
-    start = work(fresh_prompt(10), sampling=greedy(4, top_p=7.0))
+    start = an_attempt(fresh_prompt(10), sampling=greedy(4, top_p=7.0))
 
     async def run():
         pair.engines[0].submit(start)
@@ -365,9 +366,9 @@ def test_sampling_that_vllm_refuses_is_rejected(pair):
     assert "top_p" in end.message
 
 
-def test_a_cancelled_request_stops_within_a_step_and_others_go_on(pair):
+def test_cancelled_request_stops_within_a_step(pair):
     engine = pair.engines[0]
-    cancelled, other = work(fresh_prompt(50), 2000), work(fresh_prompt(50), 300)
+    cancelled, other = an_attempt(fresh_prompt(50), 2000), an_attempt(fresh_prompt(50), 300)
 
     async def run():
         engine.submit(cancelled, other)
@@ -381,14 +382,14 @@ def test_a_cancelled_request_stops_within_a_step_and_others_go_on(pair):
     end, (steps, tokens), other_end = pair.run(run())
 
     assert end.finish is Finish.CANCELLED
-    assert steps <= 3  # its own end, and what was under way
+    assert steps <= 3  # its own end and the running step
     assert tokens <= 1
     assert other_end.finish is Finish.LENGTH
 
 
-def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(pair, node, client):
+def test_engine_computes_without_its_store_and_rejoins_it(pair, node, client):
     prefill, decode = pair.engines
-    long = work(fresh_prompt(500), 300)
+    long = an_attempt(fresh_prompt(500), 300)
 
     async def lose_the_node():
         prefill.submit(long)
@@ -398,21 +399,21 @@ def test_without_its_store_node_an_engine_computes_and_afterwards_uses_it_again(
 
     assert pair.run(lose_the_node()).finish is Finish.LENGTH
     prompt = fresh_prompt(200)
-    tokens, _, decoded = pair.run(split(prefill, decode, prompt, 20, KvPath.STORE))
-    assert tokens == pair.run(prefill.do(work(prompt, 20, salt=b"n" * 32)))[0]
+    tokens, _, decoded = pair.run(run_disaggregated(prefill, decode, prompt, 20, KvPath.STORE))
+    assert tokens == pair.run(prefill.do(an_attempt(prompt, 20, salt=b"n" * 32)))[0]
     assert blocks_from(decoded.kv, Source.COMPUTED) == 7
 
     node.start()
 
     deadline = time.monotonic() + 60
-    while True:  # the clients' breakers notice within seconds
-        _, _, decoded = pair.run(split(prefill, decode, fresh_prompt(200), 4, KvPath.STORE))
+    while True:  # the clients' circuit breakers notice within seconds
+        _, _, decoded = pair.run(run_disaggregated(prefill, decode, fresh_prompt(200), 4, KvPath.STORE))
         if blocks_from(decoded.kv, Source.STORE) == 6:
             break
         assert time.monotonic() < deadline, decoded.kv
 
 
-def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(ranks, node, model_dir):
+def test_killed_rank_ends_its_engine_and_spares_the_store(ranks, node, model_dir):
     children = psutil.Process().children(recursive=True)
     second = next(child for child in children if command_of(child)[:1] == ["VLLM::Worker_TP1"])
     engine = second.parent()
@@ -428,7 +429,7 @@ def test_when_a_rank_is_killed_its_engine_ends_and_the_store_is_left_as_it_was(r
 
 
 def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
-    """Last, since it ends the engines that the tests share."""
+    """Run last, because this test ends the engines that the tests share."""
     children = psutil.Process().children(recursive=True)
     cores = [child for child in children if command_of(child)[:1] == ["VLLM::EngineCore"]]
     assert len(cores) == 2
@@ -446,7 +447,7 @@ def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeypatch):
-    """A prefill engine has no other way to hand over: it starts, and can do so from when the node answers."""
+    """Start a prefill engine with no other KV path; it can hand off as soon as the node answers."""
     monkeypatch.setattr("workers.engines.vllm.engine.STORE_SECONDS", 0.5)
     with a_node(capacity_bytes=64 << 20) as node:
         node.freeze()
@@ -459,7 +460,7 @@ def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeyp
             for driver in late.engines:
                 assert (driver.engine.facts.store_id, driver.engine.facts.kv_paths) == (None, ())
             prompt = fresh_prompt(300)
-            alone, _ = late.run(decode.do(work(prompt, 20, salt=b"x" * 32)))
+            alone, _ = late.run(decode.do(an_attempt(prompt, 20, salt=b"x" * 32)))
             assert len(alone) == 20
 
             node.thaw()
@@ -469,9 +470,9 @@ def test_engines_that_start_beside_a_hung_store_join_it_later(model_dir, monkeyp
 
             async def handed_over():
                 fresh = fresh_prompt(300)
-                _, _, decoded = await split(prefill, decode, fresh, 20, KvPath.STORE)
+                _, _, decoded = await run_disaggregated(prefill, decode, fresh, 20, KvPath.STORE)
                 return blocks_from(decoded.kv, Source.STORE)
 
             eventually(lambda: late.run(handed_over()) == 300 // BLOCK_TOKENS)
-            tokens, _, _ = late.run(split(prefill, decode, prompt, 20, KvPath.STORE))
+            tokens, _, _ = late.run(run_disaggregated(prefill, decode, prompt, 20, KvPath.STORE))
             assert tokens == alone

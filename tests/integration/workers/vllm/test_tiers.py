@@ -1,6 +1,5 @@
-"""Real vLLM engines over a store with tiers: a prompt seen before is not computed again, wherever its blocks are."""
+"""Tests of real vLLM engines over a store with tiers: a known prompt is not computed again, whichever tier has its blocks."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,8 +14,8 @@ from kvstore.client.store_client import StoreClient
 from kvstore.messages import Stats
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
 from tests.support.servers.processes import a_redis_server
-from tests.support.waiting import eventually
-from tests.support.workers.engine_driver import EngineDriver, blocks_from, fresh_prompt, work
+from tests.support.waiting import eventually, until
+from tests.support.workers.engine_driver import EngineDriver, an_attempt, blocks_from, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
 from workers.settings import VllmSettings
 
@@ -24,36 +23,36 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.integration,
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore"),  # vLLM's
+    pytest.mark.filterwarnings("ignore"),  # warnings of vLLM itself
 ]
 
 BLOCK_TOKENS = 32
 TOKENS = 2050
 BLOCKS = TOKENS // BLOCK_TOKENS
-SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts push one out
-MAX_RUNNING = 2  # so that a queue is quickly made
+SMALL_CACHE = VllmSettings(kv_cache_gib=0.02, dtype="float32")  # 163 blocks: two other prompts evict one
+MAX_RUNNING = 2  # small, so that requests queue soon
 
 
 class TieredEngines(NamedTuple):
-    """Two engines, each with a node of its own; the nodes share a Redis server, and the first has a disk."""
+    """Two engines with a node each; the nodes share a Redis server, and the first one has a disk."""
 
     hosted: VllmEngines
     nodes: tuple[NodeProcess, NodeProcess]
     clients: tuple[StoreClient, StoreClient]
 
     def ask(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], int]:
-        """The answer's tokens, and how many blocks of the prompt came from the store."""
+        """Return the answer's tokens and the number of prompt blocks from the store."""
         driver: EngineDriver = self.hosted.engines[engine]
-        tokens, end = self.hosted.run(driver.do(work(prompt, 8)))
+        tokens, end = self.hosted.run(driver.do(an_attempt(prompt, 8)))
         return tokens, blocks_from(end.kv, Source.STORE)
 
     def ask_by_tier(self, engine: int, prompt: bytes) -> tuple[tuple[int, ...], dict[str, int]]:
-        """The same, by the tier of the node that had them."""
-        tokens, end = self.hosted.run(self.hosted.engines[engine].do(work(prompt, 8)))
+        """Return the number of blocks by the node's tier."""
+        tokens, end = self.hosted.run(self.hosted.engines[engine].do(an_attempt(prompt, 8)))
         return tokens, {origin.tier: origin.blocks for origin in end.kv.origins if origin.source is Source.STORE}
 
     def push_out(self, engine: int) -> None:
-        """Out of the engine's own cache."""
+        """Evict a prompt from the engine's own cache."""
         for _ in range(3):
             self.ask(engine, fresh_prompt(TOKENS))
 
@@ -63,7 +62,7 @@ class TieredEngines(NamedTuple):
         return stats
 
     def until_kept(self, node: int, tier: int, before: int) -> None:
-        """Until the prompt that was written last has gone down to a tier as well."""
+        """Wait until the latest prompt is in a lower tier too."""
         eventually(lambda: self.stats(node).tiers[tier].bytes_written - before >= BLOCKS * tiny_block_bytes, 30)
 
     def written(self, node: int, tier: int) -> int:
@@ -107,7 +106,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TieredEngines]
                 yield TieredEngines(engines, (first, second), (one, two))
 
 
-def test_a_prompt_is_served_from_memory_then_from_the_disk_after_a_crash_then_by_another_node_from_redis(cluster):
+def test_prompt_is_served_from_memory_disk_and_redis_in_turn(cluster):
     prompt = fresh_prompt(TOKENS)
     before = cluster.written(0, 0), cluster.written(0, 1)
     tokens, stored = cluster.ask(0, prompt)
@@ -138,10 +137,10 @@ def test_a_prompt_that_no_tier_has_is_computed_without_a_wait(cluster):
     assert cluster.stats(0).tiers[0].hits == before
 
 
-ATTEMPTS = 3  # a fetch has a deadline, which a busy machine may miss: then blocks come when their request is scheduled
+ATTEMPTS = 3  # a busy machine may miss the deadline of a fetch; then blocks come when their request is scheduled
 
 
-def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluster):
+def test_blocks_are_promoted_from_redis_during_queueing(cluster):
     engine = cluster.hosted.engines[1]
 
     def come_up_meanwhile() -> bool:
@@ -149,8 +148,8 @@ def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluste
         tokens, _ = cluster.ask(0, prompt)
         cluster.until_kept(0, 1, before)
         hits = cluster.stats(1).tiers[0].hits
-        running = [work(fresh_prompt(40), 3000) for _ in range(MAX_RUNNING)]  # for as long as it takes
-        queued = work(prompt, 8)
+        running = [an_attempt(fresh_prompt(40), 3000) for _ in range(MAX_RUNNING)]  # for as long as it takes
+        queued = an_attempt(prompt, 8)
 
         def ended() -> bool:
             return any(start.request_id in engine.ends for start in running)
@@ -159,8 +158,8 @@ def test_blocks_come_up_from_redis_while_their_request_waits_in_the_queue(cluste
             engine.submit(*running)
             await engine.until(lambda: all(engine.tokens[each.request_id] for each in running))
             engine.submit(queued)
-            while (there := cluster.stats(1).tiers[0].hits - hits) < BLOCKS and not ended():
-                await asyncio.sleep(0.005)
+            await until(lambda: cluster.stats(1).tiers[0].hits - hits >= BLOCKS or ended())
+            there = cluster.stats(1).tiers[0].hits - hits
             waits = engine.tokens[queued.request_id] == () and not ended()
             for each in running:
                 engine.engine.cancel(each.request_id)

@@ -1,4 +1,4 @@
-"""A worker's process with a real vLLM engine: what it keeps of a session in the store, and what is left of it when it is killed."""
+"""Test of a worker process with a real vLLM engine: the store pins its sessions, and a kill leaves nothing else."""
 
 import asyncio
 from pathlib import Path
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(400
 
 PROMPT_TOKENS, ANSWER = 165, 40
 CHAIN_BLOCKS = (PROMPT_TOKENS + ANSWER - 1) // 32
-END_SECONDS = 15  # the guard asks after none and kills after 5
+END_SECONDS = 15  # the orphan reaper kills after 5
 
 
-async def test_a_worker_with_vllm_holds_its_sessions_and_leaves_nothing_when_it_is_killed(tmp_path, monkeypatch):
-    """One engine for both, since it takes long to start."""
+async def test_killed_vllm_worker_keeps_sessions_leaves_nothing_else(tmp_path, monkeypatch):
+    """Test both with one engine, which takes long to start."""
     model_dir, before = build_tiny_model(tmp_path), abandoned_segments()
     monkeypatch.setattr(worker_processes, "SECONDS", START_SECONDS)
     with a_node(capacity_bytes=64 << 20) as node, a_short_folder() as folder:
@@ -44,7 +44,7 @@ async def test_a_worker_with_vllm_holds_its_sessions_and_leaves_nothing_when_it_
 
 
 async def a_session_is_held(worker: WorkerProcess, store: str, client: StoreClient) -> None:
-    """Its prompt and its answer, when its request has ended."""
+    """Check that the store pins prompt and answer after the request has ended."""
     async with a_router_for(worker, store=store) as router:
         greedy = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         arrived = an_arrival(request_id="r1", tokens=fresh_prompt(PROMPT_TOKENS), sampling=greedy, session="agent")

@@ -1,4 +1,4 @@
-"""Blocks between an engine's tensors and a real store node, without an engine."""
+"""Tests of block transfer between an engine's tensors and a real store node, without an engine."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def client() -> Iterator[StoreClient]:
 
 
 def heads_first(seed: int) -> list:
-    """The layout of the store."""
+    """Return a tensor in the layout of the store."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn((BLOCKS, HEADS, TOKENS, ELEMENTS), generator=generator).to(torch.bfloat16) for _ in range(LAYERS)
@@ -38,7 +38,7 @@ def heads_first(seed: int) -> list:
 
 
 def tokens_first(layers: list) -> list:
-    """Equal values in another order in memory."""
+    """Return a tensor with the same values in another memory order."""
     return [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in layers]
 
 
@@ -53,9 +53,7 @@ def match(client: StoreClient, names: list[bytes]) -> Match:
 @pytest.mark.parametrize("save_with", [HostBlocks, DeviceBlocks])
 @pytest.mark.parametrize("load_with", [HostBlocks, DeviceBlocks])
 @pytest.mark.parametrize("at_once", [32, None])
-def test_blocks_come_back_as_they_were_in_whatever_order_memory_has_them(
-    client, save_with, load_with, at_once, monkeypatch
-):
+def test_blocks_round_trip_in_any_memory_order(client, save_with, load_with, at_once, monkeypatch):
     if at_once is not None:
         monkeypatch.setattr(store_client, "BATCH_BYTES", at_once * NAMESPACE.block_bytes)
     names = a_chain(35)
@@ -87,7 +85,7 @@ def mover(client) -> Iterator[BlockMover]:
 
 
 def collect(mover: BlockMover) -> list:
-    """Wait for the loads, as an idle engine does: step after step."""
+    """Step until the loads are done, like an idle engine."""
     for _ in range(5000):
         if results := mover.collect(idle=True):
             return results
@@ -100,7 +98,7 @@ def test_urgent_blocks_are_there_when_the_call_returns(client, mover):
     assert len(match(client, a_chain(3))) == 3
 
 
-def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover):
+def test_deferred_blocks_keep_their_content_when_offered(client, mover):
     before = [layer[4:7].clone() for layer in heads_first(2)]
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
     for layer in mover._blocks._layers:
@@ -113,7 +111,7 @@ def test_deferred_blocks_are_what_they_were_when_they_were_offered(client, mover
         assert torch.equal(loaded[:3], kept)
 
 
-def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(client, mover):
+def test_uncopyable_block_ends_its_save_not_the_engine(client, mover):
     copy_out = mover._blocks.copy_out
     mover._blocks.copy_out = lambda block_id, into: copy_out(block_id, into) if block_id != 5 else 1 / 0
 
@@ -124,7 +122,7 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(client, 
     assert mover._keeper._area.free == mover._keeper._area.capacity
 
 
-def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkeypatch):
+def test_blocks_beyond_the_staging_area_are_dropped_from_end(client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 2)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
@@ -136,7 +134,7 @@ def test_more_than_the_staging_area_holds_is_dropped_from_the_end(client, monkey
 
 
 class Steps(threading.Event):
-    """In place of the mover's own clock: an engine that steps during the writer's first `busy` looks, then pauses."""
+    """Replaces the executor's clock: an engine that steps during the first `busy` looks and then pauses."""
 
     def __init__(self, mover: BlockMover, busy: int):
         super().__init__()
@@ -154,7 +152,7 @@ class Steps(threading.Event):
 
 @pytest.fixture
 def written(mover) -> list[list[bytes]]:
-    """The names of every write, as the mover asks for them."""
+    """Return the names of every write that the executor requests."""
     writes, write = [], mover._client.write
 
     def spy(names, sources, **fields):
@@ -166,7 +164,7 @@ def written(mover) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize(("busy", "looks"), [(0, 1), (4, 5), (1000, round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS))])
-def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(client, mover, busy, looks):
+def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, looks):
     mover._keeper._closing = steps = Steps(mover, busy)
 
     mover.save(work(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])]))
@@ -175,7 +173,7 @@ def test_deferred_blocks_are_written_in_a_pause_of_the_engine_but_not_too_late(c
     assert steps.looks == looks
 
 
-def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(client, monkeypatch):
+def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
     mover._keeper._closing = steps = Steps(mover, 1000)
@@ -189,7 +187,7 @@ def test_deferred_blocks_that_fill_the_staging_area_do_not_wait_for_a_pause(clie
     mover.close()
 
 
-def test_what_a_request_staged_step_by_step_is_written_together(client, mover, written):
+def test_blocks_staged_step_by_step_are_written_together(client, mover, written):
     chain, other = a_chain(3), a_chain(5)[3:]
     mover._keeper._closing = Steps(mover, 1)
     go_on, wait = threading.Event(), mover._keeper._closing.wait
@@ -219,7 +217,7 @@ def test_a_load_gives_its_lease_back_and_says_what_is_good(client, mover):
 
 
 def test_a_load_that_breaks_ends_all_the_same(client, mover):
-    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched: a bug of the scheduler side
+    load = BlockLoad("r", match(client, a_chain(2)), 0, [8, 9])  # nothing matched, which is a bug of the scheduler side
 
     mover.start(work(loads=[load]))
 

@@ -1,4 +1,4 @@
-"""What makes the blocks of two vLLM engines the same, from what vLLM makes of their arguments."""
+"""Tests of the namespace of a vLLM engine's blocks, derived from its arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def test_the_number_of_ranks_is_no_part_of_it():
     assert a_namespace(ranks=2) == a_namespace()
 
 
-def test_neither_is_the_longest_request_but_where_rotary_factors_depend_on_it():
+def test_namespace_ignores_max_length_unless_rope_uses_it():
     assert a_namespace(max_model_len=8192) == a_namespace() == a_namespace(rope={"rope_type": "default"})
     for rope in (LONGROPE, {"full_attention": LONGROPE}):
         short, long = a_namespace(rope=rope), a_namespace(rope=rope, max_model_len=8192)

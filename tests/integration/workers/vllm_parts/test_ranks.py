@@ -1,4 +1,4 @@
-"""Engines of several ranks on a real store node: each rank in a thread or process of its own, with real tensors, without vLLM."""
+"""Tests of engines of several ranks on a real store node: each rank is a thread or process with real tensors, without vLLM."""
 
 import multiprocessing
 import os
@@ -64,15 +64,15 @@ def folder() -> Iterator[Path]:
 
 
 def a_model(seed: int) -> list:
-    """KV of the whole model, a tensor a layer."""
+    """Return the KV of the whole model, one tensor per layer."""
     generator = torch.Generator().manual_seed(seed)
     shape = (BLOCKS, HEADS, TOKENS, ELEMENTS)
     return [torch.randn(shape, generator=generator).to(torch.bfloat16) for _ in range(LAYERS)]
 
 
 def a_part(model: list, ranks: int, rank: int) -> list:
-    """What one rank holds of it."""
-    heads = BlockShape.of(NAMESPACE).share(ranks, rank).heads
+    """Return one rank's part of it."""
+    heads = BlockShape.of(NAMESPACE).shard_box(ranks, rank).heads
     return [layer[:, heads.first : heads.end].contiguous() for layer in model]
 
 
@@ -83,7 +83,7 @@ def a_step(step: int = 1, **fields) -> StoreWork:
 
 
 class RankedEngine:
-    """All ranks of one, each with a client of its own; what they do, they do at the same time."""
+    """All ranks of an engine, each with its own client; they act at the same time."""
 
     def __init__(self, address: str, folder: Path, ranks: int, model: list, way: str):
         self.ranks = ranks
@@ -107,7 +107,7 @@ class RankedEngine:
         self.at_once(lambda rank: self.movers[rank].save(work))
 
     def load(self, load: BlockLoad) -> list[list[bool]]:
-        """What each rank says of each block."""
+        """Return the results of all ranks for each block."""
 
         def run(rank: int) -> list[bool]:
             self.movers[rank].start(a_step(loads=[load]))
@@ -155,7 +155,7 @@ def held(client: StoreClient, names: list[bytes]) -> int:
 
 
 def assert_loaded(node: NodeProcess, client: StoreClient, names: list[bytes], model: list, first: int) -> None:
-    """An engine of one rank finds these blocks as `model` has them from block `first` on."""
+    """Check that an engine of one rank reads blocks of `model`, from block `first` on."""
     with an_engine(node, 1, [torch.zeros_like(layer) for layer in model]) as reader:
         whole = reader.load(BlockLoad("r", client.match(names, lease_seconds=10), 0, list(range(len(names)))))
         assert whole == [[True] * len(names)]
@@ -173,11 +173,9 @@ def assert_loaded(node: NodeProcess, client: StoreClient, names: list[bytes], mo
         *[("deferred", writing, reading) for writing, reading in [(2, 1), (8, 2)]],
     ],
 )
-def test_what_an_engine_of_so_many_ranks_wrote_one_of_another_number_reads(
-    node, client, kind, writing, reading, monkeypatch
-):
+def test_engines_with_different_ranks_read_each_others_blocks(node, client, kind, writing, reading, monkeypatch):
     monkeypatch.setattr(vllm_ranks, "ORDER_BLOCKS", 10)
-    model, names = a_model(1), a_chain(35)  # more than one order, and than one batch
+    model, names = a_model(1), a_chain(35)  # more than one command and one batch
     empty = [torch.zeros_like(layer) for layer in model]
 
     with an_engine(node, writing, model) as writer, an_engine(node, reading, empty) as reader:
@@ -224,7 +222,7 @@ def test_urgent_blocks_are_there_when_the_first_rank_goes_on(pair, client):
     assert pair.clients[1].counters().bytes_written == 0, "one rank publishes"
 
 
-def test_only_what_the_store_does_not_hold_is_written_and_nobody_waits_for_the_rest(pair, node, client):
+def test_only_missing_blocks_are_written_and_nobody_waits(pair, node, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     pair.save(
@@ -236,10 +234,10 @@ def test_only_what_the_store_does_not_hold_is_written_and_nobody_waits_for_the_r
     assert client.stats().written == 6
     assert_loaded(node, client, a_chain(6)[3:5], a_model(1), 20)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
-def test_deferred_blocks_are_what_they_were_when_they_were_offered(pair, node, client):
+def test_deferred_blocks_keep_their_content_when_offered(pair, node, client):
     pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
     for layers in pair.layers:
         for layer in layers:
@@ -249,8 +247,8 @@ def test_deferred_blocks_are_what_they_were_when_they_were_offered(pair, node, c
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
-def test_a_rank_that_fails_keeps_its_blocks_from_being_published_and_the_others_from_waiting(pair, node, client):
-    broken = pair.movers[1]._keeper._blocks
+def test_failed_rank_publishes_nothing_and_blocks_no_other(pair, node, client):
+    broken = pair.movers[1]._saver._blocks
     source, broken.source = broken.source, lambda _: lambda _: 1 / 0
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
 
@@ -263,11 +261,11 @@ def test_a_rank_that_fails_keeps_its_blocks_from_being_published_and_the_others_
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
-def test_a_rank_without_room_to_stage_keeps_from_the_store_what_it_did_not_stage(node, client, monkeypatch):
+def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
     monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 4)
     with an_engine(node, 2, a_model(1)) as pair:
-        area = pair.movers[1]._keeper._area
+        area = pair.movers[1]._saver._area
         taken = area.take([0, 1])
 
         pair.save(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])])
@@ -282,10 +280,10 @@ def test_a_rank_without_room_to_stage_keeps_from_the_store_what_it_did_not_stage
         assert_loaded(node, client, a_chain(5), a_model(1), 1)
 
 
-def test_a_rank_that_stages_after_the_others_have_gone_on_keeps_no_room(pair, client, monkeypatch):
+def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypatch):
     monkeypatch.setattr("workers.engines.vllm.saves.LAG_SECONDS", 0.05)
     work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
     pair.movers[0].save(work)
     eventually(lambda: keeper._over == {(1, 0)} and client.stats().reservations == 0)
 
@@ -296,7 +294,7 @@ def test_a_rank_that_stages_after_the_others_have_gone_on_keeps_no_room(pair, cl
 
 
 def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, caplog):
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
     pair.save(deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
@@ -306,7 +304,7 @@ def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, 
     assert pair.movers[0]._end._lost
     assert held(client, a_chain(2, "b")) == 0
     assert client.stats().reservations == 0
-    assert "the first rank is gone; blocks are not kept any more" not in [record.message for record in caplog.records]
+    assert "first rank lost, blocks are not saved any more" not in [record.message for record in caplog.records]
 
 
 def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
@@ -319,10 +317,10 @@ def test_first_rank_lost_between_steps_is_logged_once(pair, caplog):
             a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])], deferred=[BlockSave("q", a_chain(1), [1])])
         )
 
-    assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+    assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
 
 
-def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
+def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monkeypatch):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 10))
     late, write_shard = threading.Event(), pair.clients[1].write_shard
 
@@ -330,14 +328,14 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
         assert late.wait(60)
         return write_shard(*arguments)
 
-    monkeypatch.setattr(pair.clients[1], "write_share", slow)
+    monkeypatch.setattr(pair.clients[1], "write_shard", slow)
     saving = threading.Thread(
         target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
     )
     saving.start()
     pair.movers[0].save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
     assert held(client, a_chain(3)) == 0
-    client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # takes the places that are free again
+    client.write(a_chain(3, "b"), [bytes(BLOCK_BYTES)] * 3)  # uses the slots that are free again
 
     late.set()
     saving.join(60)
@@ -353,12 +351,10 @@ def test_a_rank_that_is_late_is_not_waited_for_and_spoils_nothing(pair, node, cl
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
-def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
-    pair, node, client, monkeypatch, caplog
-):
+def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(SECOND // 20))
     leader, clock = pair.movers[0]._end, ManualClock()
-    leader._clock, leader._at_once = clock, 1  # an order a block
+    leader._clock, leader._at_once = clock, 1  # one command per block
 
     for step in (1, 2):
         pair.movers[0].save(
@@ -366,7 +362,7 @@ def test_a_rank_that_is_silent_is_waited_for_once_and_asked_again_after_a_pause(
         )
 
     assert [(record.message, record.rank) for record in caplog.records] == [
-        ("a rank does not answer; blocks are not kept", 1)
+        ("engine rank does not answer, blocks are not kept", 1)
     ]
     assert client.stats().reservations == 0
     monkeypatch.setattr(vllm_ranks, "LEAD", Nanos(20 * SECOND))
@@ -384,28 +380,26 @@ def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, mon
 
     pair.movers[1].save(a_step(1, urgent=saves))
 
-    assert [record.message for record in caplog.records] == ["the first rank orders nothing; blocks are not kept"]
-    pair.movers[0]._end._at_once = 2  # several orders, and one that finds nobody for a while
+    assert [record.message for record in caplog.records] == ["first rank orders nothing, blocks are not kept"]
+    pair.movers[0]._end._at_once = 2  # several commands, one of which finds no rank for a while
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     pair._step = 1
     pair.save(urgent=saves)
     assert (held(client, a_chain(3)), held(client, a_chain(2, "q"))) == (3, 2)
 
 
-def test_when_the_node_refuses_a_reservation_the_other_ranks_are_told_that_the_save_is_over(
-    pair, client, monkeypatch, caplog
-):
+def test_rejected_reservation_ends_the_save_on_all_ranks(pair, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
 
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6], tenant=b"no salt")])
 
     said = [record.message for record in caplog.records]
-    assert said == ["blocks could not be written to the KV store"], "and nobody has waited in vain"
+    assert said == ["kv block write failed"], "and nobody has waited in vain"
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     assert held(client, a_chain(3)) == 3
 
 
-def test_where_the_store_is_full_what_fits_is_written_and_nobody_waits_for_the_rest(monkeypatch, caplog):
+def test_full_store_keeps_what_fits_and_nobody_waits(monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))
     with (
         a_node(capacity_bytes=5 * -(-BLOCK_BYTES // PAGE_BYTES) * PAGE_BYTES) as node,
@@ -424,9 +418,9 @@ def test_where_the_store_is_full_what_fits_is_written_and_nobody_waits_for_the_r
     assert caplog.records == []
 
 
-def test_any_number_of_saves_can_be_told_to_be_over_at_once(pair):
+def test_many_saves_can_end_at_once(pair):
     over = [(step, 0) for step in range(1, 20_001)]
-    keeper = pair.movers[1]._keeper
+    keeper = pair.movers[1]._saver
 
     pair.movers[0]._end.write(RankChannel.DEFERRED, [], [], lambda _: None, tenant=b"", ended=over)
 
@@ -436,8 +430,8 @@ def test_any_number_of_saves_can_be_told_to_be_over_at_once(pair):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, node, client, rank):
-    broken = pair.movers[rank]._keeper._blocks
+def test_uncopyable_block_ends_its_save_not_the_engine(pair, node, client, rank):
+    broken = pair.movers[rank]._saver._blocks
     copy_out = broken.copy_out
 
     def failing(block_id, into):
@@ -451,10 +445,10 @@ def test_a_block_that_cannot_be_copied_ends_its_save_and_not_the_engine(pair, no
     assert held(client, a_chain(3)) == 2
     assert_loaded(node, client, a_chain(2), a_model(1), 4)
     for mover in pair.movers:
-        eventually(lambda mover=mover: mover._keeper._area.free == mover._keeper._area.capacity)
+        eventually(lambda mover=mover: mover._saver._area.free == mover._saver._area.capacity)
 
 
-def test_a_byte_of_another_ranks_share_that_went_bad_is_seen_by_all_ranks(pair, node, client):
+def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
@@ -479,10 +473,10 @@ def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
 
 
 def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -> None:
-    """Joins an engine of two, and kills itself when it has written one block of a save of three."""
+    """Join an engine of two ranks, and kill this process after one block of a save of three."""
     client = a_store_client(address, NAMESPACE)
     mover = BlockMover(client, HostBlocks(a_part(a_model(1), 2, rank)), an_end(client, rank, 2, folder))
-    source = mover._keeper._blocks.source
+    source = mover._saver._blocks.source
 
     def dying(block_ids):
         of = source(block_ids)
@@ -494,14 +488,14 @@ def a_rank_that_dies(address: str, folder: Path, rank: int, ready: Connection) -
 
         return one
 
-    mover._keeper._blocks.source = dying
+    mover._saver._blocks.source = dying
     ready.send(rank)
     mover.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
 
 @contextmanager
 def beside_one_that_dies(node: NodeProcess, folder: Path, dying: int) -> Iterator[tuple[BlockMover, StoreClient]]:
-    """The other rank of an engine."""
+    """Run the other rank of the engine."""
     spawn = multiprocessing.get_context("spawn")
     ready, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=a_rank_that_dies, args=(node.address, folder, dying, theirs), daemon=True)
@@ -518,7 +512,7 @@ def beside_one_that_dies(node: NodeProcess, folder: Path, dying: int) -> Iterato
             process.kill()
 
 
-def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, client, folder):
+def test_rank_killed_while_writing_leaves_nothing(node, client, folder):
     with beside_one_that_dies(node, folder, dying=1) as (first, _):
         first.save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
@@ -526,13 +520,11 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_behind(node, clien
         assert client.stats().reservations == 0
         first.save(
             a_step(2, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
-        )  # vLLM ends the engine; until then it goes on
+        )  # vLLM ends the engine, which continues until then
         assert held(client, a_chain(3)) == 0
 
 
-def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_others_say_so_once(
-    folder, monkeypatch, caplog
-):
+def test_reservation_of_a_killed_first_rank_ends_by_itself(folder, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(20 * SECOND))  # the first rank is killed, and never merely late
     with (
         a_node(capacity_bytes=4 << 20, reservation_seconds=1) as node,
@@ -544,7 +536,7 @@ def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_ot
             )
             steps = count(2)
 
-            def told() -> bool:  # its end is seen when the system has ended it
+            def told() -> bool:  # the end is seen after the system has ended the process
                 other.save(a_step(next(steps), urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
                 return bool(caplog.records)
 
@@ -552,7 +544,7 @@ def test_when_the_first_rank_is_killed_its_reservation_ends_by_itself_and_the_ot
             for step in islice(steps, 2):
                 other.save(a_step(step, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
 
-        assert [record.message for record in caplog.records] == ["the first rank is gone; blocks are not kept any more"]
+        assert [record.message for record in caplog.records] == ["first rank lost, blocks are not saved any more"]
         assert held(client, a_chain(3)) == 0
         eventually(lambda: client.stats().reservations == 0)
         assert client.write(a_chain(3), [bytes(BLOCK_BYTES)] * 3) == 3

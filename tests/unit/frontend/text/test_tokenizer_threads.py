@@ -1,4 +1,4 @@
-"""Long prompts in threads: what is given up leaves nothing behind."""
+"""Long prompts in threads: work that is given up leaves nothing behind."""
 
 import asyncio
 import threading
@@ -6,14 +6,20 @@ import threading
 import pytest
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.frontend.text.tokenizer_threads import MOST, MOST_VERY_LONG, THREADS, VERY_LONG_BYTES, TokenizerThreads
+from fleet.frontend.text.tokenizer_threads import (
+    MAX_TASKS,
+    MAX_VERY_LONG_TASKS,
+    THREADS,
+    VERY_LONG_BYTES,
+    TokenizerThreads,
+)
 
 SIZE = 10_000
 VERY_LONG = VERY_LONG_BYTES + 1
 
 
 class Slow:
-    """Work that takes until it is let go."""
+    """Work that takes until the test releases it."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -34,7 +40,7 @@ async def threads():
     threads.close()
 
 
-async def test_results_and_failures_arrive(threads):
+async def test_results_and_exceptions_arrive(threads):
     def fail() -> None:
         raise ValueError("no text")
 
@@ -43,9 +49,9 @@ async def test_results_and_failures_arrive(threads):
         await threads.run(fail, SIZE)
 
 
-async def test_no_more_wait_than_so_many(threads):
+async def test_number_of_waiting_prompts_is_bounded(threads):
     slow = Slow()
-    waiting = [threads.run(slow, SIZE) for _ in range(MOST)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MAX_TASKS)]
 
     with pytest.raises(RequestRejected) as refused:
         threads.run(slow, SIZE)
@@ -53,14 +59,14 @@ async def test_no_more_wait_than_so_many(threads):
     assert refused.value.reason is Reason.QUEUE_FULL
     slow.go.set()
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST
+        assert [await each for each in waiting] == [7] * MAX_TASKS
 
 
-async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_at_once(threads):
+async def test_cancelled_waiting_work_frees_its_place(threads):
     slow = Slow()
     running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     for _ in range(3):
-        given_up = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+        given_up = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
         for each in given_up:
             each.cancel()
         await asyncio.sleep(0)
@@ -72,12 +78,12 @@ async def test_what_is_given_up_before_it_began_is_held_no_more_and_makes_room_a
     assert slow.begun == THREADS
 
 
-async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(threads):
+async def test_started_work_counts_until_it_is_done(threads):
     slow = Slow()
     for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
         each.cancel()
     await asyncio.sleep(0)
-    waiting = [threads.run(slow, SIZE) for _ in range(MOST - THREADS)]
+    waiting = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
 
     with pytest.raises(RequestRejected):
         threads.run(slow, SIZE)
@@ -94,9 +100,9 @@ async def test_what_a_thread_has_begun_counts_until_it_is_done_whoever_waits(thr
                 await asyncio.sleep(0)
 
 
-async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
+async def test_long_prompt_passes_very_long_ones(threads):
     very_long = Slow()
-    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+    waiting = [threads.run(very_long, VERY_LONG) for _ in range(MAX_VERY_LONG_TASKS)]
 
     try:
         assert await asyncio.to_thread(very_long.started.wait, 60)
@@ -106,24 +112,24 @@ async def test_a_long_prompt_goes_past_any_number_of_very_long_ones(threads):
         very_long.go.set()
 
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST_VERY_LONG
+        assert [await each for each in waiting] == [7] * MAX_VERY_LONG_TASKS
 
 
-async def test_very_long_prompts_do_not_take_the_places_of_others(threads):
+async def test_very_long_prompts_leave_places_for_others(threads):
     slow = Slow()
-    waiting = [threads.run(slow, VERY_LONG) for _ in range(MOST_VERY_LONG)]
+    waiting = [threads.run(slow, VERY_LONG) for _ in range(MAX_VERY_LONG_TASKS)]
 
     with pytest.raises(RequestRejected) as refused:
         threads.run(slow, VERY_LONG)
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    waiting += [threads.run(slow, SIZE) for _ in range(MOST - MOST_VERY_LONG)]
+    waiting += [threads.run(slow, SIZE) for _ in range(MAX_TASKS - MAX_VERY_LONG_TASKS)]
     slow.go.set()
     async with asyncio.timeout(60):
-        assert [await each for each in waiting] == [7] * MOST
+        assert [await each for each in waiting] == [7] * MAX_TASKS
 
 
-async def test_a_very_long_prompt_does_not_wait_until_no_other_does(threads):
+async def test_very_long_prompt_is_not_starved(threads):
     slow, order = Slow(), []
     running = [threads.run(slow, SIZE) for _ in range(THREADS)]
     others = [threads.run(lambda: order.append("long"), SIZE) for _ in range(8)]

@@ -6,7 +6,7 @@ from kvstore.hierarchy.demotions import MAX_DEMOTIONS
 from kvstore.hierarchy.machine import Hierarchy
 from kvstore.hierarchy.tier_states import AdmitEverything, TierRule
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, kinds
+from tests.support.kvstore.lower_tiers import AdmitNothing, HierarchyDriver, keys_of, movement_kinds
 
 
 def test_demote_now_ignores_admission_and_tells_watchers():
@@ -49,7 +49,7 @@ def test_written_blocks_are_demoted_to_each_tier_once():
     below.hold(a_chain(3))
     below.perform_all()
     assert below.held == [set(a_chain(3))] * 2
-    assert kinds(below) == [("Demote", 0), ("Demote", 1)]
+    assert movement_kinds(below) == [("Demote", 0), ("Demote", 1)]
 
 
 def test_demotion_carries_the_published_checksums():
@@ -133,12 +133,12 @@ def test_late_demotion_without_blocks_counts_as_failure():
     keep = below.waiting.popleft()
     below.tick(31)
     below.hierarchy.kept(keep.demotion_id, [False] * 2, below.now)
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.hold(a_chain(2, "b"))
 
     assert below.hierarchy.counters(0).failures == 1
-    assert kinds(below) == before
+    assert movement_kinds(below) == before
 
 
 def test_queued_blocks_are_demoted_when_the_tier_recovers():

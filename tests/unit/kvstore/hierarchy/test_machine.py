@@ -9,7 +9,7 @@ from kvstore.clock import Nanos
 from kvstore.hierarchy.transfers import TierTransfer
 from kvstore.messages import BlockKey
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain
-from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, kinds
+from tests.support.kvstore.lower_tiers import MAX_WAIT, HierarchyDriver, movement_kinds
 
 
 def test_promotion_time_is_that_of_the_first_healthy_tier():
@@ -81,11 +81,11 @@ def test_index_hit_does_not_close_the_circuit_breaker():
     below.tick(1)
     below.prefetch(a_chain(2, "b"))
     below.perform()
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.prefetch(a_chain(2, "c"))
 
-    assert kinds(below) == before, "only one trial at a time"
+    assert movement_kinds(below) == before, "only one trial at a time"
 
 
 def test_a_disk_that_cannot_be_written_can_still_be_read():

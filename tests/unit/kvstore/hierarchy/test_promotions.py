@@ -8,7 +8,7 @@ from kvstore.hierarchy.promotions import FETCH_AT_LEAST
 from kvstore.hierarchy.transfers import Fetch
 from kvstore.messages import BlockOutcome, FetchResult
 from tests.support.kvstore.builders import BLOCK_BYTES, a_chain, a_namespace
-from tests.support.kvstore.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, kinds
+from tests.support.kvstore.lower_tiers import CRC, MAX_WAIT, HierarchyDriver, movement_kinds
 
 
 def test_prefetched_blocks_become_readable():
@@ -162,12 +162,12 @@ def test_late_fetch_without_blocks_counts_as_failure():
     below.held[0].clear()
     below.tick(5)
     below.perform()
-    before = kinds(below)
+    before = movement_kinds(below)
 
     below.prefetch(a_chain(2, "b"))
 
     assert below.hierarchy.counters(0).failures == 1
-    assert kinds(below) == before
+    assert movement_kinds(below) == before
 
 
 def test_late_fetch_keeps_its_places_until_it_returns():

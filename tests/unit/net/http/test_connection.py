@@ -1,19 +1,22 @@
-"""A connection, transport by hand: what becomes of the source of a relayed answer, and which heads are parsed."""
+"""HTTP connections with a transport made by hand: relayed answers, the cache of heads, and the lifetime."""
 
+import httptools
 import pytest
 
+from fleet.core.clock import SECOND
 from fleet.core.system_clock import SystemClock
 from fleet.net.connection_table import ConnectionTable
 from fleet.net.http.connection import HttpConnection
 from fleet.net.http.messages import HeadCache, HeldBodyBytes, HttpHead
 from fleet.net.limit_log import SlowClientLog
 from fleet.net.settings import HttpSettings
+from tests.support.kvstore.builders import ManualClock
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class Transport:
-    """To the client, or from the server."""
+    """Transport of a client or of a relay source."""
 
     def __init__(self):
         self.reading = True
@@ -53,44 +56,44 @@ class Work:
         raise AssertionError("the client is still there")
 
 
-def a_connection(transport, held=None):
+def a_connection(transport, held=None, clock=None, lasts_seconds=0):
     exchanges = []
 
     def serve(exchange):
         exchanges.append(exchange)
         return Work()
 
-    table = ConnectionTable(1, 1.0)
     connection = HttpConnection(
         HttpSettings(),
-        SystemClock(),
+        clock or SystemClock(),
         serve,
         lambda _: b"",
         {},
-        table,
+        ConnectionTable(1, 1.0),
         HeadCache(),
         held or HeldBodyBytes(),
         SlowClientLog(HttpSettings()),
+        lasts_seconds,
     )
     connection.connection_made(transport)
     return connection, exchanges
 
 
-async def test_a_source_that_a_slow_client_holds_up_at_the_end_of_its_answer_is_read_again():
+async def test_paused_relay_source_resumes_after_its_answer():
     client, source = Transport(), Transport()
     connection, exchanges = a_connection(client)
     connection.data_received(REQUEST)
     (exchange,) = exchanges
     exchange.relay(source).write(b"the whole answer")
-    connection.pause_writing()  # as the transport does from within `write`
+    connection.pause_writing()  # as the transport does during `write`
     assert not source.reading
 
     exchange.relayed(keep_alive=True)
 
-    assert source.reading  # for its next request, which is another client's
+    assert source.reading  # for its next request, from another client
 
 
-async def test_a_source_is_held_up_while_the_client_does_not_read():
+async def test_relay_source_pauses_while_client_does_not_read():
     client, source = Transport(), Transport()
     connection, exchanges = a_connection(client)
     connection.data_received(REQUEST)
@@ -104,36 +107,39 @@ async def test_a_source_is_held_up_while_the_client_does_not_read():
 
 
 def served(connection, exchanges, data):
-    """The request that a piece of data is, answered."""
+    """Send one request, answer it and return it."""
     connection.data_received(data)
     exchange = exchanges.pop()
     exchange.respond(200, b"{}")
-    exchange.over()
+    exchange.finish()
     return exchange.request
 
 
-class Unwanted:
-    """A parser that nobody is to ask."""
+class CountingParser(httptools.HttpRequestParser):
+    fed = 0
 
     def feed_data(self, data):
-        raise AssertionError(f"parsed again: {bytes(data)!r}")
+        CountingParser.fed += 1
+        super().feed_data(data)
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-async def test_a_head_is_not_parsed_again_whatever_the_length_of_its_body_is(pieces):
+async def test_known_head_with_other_length_is_not_parsed_again(pieces, monkeypatch):
+    monkeypatch.setattr(httptools, "HttpRequestParser", CountingParser)
     connection, exchanges = a_connection(Transport())
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nContent-Length: 3\r\n\r\nabc"
     connection.data_received(whole[:-pieces])  # the body may come later
     served(connection, exchanges, whole[-pieces:])
-    connection._parser = Unwanted()
+    parsed = CountingParser.fed
 
     request = served(connection, exchanges, whole.replace(b"Length: 3", b"Length: 12") + b"defghijkl")
 
+    assert CountingParser.fed == parsed > 0
     assert request.body == b"abcdefghijkl"
     assert request.path == "/v1/completions"
 
 
-async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
+async def test_known_head_with_oversized_body_is_refused():
     client = Transport()
     connection, exchanges = a_connection(client)
     served(connection, exchanges, REQUEST)
@@ -145,7 +151,7 @@ async def test_a_known_head_does_not_let_in_a_body_that_is_too_long():
     assert client.closed
 
 
-async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head():
+async def test_head_cache_ignores_only_the_content_length():
     connection, exchanges = a_connection(Transport())
     tagged = b"POST / HTTP/1.1\r\nhost: x\r\nx-content-length: 2\r\ncontent-length: 2\r\n\r\n{}"
     served(connection, exchanges, tagged)
@@ -156,21 +162,23 @@ async def test_only_the_header_that_gives_the_length_is_left_out_of_a_known_head
 
 
 @pytest.mark.parametrize("digits", [b"", b"+2", b"-2", b" 2", b"2_0", b"0x2", b"2 ", b"2,2", b"\xb2", b"1000000000002"])
-def test_the_latest_head_is_found_with_another_length_and_with_nothing_else(digits):
+def test_latest_head_is_found_with_any_valid_length(digits):
     content = REQUEST.removesuffix(b"{}")
-    heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
+    heads, unused = HeadCache(), HeadCache()  # only the first one has a latest head
+    head = HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
+    unused.add(content, head, 2)
     assert heads.find(content) == heads.find(content) == (head, 2)
 
     found = heads.find(content.replace(b"2", b"345"))
     assert found == (head, 345)
     other = content.replace(b" 2", b" " + digits)
-    assert heads.find(other) == without_latest(heads).find(other)
+    assert heads.find(other) == unused.find(other)
     assert heads.find(content.replace(b"POST", b"HEAD")) is None
 
 
 @pytest.mark.parametrize("other", [b"x-before: 2", b"x-behind: 2"])
-def test_the_latest_head_is_not_found_where_another_header_differs(other):
+def test_latest_head_with_another_header_is_not_found(other):
     content = b"POST / HTTP/1.1\r\nhost: x\r\nx-before: 1\r\ncontent-length: 2\r\nx-behind: 1\r\n\r\n"
     heads, head = HeadCache(), HttpHead(method="POST", path="/", headers={}, keep_alive=True, chunked_answer=True)
     heads.add(content, head, 2)
@@ -179,14 +187,7 @@ def test_the_latest_head_is_not_found_where_another_header_differs(other):
     assert heads.find(content.replace(other[:-1] + b"1", other)) is None
 
 
-def without_latest(heads):
-    """The same heads, none of which was found."""
-    others = HeadCache()
-    others._known = heads._known
-    return others
-
-
-async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_where_there_is_no_room():
+async def test_long_body_after_known_head_is_refused_without_memory():
     client, held = Transport(), HeldBodyBytes()
     connection, exchanges = a_connection(client, held)
     served(connection, exchanges, REQUEST)
@@ -199,3 +200,31 @@ async def test_a_long_body_that_comes_at_once_behind_a_known_head_is_refused_whe
     assert exchanges == []
     assert b" 503 " in client.written
     assert held.bytes == others
+
+
+def is_kept_alive(connection, client, exchanges) -> bool:
+    """Send and answer one request; return whether another one may follow."""
+    client.written = b""
+    served(connection, exchanges, REQUEST)
+    return b"connection: close" not in client.written.lower()
+
+
+async def test_first_answer_after_the_lifetime_closes():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock, lasts_seconds=4)
+
+    assert is_kept_alive(connection, client, exchanges)
+    clock.move(4 * SECOND - 1)
+    assert is_kept_alive(connection, client, exchanges)
+    assert not client.closed
+    clock.move(1)
+    assert not is_kept_alive(connection, client, exchanges)
+    assert client.closed
+
+
+async def test_connection_without_lifetime_stays_open():
+    client, clock = Transport(), ManualClock()
+    connection, exchanges = a_connection(client, clock=clock)
+    clock.move(3600 * SECOND)
+
+    assert is_kept_alive(connection, client, exchanges)

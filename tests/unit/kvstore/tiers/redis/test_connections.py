@@ -1,4 +1,4 @@
-"""Connections to Redis that are kept for the next turn: only those on which no unread bytes lie are used again."""
+"""Redis connections are kept for the next turn only if no unread bytes have arrived on them."""
 
 import socket
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.redis.connections import RedisConnections
 from kvstore.tiers.redis.resp import RedisPipeline
 from kvstore.tiers.redis.settings import RedisSettings
-from tests.support.kvstore.builders import soon
+from tests.support.kvstore.builders import deadline_in
 
 HALF_A_VALUE = b"$9064\r\nFKVR"
 
 
 class Servers:
-    """The far ends of the connections that were opened."""
+    """The server's ends of the connections that were opened."""
 
     def __init__(self) -> None:
         self.ends: list[socket.socket] = []
@@ -29,13 +29,13 @@ class Servers:
         return RedisPipeline(near, near.close, MonotonicClock())
 
     def next_status(self) -> bytes:
-        return self.connections.turn(lambda pipe: pipe.status(), soon(5))
+        return self.connections.turn(lambda pipe: pipe.status(), deadline_in(5))
 
     def has_closed(self, index: int) -> bool:
         self.ends[index].settimeout(5)
         try:
             return self.ends[index].recv(1) == b""
-        except ConnectionResetError:  # the system's answer where bytes were left unread
+        except ConnectionResetError:  # the kernel resets a connection that is closed with unread bytes
             return True
 
 
@@ -48,30 +48,30 @@ def servers() -> Iterator[Servers]:
         end.close()
 
 
-def test_a_connection_without_unread_bytes_is_used_again(servers):
+def test_connection_without_unread_bytes_is_reused(servers):
     def ask(pipe: RedisPipeline) -> bytes:
         pipe.send([b"request\r\n"])
         servers.ends[0].sendall(b"+again\r\n")
         return pipe.status()
 
     assert servers.next_status() == b"first"
-    assert servers.connections.turn(ask, soon(5)) == b"again"
+    assert servers.connections.turn(ask, deadline_in(5)) == b"again"
 
     assert len(servers.ends) == 1
 
 
-def test_bytes_received_behind_a_reply_end_the_connection(servers):
+def test_extra_bytes_after_a_reply_close_the_connection(servers):
     def leave_half_a_value(pipe: RedisPipeline) -> bytes:
         servers.ends[0].sendall(HALF_A_VALUE)
         return pipe.status()
 
-    assert servers.connections.turn(leave_half_a_value, soon(5)) == b"first"
+    assert servers.connections.turn(leave_half_a_value, deadline_in(5)) == b"first"
     assert servers.next_status() == b"second"
 
     assert servers.has_closed(0)
 
 
-def test_bytes_that_arrive_between_turns_end_the_connection(servers):
+def test_bytes_between_two_turns_close_the_connection(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].sendall(HALF_A_VALUE)
 
@@ -80,7 +80,7 @@ def test_bytes_that_arrive_between_turns_end_the_connection(servers):
     assert servers.has_closed(0)
 
 
-def test_a_connection_that_the_server_has_closed_is_replaced(servers):
+def test_connection_closed_by_the_server_is_replaced(servers):
     assert servers.next_status() == b"first"
     servers.ends[0].close()
 

@@ -1,4 +1,4 @@
-"""Opening a simulated engine, and what its model folder decides."""
+"""Start of a simulated engine, and the effect of its model folder."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import KvPath
 from tests.support.waiting import until_answered
-from tests.support.workers.engine_driver import driven, fresh_prompt, work
+from tests.support.workers.engine_driver import an_attempt, driven_engines, fresh_prompt
 from workers.engines.simulated.launch import open_engine
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -33,20 +33,20 @@ async def test_an_engine_is_ready_at_once():
         assert engine.facts.kv_blocks == 64
 
 
-async def test_the_vocabulary_and_the_end_of_sequence_come_from_the_model_folder(tmp_path):
+async def test_vocabulary_and_eos_come_from_the_model_folder(tmp_path):
     config = {"vocab_size": 600, "eos_token_id": [7, 8], "hidden_size": 256}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     told = settings(model_dir=str(tmp_path), simulated={"eos_probability": 0.2})
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         prompt = bytes(4)
-        tokens, end = await one.do(work(prompt, sampling=Sampling(temperature=0, max_tokens=500)))
+        tokens, end = await one.do(an_attempt(prompt, sampling=Sampling(temperature=0, max_tokens=500)))
 
         assert end.finish is Finish.STOP
         assert tokens[-1] in (7, 8)
         assert max(tokens) < 600
 
 
-async def test_a_folder_without_config_is_fine_and_a_broken_one_is_refused(tmp_path):
+async def test_folder_without_config_works_and_broken_config_fails(tmp_path):
     async with open_engine(settings(model_dir=str(tmp_path))):
         pass
     (tmp_path / "config.json").write_text('{"vocab_size": "many"}')
@@ -55,7 +55,7 @@ async def test_a_folder_without_config_is_fine_and_a_broken_one_is_refused(tmp_p
             pass
 
 
-async def test_an_address_to_lend_blocks_at_that_cannot_be_had_is_refused():
+async def test_unusable_direct_listen_address_is_refused():
     told = settings(kv_paths=(KvPath.DIRECT,), simulated={"direct_listen": "192.0.2.1:1"})
     with pytest.raises(ConfigurationRefused, match=r"simulated\.direct_listen"):
         async with open_engine(told):
@@ -67,17 +67,17 @@ async def test_an_address_to_lend_blocks_at_that_cannot_be_had_is_refused():
     [((KvPath.STORE,), ()), ((KvPath.STORE, KvPath.DIRECT), (KvPath.DIRECT,))],
     ids=["store", "both"],
 )
-async def test_an_engine_starts_without_a_store_that_does_not_answer(monkeypatch, kv_paths, left):
+async def test_engine_starts_without_an_unreachable_store(monkeypatch, kv_paths, left):
     monkeypatch.setattr("workers.engines.simulated.store.CONNECT_SECONDS", 0.2)
     told = settings(store="127.0.0.1:1", kv_paths=kv_paths)
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
         assert engine.facts.store_id is None
         assert engine.facts.kv_paths == left
-        tokens, _ = await one.do(work(fresh_prompt(100), 5))
+        tokens, _ = await one.do(an_attempt(fresh_prompt(100), 5))
         assert len(tokens) == 5
 
 
-async def test_what_the_caller_raises_leaves_as_it_is():
+async def test_callers_exception_passes_unchanged():
     with pytest.raises(KeyError, match="mine"):
         async with open_engine(settings()):
             raise KeyError("mine")
@@ -86,12 +86,12 @@ async def test_what_the_caller_raises_leaves_as_it_is():
 @pytest.mark.parametrize(("speedup", "least", "most"), [(1, 0.1, 0.4), (10, 0.01, 0.15)])
 async def test_latency_follows_the_model_divided_by_the_speedup(speedup, least, most):
     told = settings(simulated={"speedup": speedup})
-    async with open_engine(told) as engine, driven(engine) as (one,):
+    async with open_engine(told) as engine, driven_engines(engine) as (one,):
 
         async def was_quick() -> bool:
             """Sooner or later, where the machine is busy with something else."""
             began = asyncio.get_running_loop().time()
-            await one.do(work(fresh_prompt(100), 40))  # 12 ms + 39 steps of 2.4 ms
+            await one.do(an_attempt(fresh_prompt(100), 40))  # 12 ms + 39 steps of 2.4 ms
             took = asyncio.get_running_loop().time() - began
             assert took >= least
             return took < most

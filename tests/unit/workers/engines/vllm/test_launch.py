@@ -1,4 +1,4 @@
-"""What is refused before vLLM starts, from what vLLM made of its arguments."""
+"""Refusals before vLLM starts, from the configuration that vLLM made of its arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from workers.settings import VllmSettings, WorkerSettings
 
 
 def a_config(*, heads: int = 8, ranks: int = 1, speculative: Any = None, **fields: Any) -> Any:
-    """The part of vLLM's configuration that is read here; of an ordinary model."""
+    """Return the parts of vLLM's configuration that are read, for an ordinary model."""
     model = {"use_mla": False, "is_hybrid": False, "has_inner_state": False, "is_attention_free": False}
     model |= {"is_encoder_decoder": False, "get_total_num_kv_heads": lambda: heads}
     cache = {"sliding_window": None, "cache_dtype": "auto"}
@@ -44,13 +44,13 @@ def test_an_ordinary_model_may_use_the_store(fields):
         ({"ranks": 3}, "vllm.extra_args.tensor_parallel_size: 8 heads cannot be shared out among 3 ranks"),
     ],
 )
-def test_a_model_whose_blocks_the_store_cannot_hold_is_refused_by_its_reason(fields, said):
+def test_model_that_the_store_cannot_hold_is_refused(fields, said):
     with pytest.raises(ConfigurationRefused, match=f"^{said}"):
         vllm_launch.check_model(a_config(**fields))
 
 
 @pytest.mark.parametrize("size", [0, -1, "two", None])
-def test_a_number_of_ranks_that_is_none_is_refused_by_name(size):
+def test_invalid_number_of_ranks_is_refused_by_name(size):
     settings = WorkerSettings(
         worker_id=WorkerId("w"),
         role=Role.BOTH,

@@ -1,4 +1,4 @@
-"""What a worker says of the blocks of a prompt with the first token, from the few numbers that vLLM gives then."""
+"""The KV report with the first token, from the few numbers that vLLM gives then."""
 
 import pytest
 from msgspec import Struct
@@ -6,7 +6,7 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff
-from tests.support.workers.engine_driver import fresh_prompt, work
+from tests.support.workers.engine_driver import an_attempt, fresh_prompt
 from workers.engines.vllm.requests import counts_at_start
 from workers.engines.vllm.store_planner import PromptBlockCounts
 
@@ -14,7 +14,7 @@ BLOCK = 32
 
 
 class Stats(Struct):
-    """The fields of vLLM's `PrefillStats` that count."""
+    """The used fields of vLLM's `PrefillStats`."""
 
     num_local_cached_tokens: int = 0
     num_external_cached_tokens: int = 0
@@ -22,13 +22,13 @@ class Stats(Struct):
 
 
 def stats(engine: int = 0, store: int = 0, direct: int = 0) -> Stats:
-    """Tokens by where they came from, as the connector leaves them."""
+    """Return tokens by origin, as the connector leaves them."""
     return Stats(engine, direct, engine + store + direct)
 
 
 def handed_off(path: KvPath):
     handoff = Handoff(kv_path=path, prefill_worker=WorkerId("p"), fingerprint="f", num_tokens=200, params=b"{}")
-    return work(fresh_prompt(200), phase=Phase.DECODE, handoff=handoff)
+    return an_attempt(fresh_prompt(200), phase=Phase.DECODE, handoff=handoff)
 
 
 @pytest.mark.parametrize(
@@ -39,30 +39,30 @@ def handed_off(path: KvPath):
         (stats(engine=64), PromptBlockCounts(engine=2)),
     ],
 )
-def test_what_is_cached_beyond_the_engine_came_from_the_store(tokens, counts):
-    assert counts_at_start(work(fresh_prompt(200)), tokens, BLOCK) == counts
+def test_cached_tokens_beyond_the_engine_count_as_store(tokens, counts):
+    assert counts_at_start(an_attempt(fresh_prompt(200)), tokens, BLOCK) == counts
 
 
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
-        (stats(engine=64, direct=136), PromptBlockCounts(engine=2, direct=5)),  # the last one is not full
+        (stats(engine=64, direct=136), PromptBlockCounts(engine=2, direct=5)),  # the last block is not full
         (stats(direct=64), PromptBlockCounts(direct=2)),
         (stats(), PromptBlockCounts()),
     ],
 )
-def test_what_was_pulled_counts_as_pulled(tokens, counts):
+def test_pulled_tokens_count_as_direct(tokens, counts):
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == counts
 
 
-def test_what_the_store_gave_after_a_pull_had_failed_counts_as_of_the_store():
+def test_store_blocks_after_a_failed_pull_count_as_store():
     assert counts_at_start(handed_off(KvPath.DIRECT), stats(engine=32, store=160), BLOCK) == PromptBlockCounts(
         engine=1, store=5
     )
 
 
-def test_numbers_that_nobody_has_corrected_count_as_of_the_way_that_the_hand_off_names():
-    tokens = Stats(0, 128, 128)  # as vLLM sets them at admission
+def test_uncorrected_counts_follow_the_handoffs_kv_path():
+    tokens = Stats(0, 128, 128)  # vLLM sets these numbers at admission
 
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)
     assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == PromptBlockCounts(store=4)

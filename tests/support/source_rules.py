@@ -1,0 +1,80 @@
+"""Source rules: what `make check` demands of files beyond what ruff and import-linter check.
+
+Rules:
+
+1. A folder holds at most 15 files with code. Generated files and `__init__.py` do not count.
+2. No docstring begins with a word that makes a fragment of it, such as "Of" or "Whether".
+3. The name of a test has at most 60 characters.
+4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PRODUCT = ("fleet", "kvstore", "workers", "operators")
+CODE = (*PRODUCT, "tests", "loadtests")
+MAX_FILES = 15
+MAX_TEST_NAME = 60
+FRAGMENT = re.compile(r"(Of|Those|That|Who|What|As|See|Whether)\b")
+SAME_PORT = frozenset({"Captured", "_Captured"})
+"""Class names that several modules share, because the classes implement one port."""
+
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def source_files() -> list[Path]:
+    """Return the files of the repository with code in them, without generated ones."""
+    listed = subprocess.run(["git", "ls-files", "-z", *CODE], capture_output=True, text=True, check=True).stdout
+    files = [Path(name) for name in listed.split("\0") if name.endswith((".py", ".c"))]
+    return [file for file in files if file.exists() and not file.stem.endswith(("_pb2", "_pb2_grpc"))]
+
+
+def complaints(files: list[Path]) -> Iterator[str]:
+    """Yield one line for each rule that a file or folder breaks."""
+    folders = Counter(file.parent for file in files if file.name != "__init__.py")
+    for folder, count in sorted(folders.items()):
+        if count > MAX_FILES:
+            yield f"{folder}: {count} files; make sub-folders of at most {MAX_FILES} files"
+    classes: dict[str, list[str]] = defaultdict(list)
+    for file in files:
+        if file.suffix == ".py":
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            yield from _of_file(file, tree)
+            if file.parts[0] in PRODUCT:
+                for node in tree.body:
+                    if isinstance(node, ast.ClassDef):
+                        classes[node.name].append(f"{file}:{node.lineno}")
+    for name, places in sorted(classes.items()):
+        if len(places) > 1 and name not in SAME_PORT:
+            yield f"{places[0]}: class {name} is defined {len(places)} times, also at {', '.join(places[1:])}"
+
+
+def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, Definition):
+            continue
+        line = getattr(node, "lineno", 1)
+        docstring = ast.get_docstring(node)
+        if docstring and (first := FRAGMENT.match(docstring)):
+            yield f"{file}:{line}: the docstring begins with {first.group()!r}; write a whole sentence"
+        name = getattr(node, "name", "")
+        is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name.startswith("test_")
+        if is_test and len(name) > MAX_TEST_NAME:
+            yield f"{file}:{line}: {name} has {len(name)} characters; a test name has at most {MAX_TEST_NAME}"
+
+
+def main() -> int:
+    """Print what is wrong, and return the exit status."""
+    wrong = list(complaints(source_files()))
+    for line in wrong:
+        print(line)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

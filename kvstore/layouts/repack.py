@@ -84,10 +84,10 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
         """
         _check("sources", sources, self.source_bytes)
         _check("destinations", destinations, self.destination_bytes)
-        kernels.copy(self._table, sources, destinations)
+        kernels.copy(self.table, sources, destinations)
 
     @cached_property
-    def _table(self) -> NDArray[np.int64]:
+    def table(self) -> NDArray[np.int64]:
         rows = [copy.row() for copy in self.copies]
         return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
 

@@ -51,12 +51,7 @@ class Box(Struct, frozen=True):
         below = Span(hole.layers.end, self.layers.end - hole.layers.end)
         before = Span(self.heads.first, hole.heads.first - self.heads.first)
         after = Span(hole.heads.end, self.heads.end - hole.heads.end)
-        rests = [
-            Box(above, self.heads),
-            Box(hole.layers, before),
-            Box(hole.layers, after),
-            Box(below, self.heads),
-        ]
+        rests = [Box(above, self.heads), Box(hole.layers, before), Box(hole.layers, after), Box(below, self.heads)]
         return [rest for rest in rests if rest]
 
 

@@ -167,9 +167,9 @@ def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(local_runs, "LONGEST_PARENT", 1000)
-    for what in ("held", "mkdir"):
+    for what in ("lock", "mkdir"):
         with monkeypatch.context() as patch:
-            patch.setattr(*((local_runs, "held", full) if what == "held" else (Path, "mkdir", full)))
+            patch.setattr(*((local_runs, "hold_lock_file", full) if what == "lock" else (Path, "mkdir", full)))
             with pytest.raises(OSError, match="No space"), runtime_folder():
                 pass
         assert list(parent.iterdir()) == [], what

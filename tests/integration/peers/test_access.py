@@ -229,14 +229,14 @@ async def test_both_routers_say_why_they_do_not_meet(files, caplog, case):
         await until(lambda: at_listener in said(caplog, "stream refused", "peer router rejected"))
         await until(lambda: at_caller in said(caplog, "peer router unreachable", "peer router lost"))
 
-        assert "ReplicaBooked" not in router.events
+        assert "PeerReserved" not in router.events
 
 
 @pytest.mark.parametrize("told", [{"secret_file": "one"}, {"authority": "ours", "certificate": "ours"}])
 async def test_routers_meet_by_a_secret_or_by_certificates(files, told):
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(told)) as router, a_caller(address, files(told)):
-        await until(lambda: "ReplicaBooked" in router.events)
+        await until(lambda: "PeerReserved" in router.events)
 
 
 @asynccontextmanager

@@ -198,7 +198,7 @@ async def test_a_leader_that_says_nothing_is_none(group):
 
 
 async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
-    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
+    with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while engine rank connected
         async with a_leader(group, silence_ms=300):
             reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')
             with closing(writer):

@@ -1,4 +1,4 @@
-"""What the ranks of one engine do for each other, without engine and without store."""
+"""Positions of the ranks of one engine, without engine and store."""
 
 import pytest
 

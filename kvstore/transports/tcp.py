@@ -6,7 +6,6 @@ wait. So one call moves megabytes, while polling before each read would move one
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -17,6 +16,7 @@ from kvstore.clock import Clock, Nanos, seconds
 from kvstore.errors import NamespaceUnknown, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.net.addresses import host_port
+from kvstore.net.unix_sockets import TIMEVAL
 from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
 from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.tcp_frames import (
@@ -36,8 +36,6 @@ CONNECTIONS = 4
 """Connections of one client: that many threads move bytes at a time, and further threads wait."""
 
 CHUNK_BYTES = 4 << 20  # received at a time; their checksum is taken while they are in the processor's cache
-
-TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, for SO_RCVTIMEO
 
 OUTCOMES = {
     DataPlaneStatus.DONE: BlockOutcome.MOVED,

@@ -140,12 +140,12 @@ class PeerBackend:
         if failure is not None:
             raise failure
 
-    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks nobody
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks no peer
         """Leave the blocks to their peers, and do not ask for them for a while."""
         self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks nobody
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks no peer
         """Return UNREAD: peers examine their blocks themselves when they are told that one is bad."""
         return ReadingVerdict.UNREAD
 

@@ -97,7 +97,7 @@ class S3Backend:
         now = self._clock.now()
         recalled = {key: self._seen.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
-        self._each({key: key for key in recalled if key not in there}, self._look, there, deadline)
+        self._each({key: key for key in recalled if key not in there}, self._exists, there, deadline)
         return [there[key] for key in keys]
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
@@ -111,10 +111,12 @@ class S3Backend:
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         verdicts: dict[BlockKey, ReadingVerdict] = {}
-        self._each({key: key}, partial(self._judge, block_bytes=block_bytes, deadline=deadline), verdicts, deadline)
+        self._each(
+            {key: key}, partial(self._read_twice, block_bytes=block_bytes, deadline=deadline), verdicts, deadline
+        )
         verdict = verdicts[key]
         if verdict in (ReadingVerdict.SOUND, ReadingVerdict.GONE):
-            self._saw(key, is_there=verdict is ReadingVerdict.SOUND)
+            self._note_sighting(key, is_there=verdict is ReadingVerdict.SOUND)
         return verdict
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
@@ -131,14 +133,14 @@ class S3Backend:
 
     # One request
 
-    def _look(self, client: Any, key: BlockKey) -> bool:
+    def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
             client.head_object(Bucket=self._settings.bucket, Key=self._name(key))
         except self._clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
-            return self._saw(key, is_there=False)
-        return self._saw(key, is_there=True)
+            return self._note_sighting(key, is_there=False)
+        return self._note_sighting(key, is_there=True)
 
     def _put(self, client: Any, item: tuple[BlockKey, BlockWrite], *, deadline: Nanos) -> bool:
         key, given = item
@@ -171,7 +173,7 @@ class S3Backend:
                 raise
         else:
             self._statistics.count(bytes_written=len(body))
-        return self._saw(key, is_there=True)
+        return self._note_sighting(key, is_there=True)
 
     def _get(self, client: Any, wanted: BlockRead, *, deadline: Nanos) -> FetchResult:
         key = wanted.key
@@ -180,12 +182,12 @@ class S3Backend:
         except self._clients.client_error as error:
             if error_code(error) not in MISSING:
                 raise
-            self._saw(key, is_there=False)
+            self._note_sighting(key, is_there=False)
             return GONE
         with S3Body(answer, self._clock, deadline) as body:
             fetched = self._records.take(key, body, wanted.into)
         if fetched.outcome is BlockOutcome.MOVED:
-            self._saw(key, is_there=True)
+            self._note_sighting(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
             self._seen.forget(key)  # the block may have been damaged in transit
         else:
@@ -206,7 +208,7 @@ class S3Backend:
             body.fill(memoryview(head))
             return bytes(head)
 
-    def _judge(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
+    def _read_twice(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
         """Read a block twice, by new clients instead of the shared one."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
@@ -229,7 +231,7 @@ class S3Backend:
         client.delete_object(Bucket=self._settings.bucket, Key=self._name(key))
         return True
 
-    def _saw(self, key: BlockKey, *, is_there: bool) -> bool:
+    def _note_sighting(self, key: BlockKey, *, is_there: bool) -> bool:
         self._seen.note(key, self._clock.now(), is_there=is_there)
         return is_there
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import assert_never
 
@@ -12,6 +13,9 @@ from fleet.planner.connectors.virtual import VirtualConnector
 from fleet.planner.messages import PlanWriter
 from fleet.planner.ports import PlanConnector
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
+
+CONNECTORS = "fleet.plan_connectors"
+"""The entry points of connectors that live in other packages, which this one must not import."""
 
 
 @asynccontextmanager
@@ -32,8 +36,9 @@ async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[Plan
             async with etcd_records(target) as records:
                 yield VirtualConnector(records, writer, utc_now)
         case KubernetesTarget():
+            (found,) = entry_points(group=CONNECTORS, name="kubernetes")
             try:
-                from fleet.planner.connectors.kubernetes import kubernetes_connector  # noqa: PLC0415 - optional
+                kubernetes_connector = found.load()
             except ImportError as error:
                 raise _not_installed("kubernetes", "kubernetes") from error
             async with kubernetes_connector(target, writer) as connector:

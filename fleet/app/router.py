@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
-from fleet.app.process import Announce, Service, cancelled_by_signals, stop_signal
+from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.combined import CombinedBackends
 from fleet.backends.external.workers import ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
@@ -608,4 +608,4 @@ async def _picker_leadership(
         yield candidate
 
 
-SERVICE = Service(RouterSettings, run_router)
+SERVICE = ServiceDefinition(RouterSettings, run_router)

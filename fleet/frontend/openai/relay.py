@@ -48,19 +48,11 @@ from fleet.net.http.errors import error_event, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import ClientDisconnected
 from fleet.net.status_codes import rename_field
+from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
-from fleet.router.server import RequestListener
 from fleet.router.tenants import Tenants, admit_with_peers, await_settle
 
 log = logging.getLogger(__name__)
-
-
-class RouterApi(Protocol):
-    """The part of `fleet.router.server.RouterServer` that the relay needs."""
-
-    def open(self, arrived: Arrived, stream: RequestListener) -> None: ...
-
-    def close(self, request_id: RequestId, stream: RequestListener) -> None: ...
 
 
 class AnswerStream(Protocol):

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -33,6 +32,7 @@ from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relay_requests import EMBEDDINGS
 from fleet.frontend.openai.relay_requests import PATHS as RELAYED_PATHS
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.http.errors import send_http_error, send_rejection
 from fleet.net.http.exchange import Exchange, ExchangeTask
 from fleet.net.http.messages import EVENT_STREAM
@@ -52,14 +52,6 @@ HEALTH_LIMITS = HttpSettings(
     idle_timeout_seconds=75.0,
     write_timeout_seconds=10.0,
 )
-
-
-class PeerRoutersApi(Protocol):
-    """The part of `fleet.peers.routers.PeerRouters` that the frontend needs."""
-
-    async def metrics(self) -> Mapping[str, str]:
-        """Return the metrics of each process behind the same port, by router."""
-        ...
 
 
 ReadBody = Callable[[bytes, RequestId, Nanos], OpenAiRequest]

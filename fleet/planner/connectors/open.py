@@ -1,4 +1,4 @@
-"""Connectors by their settings. Each technology is loaded where it is used: two of them are optional."""
+"""Connectors by their settings. The packages of each one are imported only if it is used, because two of them are optional."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,10 +16,10 @@ from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, T
 
 @asynccontextmanager
 async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[PlanConnector]:
-    """A way to the pools, while the context is open.
+    """Open the connector of a target for the length of the context.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or what the settings name is not there.
+        ConfigurationRefused: A package is not installed, or something that the settings name does not exist.
     """
     match target:
         case FolderTarget(folder=folder):

@@ -13,11 +13,11 @@ import pytest
 from fleet.core.clock import Nanos
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.discovery.open import OpenDirectory
+from fleet.membership.ports import RegistryUnreachable, WorkerSuperseded
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from tests.support.kvstore.builders import ManualClock
 from tests.support.waiting import until, until_answered
-from workers.ports import RegistryUnreachable, WorkerSuperseded
 
 SECONDS = 60
 WORKER, OTHER = WorkerId("decode-0"), WorkerId("decode-1")

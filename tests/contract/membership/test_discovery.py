@@ -10,6 +10,7 @@ from fleet.core.discovery import EtcdDiscovery, FileDiscovery
 from fleet.core.errors import ConfigurationRefused
 from fleet.membership.discovery.memory import MemoryDirectory
 from fleet.membership.discovery.open import open_directory
+from fleet.membership.ports import RegistryUnreachable
 from kvstore.security.credentials import Credentials
 from tests.contract.membership.discovery_contract import *  # noqa: F403 - they run here
 from tests.contract.membership.discovery_contract import ADDRESS, NEW, OLD, WORKER
@@ -17,7 +18,6 @@ from tests.support.certificates import Authority
 from tests.support.servers.etcd import EtcdServer, an_etcd_server
 from tests.support.servers.processes import a_free_port
 from tests.support.servers.severable_proxy import SeverableProxy
-from workers.ports import RegistryUnreachable
 
 LEASE_SECONDS = 2
 

@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.router.load import client
 from loadtests.router.load.client import round_of
@@ -18,7 +19,6 @@ from loadtests.router.load.prompts import MODEL, PATH, request
 from loadtests.router.mock_workers import workers
 from loadtests.router.systems import relay
 from loadtests.router.systems.processes import ask, started, started_module, wait_until_it_answers
-from loadtests.unavailable import SystemUnavailable
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration

@@ -11,11 +11,10 @@ import pytest
 
 from fleet.cli.store import bench as kv_bench
 from fleet.core.errors import ConfigurationRefused
-from loadtests.environments import SystemDistribution, python_of
+from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
 from loadtests.kvstore.compared import process as processes
 from loadtests.kvstore.compared.process import ComparedSystemProcess
 from loadtests.kvstore.nodes import ROOT
-from loadtests.unavailable import SystemUnavailable
 from tests.support.fleet_processes import alive
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually

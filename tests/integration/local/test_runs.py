@@ -236,7 +236,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
     assert run(["status", "--address", up.grpc]) == 1
     assert capsys.readouterr() == (
         "",
-        f"fleet: {up.grpc}: the cluster in {folder} was killed; fleet up clears up after it and starts another\n",
+        f"fleet: {up.grpc}: the cluster in {folder} was killed; fleet up cleans up after it and starts another\n",
     )
     assert run(["scale", "--plans", plans]) == 1
     assert capsys.readouterr().err == (
@@ -247,7 +247,7 @@ def test_cluster_killed_with_its_reaper_is_cleared_by_the_next(tmp_path, capsys,
         taken.listen()
         port = str(taken.getsockname()[1])
         next_one = run_fleet("up", "--engine", "simulated", "--http-port", port, "--grpc-port", "0")
-    assert f"fleet: cleared up after a cluster that was killed: {folder}" in next_one.stderr
+    assert f"fleet: cleaned up after a killed cluster: {folder}" in next_one.stderr
     assert not folder.exists()
     assert not any(is_listening(int(up.endpoints[name].rpartition(":")[2])) for name in ("http", "grpc"))
     eventually(lambda: not remaining_of(segments))

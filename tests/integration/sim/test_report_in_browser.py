@@ -106,7 +106,7 @@ class Report:
         file.write_text(SCENARIO.format(**{key: json.dumps(value) for key, value in quoted.items()}))
         scenario = read_scenario(file)
         history = History(scenario.slo)
-        self.run = run_scenario(scenario, folder, told=history.add)
+        self.run = run_scenario(scenario, folder, on_end=history.add)
         self.windows = history.windows()
         self.path = folder / "report.html"
         self.curve = load_curve(scenario, folder, loads)

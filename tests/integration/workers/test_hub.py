@@ -17,12 +17,12 @@ from huggingface_hub import constants
 from fleet.app import hub_download
 from fleet.app.hub import fetch_model, fetch_topology_model
 from fleet.app.hub_download import DownloadComplete, DownloadFailed, DownloadFailure, DownloadRequest
-from fleet.config import ClusterSection, Topology
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings, Repository
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import WorkerDescription
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
+from fleet.local.settings import ClusterSection, Topology
 from fleet.router.settings.router import RouterSettings
 from tests.support.servers.hub import HubRepository, a_hub
 from tests.support.waiting import eventually, until_answered

@@ -18,6 +18,7 @@ from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.system_clock import SystemClock
 from fleet.core.work import Cancel, Draining, LoadReport, Rejected, RouterHello, Step, WorkerDescription
 from fleet.membership.messages import MemberJoined, MemberLeft, MemberUnreachable
+from fleet.membership.ports import NameHeld, RegistryUnreachable, WorkerSuperseded
 from fleet.membership.registry import GrpcRegistries, GrpcRegistry, GrpcRegistryClient
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
@@ -46,7 +47,7 @@ from tests.support.workers.worker_processes import (
 from workers.connections import router_streams
 from workers.connections.router_streams import serve_routers
 from workers.engines.simulated.launch import open_engine
-from workers.ports import EngineDied, EngineHung, NameHeld, RegistryUnreachable, WorkerSuperseded
+from workers.ports import EngineDied, EngineHung
 from workers.server import WorkerServer
 from workers.settings import SimulatedSettings, WorkerSettings
 from workers.watchdog import WatchdogSettings

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from fleet.config import Topology
+from fleet.local.settings import Topology
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
 from operators.chart.generate import documented_fields

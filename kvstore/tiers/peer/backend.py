@@ -181,7 +181,7 @@ class PeerBackend:
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
             return
-        copies = {key: given.block.copy() for key, given in work.items()}  # the store client takes checksums of these
+        copies = {key: write.block.copy() for key, write in work.items()}  # the store client takes checksums of these
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
         self._statistics.count(corrupt=len(work) - len(sound))

@@ -138,8 +138,8 @@ class RedisBackend:
     def _put(self, pipe: RedisPipeline, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool]) -> None:
         missing = []
         heads = self._heads(pipe, list(work))
-        for (key, given), head in zip(work.items(), heads, strict=True):
-            match self._records.key_state(key, head, given.block.nbytes):
+        for (key, write), head in zip(work.items(), heads, strict=True):
+            match self._records.key_state(key, head, write.block.nbytes):
                 case RemoteKeyState.HELD:
                     there[key] = True
                 case RemoteKeyState.FREE:

@@ -103,7 +103,7 @@ class S3Backend:
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
         now = self._clock.now()
         there.update((key, True) for key in work if self._seen.is_there(key, now))
-        missing = {key: (key, given) for key, given in work.items() if key not in there}
+        missing = {key: (key, write) for key, write in work.items() if key not in there}
         self._each(missing, partial(self._put, deadline=deadline), there, deadline)
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
@@ -121,7 +121,7 @@ class S3Backend:
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
         for key in keys:
-            self._seen.doubt(key)
+            self._seen.suspect(key)
         self._each({key: key for key in keys}, self._delete, {}, deadline)
 
     def health(self) -> BackendHealth:
@@ -143,13 +143,13 @@ class S3Backend:
         return self._note_sighting(key, is_there=True)
 
     def _put(self, client: Any, item: tuple[BlockKey, BlockWrite], *, deadline: Nanos) -> bool:
-        key, given = item
-        framed = self._records.frame(key, given.block, given.crc32c)
+        key, write = item
+        framed = self._records.frame(key, write.block, write.crc32c)
         if framed is None:
             return False
         conditional = self._conditional
-        if self._seen.is_doubtful(key):  # rule 2: a conditional put would leave what is there
-            key_state = self._records.key_state(key, self._head(client, key, deadline), given.block.nbytes)
+        if self._seen.is_suspect(key):  # rule 2: a conditional put would leave what is there
+            key_state = self._records.key_state(key, self._head(client, key, deadline), write.block.nbytes)
             if key_state is not RemoteKeyState.FREE:
                 return key_state is RemoteKeyState.HELD
             conditional = False
@@ -191,7 +191,7 @@ class S3Backend:
         elif fetched.outcome is BlockOutcome.CORRUPT:
             self._seen.forget(key)  # the block may have been damaged in transit
         else:
-            self._seen.doubt(key)
+            self._seen.suspect(key)
         return fetched
 
     def _head(self, client: Any, key: BlockKey, deadline: Nanos) -> bytes:

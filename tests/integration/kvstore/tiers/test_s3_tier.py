@@ -325,7 +325,7 @@ def test_slowly_dripping_doubted_object_costs_the_deadline():
     with a_scripted_server(Script((an_answer("206 Partial Content", b"", 64),), drip=a_stored_value()[:64])) as port:
         tier = open_with_endpoint("blocks", port)
         tier.backend._clients.within(0.5)
-        tier.backend._seen.doubt(KEYS[0])
+        tier.backend._seen.suspect(KEYS[0])
 
         with at_most(1.5), pytest.raises(TierFailed):
             put_blocks(tier, KEYS[:1], BLOCKS[:1], deadline_in(0.5))

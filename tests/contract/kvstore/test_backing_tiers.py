@@ -108,7 +108,7 @@ def test_blocks_of_any_length_and_alignment_round_trip(tier, length, shift):
     for seed, place in enumerate(places):
         assert np.array_equal(place, a_block(seed, length))
         place[:] = 0xEE
-    assert (pool == 0xEE).all(), "bytes outside of the destinations were written to"
+    assert (pool == 0xEE).all(), "bytes outside the destinations were written"
 
 
 def test_find_counts_the_leading_blocks(tier):
@@ -377,7 +377,7 @@ def test_held_blocks_outlive_the_tier(case: BackingTierCase):
 
     answers, into = get(again, keys)
     assert outcomes(answers) == [BlockOutcome.MOVED] * 4 + [answers[4].outcome] + [BlockOutcome.MOVED] * 5
-    assert answers[4].outcome is not BlockOutcome.MOVED, "a block found bad does not come back"
+    assert answers[4].outcome is not BlockOutcome.MOVED, "a bad block must not return"
     assert np.array_equal(into[9], a_block(9))
     again.close()
 

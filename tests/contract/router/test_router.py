@@ -117,7 +117,7 @@ async def test_first_tokens_carry_the_kv_report(opens):
 
         (phase,) = known
         assert phase.report.prompt_blocks == 4
-        assert events.kv == known, "leaving changes nothing"
+        assert events.kv == known, "leaving the stream changes nothing"
 
 
 async def test_the_models_that_are_served_are_known(opens):

@@ -32,7 +32,7 @@ def steps_of(one: EngineDriver) -> int:
 
 def working(one: EngineDriver) -> bool:
     pulses = one.engine.pulses()
-    assert pulses, "it shows its steps"
+    assert pulses, "the engine shows no steps"
     return any(pulse.working for pulse in pulses)
 
 
@@ -120,7 +120,7 @@ async def reports_come_with_the_first_tokens_and_again_with_the_finish(one: Engi
         start = an_attempt(prompt)
         one.submit(start)
         await one.until(lambda start=start: one.tokens[start.request_id])
-        assert one.told[start.request_id], "the first tokens say it"
+        assert one.told[start.request_id], "the first tokens carry the report"
 
         end = await one.end_of(start)
 
@@ -179,7 +179,7 @@ async def logprobs_come_when_asked_for(one: EngineDriver) -> None:
 
     assert len(one.logprobs[start.request_id]) == 4
     for token, logprobs in zip(one.tokens[start.request_id], one.logprobs[start.request_id], strict=True):
-        assert logprobs.top_ids[0] == token, "greedy chooses the most likely"
+        assert logprobs.top_ids[0] == token, "greedy sampling takes the most likely token"
         assert len(logprobs.top_ids) == len(logprobs.top) >= 2
         assert logprobs.chosen <= 0
 
@@ -322,7 +322,7 @@ async def a_form_of_the_answer_is_never_passed_over(one: EngineDriver) -> None:
 
     if one.engine.facts.keeps_forms:
         assert isinstance(end, Progress), end
-        assert end.finish is Finish.STOP, "no or yes, and then nothing"
+        assert end.finish is Finish.STOP, "the answer is one of the choices"
     else:
         assert isinstance(end, Rejected), end
         assert (end.reason, end.field) == (Reason.INVALID_ARGUMENT, "sampling.form")
@@ -350,12 +350,12 @@ async def steps_are_shown_while_it_works_and_end_with_the_work(one: EngineDriver
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 20)
     during = steps_of(one)
-    assert working(one), "it holds a request"
+    assert working(one), "the engine holds a request"
     await one.end_of(start)
 
     await until(lambda: not working(one))
 
-    assert before + 20 <= during <= before + 60, "a step brings a request one token at most, and is counted once"
+    assert before + 20 <= during <= before + 60, "a step gives each request at most one token and is counted once"
     assert during + 10 <= steps_of(one)
     assert not one.engine.traced()
 

@@ -247,7 +247,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, stub, channe
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (detail.reason, retry.retry_delay.ToMilliseconds()) == ("queue_full", 1000)
     ordinary = stub.Generate(pb.GenerateRequest(text="x"))
-    assert await ordinary.read(), "which are always taken"
+    assert await ordinary.read(), "short messages are always accepted"
     calls[0].cancel()
     await frontends.router.until(frontends.router.cancelled)
     await until(lambda: frontends.grpc.door._server.held_bytes < 700_000)

@@ -235,7 +235,7 @@ class TestTritonsClient:
         assert errors[0].startswith("text_input: ")
         order = [response["id"] for response in heard if "error" not in response]
         switches = sum(later != earlier for earlier, later in pairwise(order))
-        assert switches > len(good), "one by one"
+        assert switches > len(good), "one after another"
         for request in good:
             mine = [response for response in heard if response.get("id") == request["request_id"]]
             assert "".join(response["text_output"][0] for response in mine) == "the quick brown fox"
@@ -447,7 +447,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, kserve, stub
         await stub.ModelInfer(whole)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await call.write(streaming(a_message(id="short")))
-    assert (await call.read()).infer_response.id == "short", "which are always taken"
+    assert (await call.read()).infer_response.id == "short", "short messages are always accepted"
     call.cancel()
     await until(lambda: kserve.door._server.held_bytes == 0)
 

@@ -43,7 +43,7 @@ async def test_endpoint_is_in_header_and_metadata_and_body_unchanged(model_dir):
         assert picked.endpoints == ["10.0.0.1:8000"]
         assert (picked.body, picked.headers["content-length"]) == (a_completion(), f"{len(a_completion())}")
         assert picked.prefill is None
-        assert picked.removed == [PREFILL], "what a client made up reaches no sidecar"
+        assert picked.removed == [PREFILL], "a header of the client reaches no sidecar"
         assert world.booked() == {"d1": 1}
         await request.over()
 
@@ -122,7 +122,7 @@ async def test_an_endpoint_is_the_same_however_a_gateway_spells_it(model_dir, wr
             "[fd00::2]:8000"
         ]
         await request.answer_begins(served=written)
-        assert world.booked() == {"d2": 1}, "it did answer from there"
+        assert world.booked() == {"d2": 1}, "the earlier answer came from there"
         await request.answer_goes_on(EVENT, ends=True)
     async with a_picker_setup(model_dir, D1, picker={"router_endpoint": "[fd00::2]:8000"}) as world:
         assert (await world.request().ask(b"any", subset=[written])).endpoints == ["[fd00::2]:8000"]
@@ -329,21 +329,21 @@ async def test_health_says_who_lives_and_who_is_ready(model_dir):
         async def all_three():
             return [await serving(service) for service in ("liveness", "readiness", SERVICE)]
 
-        assert await all_three() == [True, False, False], "without workers"
+        assert await all_three() == [True, False, False], "there are no workers"
         world.router.hear(D1)
         assert await all_three() == [True, True, True]
         told.leading = False
-        assert await all_three() == [True, False, False], "who could not renew"
-        assert (await world.request().ask(a_completion())).endpoints, "but nobody else is known to lead"
+        assert await all_three() == [True, False, False], "the leader could not renew its lease"
+        assert (await world.request().ask(a_completion())).endpoints, "no other leader is known"
         told.following = True
-        assert await all_three() == [True, False, False], "a follower"
+        assert await all_three() == [True, False, False], "it is a follower"
         refused = await world.request().ask(a_completion())
         assert (refused.status, refused.error["code"]) == (503, "draining")
         told.leading, told.following = True, False
         await world.picker.drain(Nanos(SECOND))
-        assert await all_three() == [True, False, False], "while it goes away"
+        assert await all_three() == [True, False, False], "it is resigning"
         assert told.resigned
-        assert (await world.request().ask(a_completion())).endpoints, "gateways hear of it later"
+        assert (await world.request().ask(a_completion())).endpoints, "gateways notice later"
 
 
 async def test_liveness_watch_is_answered_at_once(model_dir):
@@ -374,7 +374,7 @@ async def test_a_gateways_connection_ends_in_time_and_no_request_does(model_dir)
 
         other = world.request()
         await other.ask(a_completion([7] * 40))
-        assert world.booked() == {"d1": 2}, "over another connection"
+        assert world.booked() == {"d1": 2}, "it uses another connection"
         for each in (request, other):
             await each.answer_begins()
             assert await each.answer_goes_on(EVENT, ends=True) == EVENT

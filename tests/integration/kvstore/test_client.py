@@ -294,7 +294,7 @@ def test_chain_that_does_not_fit_loses_its_tail_counted_once(client):
     assert client.write(chain, a_block) == CAPACITY_BLOCKS
 
     assert client.counters().dropped == 4
-    assert client.stats().evicted == 0, "a chain pushes out nothing of its own"
+    assert client.stats().evicted == 0, "a chain evicts none of its own blocks"
     assert equal(fetch(client, chain), [a_block(seed) for seed in range(CAPACITY_BLOCKS)])
 
 
@@ -335,7 +335,7 @@ def test_a_source_that_raises_gives_its_places_back_at_once(client, node):
     assert client.counters().dropped == CAPACITY_BLOCKS
     assert len(client.match(chain, lease_seconds=0)) == 0
     with another(client, node) as other:
-        assert other.write(chain, a_block) == CAPACITY_BLOCKS, "there is room for all of it"
+        assert other.write(chain, a_block) == CAPACITY_BLOCKS, "the whole chain fits"
 
 
 def test_two_writers_of_one_chain_write_each_block_once(client, node):
@@ -430,7 +430,9 @@ def test_a_killed_node_means_misses_and_its_successor_is_found(client, node):
     node.start()
     eventually(lambda: client.write(chain, lambda index: a_block(10 + index)) == 4)
     assert equal(fetch(client, chain), [a_block(10 + seed) for seed in range(4)])
-    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, "that was another incarnation's"
+    assert client.read(match, range(4), empty_buffers(4)) == [False] * 4, (
+        "the reservation belongs to another incarnation"
+    )
     client.release(match.lease_id)
     counters = client.counters()
     assert counters.failures > 0

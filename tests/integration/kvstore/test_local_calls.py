@@ -165,7 +165,7 @@ def test_garbage_ends_its_own_connection_and_no_other(node, calls, garbage):
         assert bystander.recv(1)
 
     assert len(calls.match(a_request(node), 5).slots) == 2 * 20
-    assert len(calls._lines) == 1, "it kept its connection"
+    assert len(calls._lines) == 1, "the connection stays open"
 
 
 def test_split_or_joined_requests_are_answered_in_order(node):
@@ -249,7 +249,7 @@ def test_unanswered_release_costs_only_the_next_calls_deadline():
             assert len(client.match(a_chain(1), lease_seconds=0)) == 0
         assert time.monotonic() - started > 0.25
         client.release(match.lease_id)
-        assert not client.answers, "a call that waits for nothing does not tell that the node is back"
+        assert not client.answers, "a release does not notice that the node is back"
         node.thaw()
         assert eventually(lambda: len(client.match(a_chain(1), lease_seconds=0))) == 1
 
@@ -356,7 +356,7 @@ async def test_client_that_takes_no_answers_is_paused_then_cut():
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-        assert sent < call_server.SEND_BYTES, "it goes on reading"
+        assert sent < call_server.SEND_BYTES, "the node goes on reading"
         server.cut_stalled(Nanos(1))
         server.cut_stalled(Nanos(STALLED + 1))
 
@@ -392,8 +392,8 @@ async def test_heavy_client_shares_turns_with_others():
             answers += await read(greedy)
 
         assert answer[5:] == asking(9999)[5:]
-        assert before <= 4 * TURN_REQUESTS, "the greedy one was served first"
-        assert [number for number in heard if number != 9999] == list(range(1, 2001)), "in their order"
+        assert before <= 4 * TURN_REQUESTS, "the heavy client was served first"
+        assert [number for number in heard if number != 9999] == list(range(1, 2001)), "answers are out of order"
     server.close()
 
 
@@ -469,12 +469,12 @@ def test_silent_connections_do_not_keep_others_from_the_memory(node):
 
         with at_most(0.75 * HANDOUT_SECONDS), a_store_client(node.address, NAMESPACE, prefer=["shm"]) as client:
             assert len(client.match(a_chain(2), lease_seconds=0)) == 2
-            assert client._link.session.calls._lines, "not by gRPC"
+            assert client._link.session.calls._lines, "the call used gRPC"
 
-        assert is_over(silent[0]), "who was silent for longest has gone"
+        assert is_over(silent[0]), "the longest silent connection was cut"
         silent[-1].sendall(OPENING)
         silent[-1].settimeout(60)
-        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "who came last may still ask"
+        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "the latest connection is still served"
 
 
 def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):

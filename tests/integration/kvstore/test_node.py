@@ -65,9 +65,9 @@ def test_killed_node_leaves_no_memory_and_can_restart():
     with a_node(capacity_bytes=64 << 20) as node:
         with a_store_client(node.address, a_namespace()) as client:
             client.write(a_chain(1), [a_block(1)])
-            assert segments_of(node.process.pid) == set(), "its memory has no name that could stay"
+            assert segments_of(node.process.pid) == set(), "the shared memory has a name"
             node.kill()
-        assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "its sockets are still there"
+        assert sorted(path.name for path in node.folder.iterdir()) == ["c", "m"], "the sockets are left behind"
 
         node.start()
 
@@ -130,7 +130,7 @@ async def test_impossible_settings_are_rejected_by_field(field, fields):
         with pytest.raises(StoreNotStarted, match=f"^{field}: "):
             await serve(node_settings(folder, **fields(folder, busy.getsockname()[1])), lambda _: None)
 
-        assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "something was left, or taken away"
+        assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"], "files were left behind or removed"
 
 
 async def test_a_watcher_gets_a_dump_and_then_every_change():

@@ -85,7 +85,7 @@ def test_a_file_that_two_hold_is_left_when_both_have_ended(tmp_path):
     assert is_abandoned(path)
     with take_abandoned(path) as mine:
         assert mine
-        assert not is_abandoned(path), "two do not clear up at a time"
+        assert not is_abandoned(path), "two cleanups must not run at once"
 
 
 def test_killed_run_is_cleared_without_touching_others(parent):
@@ -159,7 +159,7 @@ def test_run_killed_during_its_cleanup_counts_as_killed(parent, monkeypatch):
         if process.exitcode == 0:
             break
     assert 7 <= done < 19
-    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "one that was killed at the very end"
+    assert [list(each.iterdir()) for each in parent.glob("fleet-*")] == [[]], "no run was killed at its very end"
 
 
 def test_a_run_that_finds_no_room_leaves_no_folder(parent, monkeypatch):

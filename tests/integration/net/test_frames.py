@@ -262,7 +262,7 @@ async def test_talkative_peer_does_not_monopolise_the_event_loop():
         await server.until(lambda: len(server.payloads) == 5000)
 
     most = max(after - before for before, after in pairwise([*heard_by_turn, 5000]))
-    assert most * 1000 <= 256 << 10, "what one read of the system brings"
+    assert most * 1000 <= 256 << 10, "more than one read of the system"
 
 
 async def test_a_pause_holds_although_a_large_piece_was_just_cut():

@@ -280,7 +280,7 @@ async def test_message_that_expands_too_much_ends_only_its_call(world):
         assert [each async for each in waiting] == [b"a"]
     assert {end[b"grpc-status"] for end in ends} == {b"8"}
     assert b"send it uncompressed" in ends[0][b"grpc-message"]
-    assert most < 8 << 20, "of 160 MiB"
+    assert most < 8 << 20, "far less than 160 MiB"
     assert world.service.began == 1
 
 
@@ -302,7 +302,7 @@ async def test_undecodable_message_ends_only_its_call(world):
         assert [(await client.end_of(each))[b"grpc-status"] for each in calls] == [status for *_, status in wrong]
         assert (await client.end_of(unnamed))[b"grpc-status"] == b"13"
         assert (await client.end_of(good))[b"grpc-status"] == b"0", "a message need not be compressed"
-        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "which says what to do"
+        assert client.heads[calls[-1]][b"grpc-accept-encoding"] == b"identity,gzip,deflate", "the error says what to do"
     assert world.service.began == 1
 
 
@@ -504,7 +504,7 @@ async def test_a_call_that_ends_before_its_caller_is_read_to_its_end(world):
         client.flush()
         assert (await client.end_of(call))[b"grpc-status"] == b"0"
         assert client.content[call] == message(b"x" * 995) * 3
-        assert client.closed[call] == 0, "and what else it would say is of no use"
+        assert client.closed[call] == 0, "the rest of the answer is useless"
 
 
 async def test_call_whose_answer_stays_unread_is_reset(world, monkeypatch):
@@ -668,7 +668,7 @@ async def test_idle_connections_give_way_to_newcomers(crowded_world):
             async with world.channel() as second:
                 assert await second.unary_unary("/x.Y/One")(b"") == b""
                 async with asyncio.timeout(60):
-                    assert await idle.reader.read(), "it was told to make another connection"
+                    assert await idle.reader.read(), "the client was told to reconnect"
                     assert await idle.reader.read() == b""
         world.service.go.set()
         assert [each async for each in waiting] == [b"a"]

@@ -551,7 +551,7 @@ async def test_unread_answer_does_not_keep_its_connection(model_dir):
             idle_until = connection._deadline
             await peer.send(get("/openapi.json"))
             await until(lambda before=idle_until: connection._exchange is None and connection._deadline != before)
-        assert connection._paused is None, "so nobody waits for the client to read"
+        assert connection._paused is None, "nothing waits for the client to read"
 
         await until(lambda: not frontends.http._connections)
 

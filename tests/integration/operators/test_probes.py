@@ -96,7 +96,7 @@ async def test_completion_by_the_requested_worker_is_an_answer(model_dir):
         one, other = frontends.router.submitted
         assert found == [ProbeCompletion(), ProbeCompletion()]
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
-        assert one.tokens[:64] != other.tokens[:64], "no cache has it"
+        assert one.tokens[:64] != other.tokens[:64], "no cache has the prompt"
         assert await probes(frontends.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
 
 
@@ -251,6 +251,6 @@ async def test_full_router_rejects_a_probe_but_serves_another_tenant():
         await until(lambda: any(each.done() for each in waiting))
         go.set()
 
-    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "which made room"
-    assert own.result() == ProbeFailure(200, "another worker answered"), "as far as a foreign server says"
+    assert [each.result() for each in waiting].count(ProbeFailure(429, "queue_full", busy=True)) == 1, "it made room"
+    assert own.result() == ProbeFailure(200, "another worker answered"), "an external backend reports no more"
     await server.stop()

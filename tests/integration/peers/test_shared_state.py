@@ -181,7 +181,7 @@ async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path)
         await asyncio.sleep(0.2)
 
         anyway = 1 + (clock.time() - began) / replicas.FULL_STATE_SECONDS
-        assert b.server.times <= 1 + anyway, "the booking, and what is told anyway"
+        assert b.server.times <= 1 + anyway, "the reservation and the periodic update"
         assert a.server.times <= anyway
         assert b.server.booked() == {}
         await a.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
@@ -212,7 +212,7 @@ async def test_later_router_learns_registrations_before_catch_up(tmp_path):
                 await b.replicas.caught_up()
 
             assert b.members.members == {worker.worker_id: worker}
-            assert b.members.registrations() == [], "nobody hears of it from one who was told himself"
+            assert b.members.registrations() == [], "a router forwards no registration of a peer"
 
 
 async def test_routers_send_a_known_prompt_to_the_same_worker(tmp_path):
@@ -357,7 +357,7 @@ async def test_limit_is_shared_by_a_router_that_comes_later(tmp_path):
 
     let_in_by_both = await let_in(later, clock, 10) + await let_in(tenants, clock, 10)
 
-    assert 4 <= let_in_by_both <= 5, "one too many may be let in before the other has heard"
+    assert 4 <= let_in_by_both <= 5, "one request too many may pass before the other router knows"
     for each in running:
         each.cancel()
     await asyncio.wait(running)

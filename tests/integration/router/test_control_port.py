@@ -340,7 +340,7 @@ def test_a_stranger_cannot_drain_a_worker_over_tcp(short_folder, secret, field):
 
         ours = Credentials(secret_file=str(secret))
         assert worker_codes(address, ours) == dict.fromkeys(refused, grpc.StatusCode.OK)
-        assert process.wait(30) == 0, "it has drained"
+        assert process.wait(30) == 0, "the worker has drained"
 
 
 def test_default_control_socket_is_private_and_discoverable(tmp_path, model_dir):

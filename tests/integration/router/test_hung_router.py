@@ -150,7 +150,7 @@ async def test_pings_of_clients_break_no_connection():
 
     ready = await asyncio.gather(*(stays_ready(server, number % 2) for number, server in enumerate(servers)))
 
-    assert ready == [True] * 4, "of clients idle and with a call, of operators idle and with a call"
+    assert ready == [True] * 4, "idle and busy connections of clients and of operators"
 
 
 def test_pings_are_no_more_frequent_than_servers_allow():

@@ -171,7 +171,9 @@ async def test_stream_survives_its_workers_death_with_same_tokens():
         tokens, complete = await cluster.answer(arrived, after_first=kill)
 
         assert tokens == expected
-        assert {phase.worker_id for phase in complete.kv} == set(victims), "the lost one had told with its first tokens"
+        assert {phase.worker_id for phase in complete.kv} == set(victims), (
+            "the lost worker reported it with its first tokens"
+        )
         assert cluster.server.status().counters.continued == 1
         assert cluster.server.status().counters.workers_lost == 1
 
@@ -237,14 +239,14 @@ async def test_cancelled_long_prefills_leave_no_backlog():
         await cluster.until(lambda status: prefill(status).running == prefill(status).waiting == 0)
         idle = cluster.server.status()
         computed = prefill(idle).cached_blocks
-        assert computed <= 5 * (longest // 32), "half of what was asked for"
+        assert computed <= 5 * (longest // 32), "half of the requested tokens"
         assert (idle.active, idle.queued, idle.counters.cancelled) == (0, 0, 10)
         assert prefill(idle).booked_prefill_tokens == prefill(idle).kv_blocks_used == 0
 
         _, complete = await cluster.ask(fresh_prompt(LONG))
 
         await cluster.until(lambda status: prefill(status).cached_blocks >= computed + LONG // 32)
-        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "its own blocks and no others"
+        assert prefill(cluster.server.status()).cached_blocks == computed + LONG // 32, "only the blocks of this prompt"
         assert sources(complete, Phase.PREFILL).keys() == {Source.COMPUTED}
 
 

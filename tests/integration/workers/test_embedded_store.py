@@ -137,7 +137,7 @@ async def test_workers_of_a_host_share_the_node_until_it_stops(folder):
     async with a_worker_that_has_answered(folder, prompt, node=node) as worker:
         assert file_names_in(folder) >= {"kv", "pool", "worker"}
         assert worker.endpoints["store"] == f"unix:{folder}/kv"
-        assert segments_of(worker.process.pid) == set(), "its memory has no name that could stay"
+        assert segments_of(worker.process.pid) == set(), "the shared memory has a name"
 
         other = msgspec.structs.replace(simulated_worker(f"unix:{folder}/kv"), worker_id="other")
         async with a_worker_process(folder, other) as second:
@@ -171,10 +171,10 @@ async def test_killed_worker_leaves_only_what_a_killed_node_leaves(folder):
         async with a_worker_process(folder, other) as second:
             worker.kill()
             assert await worker.ended() == -signal.SIGKILL
-            assert file_names_in(folder) >= {"kv", "pool"}, "its sockets are still there"
+            assert file_names_in(folder) >= {"kv", "pool"}, "the sockets are left behind"
             tokens, end = await answered(second, prompt)
             assert tokens == worker.tokens
-            assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool went with the worker"
+            assert blocks_from(end.kv, Source.COMPUTED) == BLOCKS + 1, "the pool outlived the worker"
 
             await worker.start()
 

@@ -193,7 +193,7 @@ async def test_most_valuable_missing_blocks_go_first_within_budget():
             assert (brought.tier, brought.moved, brought.moved_bytes) == ("redis", 5, 5 * BLOCK_BYTES)
             assert (brought.warm, brought.there, brought.left) == (8, 0, 3)
             assert keys_in(server, "worth") == hexes([*names_of(hot), names_of(once)[0]])
-            assert (await evacuated(evacuator, hot, hot, once)).moved == 0, "no more in a second round either"
+            assert (await evacuated(evacuator, hot, hot, once)).moved == 0, "a second round moves no more"
 
         async with a_warm_worker(node, once, hot) as (_, evacuator, _):
             brought = await evacuated(evacuator, hot, hot, once)
@@ -352,7 +352,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
 
             await router.finished.wait()
 
-            assert not running.done(), "the evacuation is still tried, and the answer has not waited for it"
+            assert not running.done(), "the answer does not wait for the evacuation"
             with at_most(30):
                 assert await draining == 0
             assert asyncio.get_running_loop().time() - began > 9.9

@@ -81,7 +81,7 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
 
             tokens, complete = await streaming
             assert len(tokens) == 400
-            assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED], "the stream went on where it was"
+            assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED], "the stream stays on its worker"
 
 
 async def test_a_worker_alone_fills_the_store_that_it_joined_late():
@@ -122,7 +122,7 @@ def test_a_client_finds_nothing_until_its_node_answers():
             for _ in range(1000):
                 assert client.write(a_chain(1), [a_block(1)]) == 0
                 assert len(client.match(a_chain(1), lease_seconds=1)) == 0
-            assert time.monotonic() - began < 20, "such calls wait for nobody"
+            assert time.monotonic() - began < 20, "the calls must not wait"
             assert (client.store_id, client.path, client.stats()) == ("", None, None)
 
             node.start()

@@ -171,7 +171,7 @@ async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
             held.callback(writer.close)
         async with asyncio.timeout(60), following(group(1), "same", SystemClock()):
             await ready
-            assert await silent[0][0].read() == b"", "who has been silent for longest is sent away"
+            assert await silent[0][0].read() == b"", "the longest silent connection is cut"
 
 
 async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypatch):
@@ -240,7 +240,7 @@ async def test_ranks_become_ready_and_drain_with_the_first(started):
     for each in (leader, rank):
         await each.ready()
         assert await serves(each.control)
-    assert list(rank.endpoints) == ["grpc"], "nobody sends requests there"
+    assert list(rank.endpoints) == ["grpc"], "the address takes no requests"
 
     async with a_router_stream(leader.address) as stream:
         asked = an_attempt(PROMPT, 200)

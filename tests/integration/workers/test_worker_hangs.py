@@ -86,7 +86,7 @@ async def test_a_hung_worker_leaves_service_and_ends_by_itself(folder):
             assert (await ready.read()).status == STATES.NOT_SERVING
             assert await worker.ended() == HUNG
             with suppress(grpc.aio.AioRpcError):
-                assert await live.read() is grpc.aio.EOF, "it ended before anybody had to end it"
+                assert await live.read() is grpc.aio.EOF, "the worker was killed before it ended itself"
     finally:
         await worker.close()
     assert (
@@ -166,7 +166,7 @@ async def test_an_engine_that_a_debugger_holds_is_no_hang(folder):
                     await stream.ended()
 
         assert await stream.ended() == "its engine hangs"
-        assert await worker.ended() == HUNG, "nobody holds it any more"
+        assert await worker.ended() == HUNG, "the debugger has left it"
 
 
 async def test_a_core_shared_with_four_busy_loops_is_no_hang(folder):

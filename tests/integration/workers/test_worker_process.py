@@ -358,7 +358,7 @@ async def test_health_follows_the_worker_and_services_are_listed(folder):
         worker.terminate()
         await stream.next(Draining)
         assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING, "it drains, which is no illness"
+        assert await status("liveness") == health_pb2.HealthCheckResponse.SERVING, "a draining worker is healthy"
 
 
 async def test_a_worker_is_ready_when_it_is_registered(folder):
@@ -392,7 +392,7 @@ async def test_sigterm_deregisters_finishes_what_runs_and_exits_with_0(folder):
             await stream.next(Draining)
             assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
             _, refused = await stream.do(an_attempt(fresh_prompt(10)))
-            assert refused.reason is Reason.DRAINING, "it is still there, and nobody new finds it"
+            assert refused.reason is Reason.DRAINING, "the worker still runs and is not registered"
             tokens, end = await stream.end_of(running.request_id)
 
             assert end.finish is Finish.LENGTH
@@ -418,7 +418,7 @@ async def test_a_drain_by_rpc_answers_when_done_and_ends_the_process(folder):
         assert answer.cancelled == 1
         _, end = await stream.end_of(start.request_id)
         assert end.reason is Reason.DRAINING
-        assert await stream.ended() == "", "as it should be"
+        assert await stream.ended() == "", "the streams are equal"
         assert await next_change(changes) == MemberLeft(worker_id=WorkerId("w1"))
         assert await worker.ended() == 0
 

@@ -71,7 +71,7 @@ async def test_shared_prefix_stays_on_one_server_without_kv_events(folder, serve
                 request_id = RequestId(answer.headers["x-fleet-request-id"])
                 placed = world.router.explain(request_id).placements[0]
                 went[beginning].append(placed.decode)
-                assert (placed.uncached_tokens < 64) == (number > 0), "what is believed to be cached is what was sent"
+                assert (placed.uncached_tokens < 64) == (number > 0), "the router believes the sent prompts cached"
         await world.settled()
         assert world.workers.knowledge()["approximate"] == 2
 
@@ -91,7 +91,7 @@ async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name
         await world.settled()
 
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert len([text for text in texts if text]) > 1, "it came in pieces"
+    assert len([text for text in texts if text]) > 1, "the answer came in pieces"
     assert "".join(texts) == whole.choices[0].message.content
     (used,) = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert used.completion_tokens == whole.usage.completion_tokens == 12

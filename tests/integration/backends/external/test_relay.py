@@ -206,7 +206,7 @@ async def test_keys_of_tenants_are_asked_for_and_shown_to_nobody(server):
     assert "authorization" not in server.seen[0].headers
     usage = world.tenants.usage()["a"]
     assert (usage.requests, usage.prompt_tokens) == (2, 2 * 4)
-    assert usage.answer_tokens == 5 + 6, "as the server says; of a stream without usage, its events"
+    assert usage.answer_tokens == 5 + 6, "usage of the server, or the number of events"
 
 
 async def test_an_answer_says_what_the_request_is_called_here(server):

@@ -165,7 +165,7 @@ async def test_a_cut_stream_names_its_server_and_says_when_to_retry(server, play
     seen = asyncio.Event()
     async with a_relay(server) as world, raw_http_client(world) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
-        assert b"[DONE]" in (await peer.answer())[2], "so it is known that it ends its streams so"
+        assert b"[DONE]" in (await peer.answer())[2], "the router has learned how the server ends a stream"
         server.play = lambda exchange: play(exchange, seen)
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         assert (await peer.head())[0] == 200
@@ -343,7 +343,7 @@ async def test_unreachable_server_is_logged_once_with_url_and_cause(server, capl
     assert len(caplog.records) == 2
     assert told["sick"] == (server.url, "it answered with status 503")
     assert told["absent"][0] == urls["absent"]
-    assert told["absent"][1], "in the words of the system"
+    assert told["absent"][1], "the error of the system"
 
 
 async def test_repeatedly_failing_server_gets_no_requests_for_a_while(servers):

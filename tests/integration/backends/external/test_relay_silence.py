@@ -204,7 +204,7 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
         assert status == 503
         assert error_of(content)["code"] == "worker_lost"
         assert "retry-after" in headers
-        assert world.serving() == 1, "nobody else is there"
+        assert world.serving() == 1, "no other server exists"
 
 
 async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):

@@ -97,7 +97,7 @@ def test_block_evicted_from_the_pool_returns_from_disk(tmp_path):
         for chain in chains:
             assert read(client, chain) == 6
         (ssd,) = stats_of(client).tiers
-        assert ssd.hits == 24, "each chain pushed out the one that is asked for next"
+        assert ssd.hits == 24, "each chain evicted the one that is read next"
 
 
 def test_a_killed_node_finds_its_blocks_on_the_disk_again(tmp_path):
@@ -162,7 +162,7 @@ def test_scan_writes_nothing_and_reused_blocks_are_kept(tmp_path):
     with a_node(tiers=[an_ssd(tmp_path, keep="reused")]) as node, a_client(node) as client:
         for of in "abcd":
             write(client, a_chain(6, of))
-            assert read(client, a_chain(6, of)) == 6, "the request's own use, which says nothing"
+            assert read(client, a_chain(6, of)) == 6, "the use by the request itself does not count"
         assert stats_of(client).tiers[0].bytes_written == 0
         eventually(lambda: read(client, a_chain(6, "a")) and stats_of(client).tiers[0].blocks == 6, 30)
 
@@ -305,7 +305,7 @@ def test_peer_block_is_read_from_memory_and_missed_after_death():
         with a_node(tiers=[{"kind": "peer", "peers": [first.address]}]) as second, a_client(second) as other:
             assert read(other, a_chain(4)) == 4
             first.kill()
-            assert read(other, a_chain(6)) == 4, "what came over stays, the rest is a miss"
+            assert read(other, a_chain(6)) == 4, "transferred blocks stay and the others are misses"
 
 
 def test_redis_gone_is_a_miss_and_redis_back_is_found_again():

@@ -158,7 +158,7 @@ def test_blocks_are_fetched_from_any_holder_and_remembered():
             assert narrow.find(KEYS, deadline_in(10)) == 0, "one look-up ends at the owner"
         with a_tier(one.address, two.address) as tier:
             assert tier.find(KEYS, deadline_in(10)) == 8
-            assert outcomes(tier, KEYS[4:]) == [True] * 4, "by the holder that was remembered"
+            assert outcomes(tier, KEYS[4:]) == [True] * 4, "the remembered holder has the blocks"
 
 
 def test_a_chain_whose_parts_lie_on_two_peers_is_put_together():

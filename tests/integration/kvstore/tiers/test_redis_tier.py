@@ -73,7 +73,7 @@ def test_killed_server_fails_at_once_and_is_found_again():
                 call()
 
         server.start()
-        assert tier.find(KEYS, deadline_in(10)) == 0, "it has forgotten"
+        assert tier.find(KEYS, deadline_in(10)) == 0, "the server kept its data"
         assert put_blocks(tier, KEYS, BLOCKS, deadline_in(10)) == [True] * 4
         assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
@@ -445,7 +445,7 @@ def test_blocks_that_came_before_the_cut_count():
         assert read_outcomes(tier) == [BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE, BlockOutcome.GONE]
 
         assert tier.status().failures == 1
-        assert tier.gone() == [], "nobody said that the others are not there"
+        assert tier.gone() == [], "the other blocks were not reported as gone"
         tier.close()
 
 
@@ -506,7 +506,7 @@ def test_read_only_user_can_read_and_write_fails_with_a_cause(server):
     put_blocks(writer, KEYS[:2], BLOCKS[:2], deadline_in(10))
 
     assert read_outcomes(reader) == [BlockOutcome.MOVED, BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.GONE]
-    assert put_blocks(reader, KEYS[:2], BLOCKS[:2], deadline_in(10)) == [True] * 2, "they are there"
+    assert put_blocks(reader, KEYS[:2], BLOCKS[:2], deadline_in(10)) == [True] * 2, "the blocks are present"
     with pytest.raises(TierFailed, match="NOPERM"):
         put_blocks(reader, KEYS[2:], BLOCKS[2:], deadline_in(10))
     writer.close()

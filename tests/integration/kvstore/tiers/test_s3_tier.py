@@ -92,7 +92,7 @@ def test_killed_server_is_a_failure_and_is_found_again():
 
         server.start()
         server.client.create_bucket(Bucket="blocks")
-        assert tier.find(KEYS, deadline_in()) == 0, "it has forgotten"
+        assert tier.find(KEYS, deadline_in()) == 0, "the server kept its data"
         assert put_blocks(tier, KEYS, BLOCKS, deadline_in()) == [True] * 4
         assert read_outcomes(tier) == [BlockOutcome.MOVED] * 4
         assert tier.status().failures == 3
@@ -246,7 +246,7 @@ def test_recently_seen_block_is_not_asked_about_again(shared, bucket):
     for key in KEYS[:2]:
         shared.client.delete_object(Bucket=bucket, Key=place_of(key))
 
-    assert reader.find(KEYS, deadline_in()) == 2, "a guess, for a while"
+    assert reader.find(KEYS, deadline_in()) == 2, "the answer is remembered for a while"
     assert read_outcomes(reader) == [BlockOutcome.GONE] * 4
     assert reader.find(KEYS, deadline_in()) == 0
     assert reader.gone() == KEYS

@@ -121,7 +121,7 @@ def test_no_table_has_to_be_right_for_the_bytes_to_be(tmp_path):
 
     again = a_tier(tmp_path)
 
-    assert again.find(keys, deadline_in()) == PER_SEGMENT, "it was believed so far"
+    assert again.find(keys, deadline_in()) == PER_SEGMENT, "the damaged block was believed until it was read"
     assert get(again, keys) == [CORRUPT] * 2 + [MOVED] * (PER_SEGMENT - 2)
     again.close()
 
@@ -152,7 +152,7 @@ def test_a_torn_record_is_cut_off(tmp_path):
     assert again.status().blocks == 5
     assert get(again, keys) == [MOVED] * 5 + [GONE]
     assert put(again, keys[5:]) == [True]
-    assert record_at(tmp_path, keys[5]) == (path, offset), "its place is used again"
+    assert record_at(tmp_path, keys[5]) == (path, offset), "its space is used again"
     again.close()
 
 
@@ -270,7 +270,7 @@ def test_segment_of_a_newer_version_is_a_miss_until_reused(tmp_path, caplog):
     assert get(again, keys) == [GONE] * 19
     put(again, keys_of(60, "b"))
     assert bytes(head[:8]) == path.read_bytes()[:8]
-    assert path.read_bytes()[8] == 2, "there was room elsewhere"
+    assert path.read_bytes()[8] == 2, "the other directories had room"
     put(again, keys_of(100, "c"))
     assert path.read_bytes()[8] == 1
     again.check()
@@ -534,7 +534,7 @@ def test_blocks_in_demand_are_rescued_within_the_budget(tmp_path):
     for number in range(7):
         put(tier, keys_of(19, f"n{number}"))
 
-    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "those read most often first, four in all"
+    assert readable_keys(tier, first) == [*first[5:7], *first[9:11]], "the four most read blocks come first"
     assert tier.rescued == 4
     assert not set(tier.gone()) & set(readable_keys(tier, first))
     tier.check()

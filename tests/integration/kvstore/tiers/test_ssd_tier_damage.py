@@ -114,7 +114,7 @@ def test_damage_never_becomes_a_wrong_byte(tmp_path, seed, while_open):
     tier.close()
 
     assert damaged > 30
-    assert right > 10 * ROUNDS, "damage to some blocks does not cost all"
+    assert right > 10 * ROUNDS, "the undamaged blocks are served"
     assert corrupt > 0
 
 

@@ -73,7 +73,7 @@ def test_a_read_error_is_a_failure_and_then_a_miss(tmp_path, faults, caplog):
     with pytest.raises(TierFailed):
         get(tier, keys[2:3])
 
-    assert get(tier, keys[:3]) == [GONE] * 3, "what cannot be read is not tried again and again"
+    assert get(tier, keys[:3]) == [GONE] * 3, "an unreadable block is not read again"
     assert tier.status().failures == 2
     assert warnings(caplog) == ["SSD tier: reading fails; blocks are misses"]
     faults.heal()
@@ -112,7 +112,7 @@ def test_a_write_error_is_a_failure_and_reading_goes_on(tmp_path, faults, caplog
     with pytest.raises(TierFailed):
         put(tier, after)
 
-    assert faults.writes == writes, "a folder that fails is left alone for a while"
+    assert faults.writes == writes, "a failing directory is avoided for a while"
     assert put(tier, before) == [True] * 3
     assert get(tier, [*before, *after]) == [MOVED] * 3 + [GONE] * 3
     faults.heal()
@@ -232,7 +232,7 @@ def test_a_read_that_hangs_delays_its_own_call_only(tmp_path, faults):
     assert stuck.is_alive(), "its buffers are in use"
     gate.open()
     stuck.join(60)
-    assert answers[0][0].outcome is GONE, "it came too late"
+    assert answers[0][0].outcome is GONE, "the read came too late"
     assert tier.status().failures == 1
     tier.check()
     tier.close()

@@ -238,7 +238,7 @@ def test_one_rank_reads_blocks_of_two_ranks_once_written(pair, ranks, client):
     assert blocks_from(end.kv, Source.STORE) == 190 // BLOCK_TOKENS
     after = client.stats()
     assert after.bytes_written - before.bytes_written == (after.written - before.written) * BLOCK_BYTES
-    assert after.written - before.written <= 240 // BLOCK_TOKENS, "one object a block, whoever wrote it"
+    assert after.written - before.written <= 240 // BLOCK_TOKENS, "one object per block, whoever wrote it"
     assert after.reservations == 0
 
 
@@ -439,7 +439,7 @@ def test_the_end_of_an_engine_is_told_while_it_is_idle(pair):
     error = pair.ended.exception(60)
     assert isinstance(error, BaseExceptionGroup)
     assert error.subgroup(EngineDied) is not None
-    assert psutil.wait_procs(children_of_vllm(children), timeout=60)[1] == [], "processes are left behind"
+    assert psutil.wait_procs(children_of_vllm(children), timeout=60)[1] == [], "processes were left behind"
 
 
 def children_of_vllm(children: list[psutil.Process]) -> list[psutil.Process]:

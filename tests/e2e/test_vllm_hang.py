@@ -66,7 +66,7 @@ async def serving(client: AsyncClient) -> set[str]:
     return {worker_id for worker_id, state in (await states(client)).items() if state == "serving"}
 
 
-async def test_streams_of_a_stopped_engine_go_on_elsewhere_exactly(tmp_path):
+async def test_streams_of_a_stopped_engine_continue_exactly_elsewhere(tmp_path):
     topology = tmp_path / "fleet.toml"
     topology.write_text(TOPOLOGY)
     async with AsyncExitStack() as held:

@@ -82,7 +82,7 @@ async def observed_sizes(connector: PlanConnector, **pools: tuple[int, int, int]
     return await observed(connector, is_so)
 
 
-async def test_the_same_plans_are_seen_the_same_way(a_world):
+async def test_equal_plans_give_equal_observations(a_world):
     clock = ManualClock()
     async with a_world.open() as planner:
         start = await observed_sizes(planner, decode=(1, 1, 0), prefill=(1, 1, 0))

@@ -59,7 +59,7 @@ async def a_router(address: str, credentials: Credentials):
         running.cancel()
 
 
-async def test_both_ends_know_each_other_by_their_certificates(ours):
+async def test_both_ends_authenticate_by_certificates(ours):
     worker = Credentials(**ours.issue("worker"), authority=ours.file)
     router = Credentials(**ours.issue("router"), authority=ours.file)
 
@@ -83,7 +83,7 @@ def a_secret(folder, content) -> str:
 
 
 @pytest.mark.parametrize("over_tls", [False, True])
-async def test_both_ends_know_each_other_by_a_secret(ours, secret, over_tls):
+async def test_both_ends_authenticate_by_a_secret(ours, secret, over_tls):
     worker = Credentials(secret_file=secret, **(ours.issue("worker") if over_tls else {}))
     router = Credentials(secret_file=secret, authority=ours.file if over_tls else "")
 
@@ -158,7 +158,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("case", REFUSALS)
-def test_both_ends_say_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
+def test_both_ends_log_why_there_is_no_stream(ours, theirs, secret, other_secret, caplog, case, run):
     def credentials(told):
         files = {"secret": secret, "other": other_secret}
         issued = {"ours": ours.issue, "theirs": theirs.issue, "expired": lambda name: ours.issue(name, hours=(-2, -1))}
@@ -221,7 +221,7 @@ async def a_door(secret):
         yield address
 
 
-async def test_newcomer_in_the_turn_of_a_proof_does_not_cut_it(secret):
+async def test_new_connection_does_not_cut_a_finishing_proof(secret):
     """Let the proof and the newcomer arrive in the same turn of the event loop."""
     identity = router_identity("worker_credentials", Credentials(secret_file=secret))
     prover, other = Prover(identity, TO_WORKERS), Prover(identity, TO_WORKERS)
@@ -283,7 +283,7 @@ async def test_proof_of_one_connection_opens_no_other(secret):
         assert await again.hear() == MAGIC + REFUSED
 
 
-async def test_listener_that_cannot_prove_the_secret_hears_nothing(secret):
+async def test_listener_without_the_secret_gets_nothing(secret):
     """Let a listener that has recorded a proof send it back."""
     said_there: list[bytes] = []
 
@@ -323,7 +323,7 @@ def test_invalid_settings_are_rejected_with_the_field(read, told):
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "10.0.0.1:1", "worker.example:1"])
-def test_worker_open_to_other_hosts_is_refused(listen):
+def test_worker_open_to_other_hosts_is_rejected(listen):
     settings = WorkerSettings(worker_id=WorkerId("w"), engine="simulated", model=ModelName("tiny"), listen=listen)
 
     with pytest.raises(ConfigurationRefused, match=r"^listen: .* is open to other hosts: set credentials\.secret_file"):
@@ -331,7 +331,7 @@ def test_worker_open_to_other_hosts_is_refused(listen):
 
 
 @pytest.mark.parametrize(("listen", "told"), [("127.0.0.1:0", {}), ("unix:/x", {}), ("0.0.0.0:0", {"insecure": True})])
-def test_worker_that_strangers_cannot_reach_needs_no_proof(listen, told):
+def test_local_worker_needs_no_proof(listen, told):
     worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
 
 

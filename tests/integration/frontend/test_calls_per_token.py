@@ -81,7 +81,7 @@ async def asked(address: str, model: str, tokens: int, received: asyncio.Semapho
     writer.close()
 
 
-async def test_a_token_of_a_foreign_server_takes_few_calls():
+async def test_token_of_an_external_backend_takes_few_calls():
     """Send each token when the one before has arrived, so that no read gets two."""
     received = asyncio.Semaphore(0)
 
@@ -108,7 +108,7 @@ async def test_a_token_of_a_foreign_server_takes_few_calls():
     assert (calls[2] - calls[1]) / (MANY - FEW) <= RELAYED
 
 
-async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir):
+async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
     calls = []
     async with open_frontends(model_dir) as frontends:
         for tokens in (FEW, FEW, MANY):
@@ -121,7 +121,7 @@ async def test_a_token_of_an_own_worker_takes_few_calls_to_the_socket(model_dir)
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
 
 
-def test_a_token_of_an_own_worker_takes_few_calls_of_the_machine():
+def test_token_of_a_worker_takes_few_machine_calls():
     router = RouterMachineDriver(("d1", Role.BOTH))
     work = the(Dispatch, router.send(an_arrival(tokens=a_prompt(100), sampling=Sampling(max_tokens=2 * MANY))))
     assert work.worker_id == WorkerId("d1")

@@ -84,7 +84,7 @@ async def test_an_answer_streams_for_every_kind_of_prompt(frontends, stub, promp
     assert sum(origin.blocks for origin in phase.origins) == phase.prompt_blocks
 
 
-async def test_everything_a_client_may_say_arrives(frontends, stub):
+async def test_all_request_fields_arrive(frontends, stub):
     frontends.will_answer("x")
     sampling = pb.Sampling(
         max_tokens=9, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63, presence_penalty=1,
@@ -175,7 +175,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("message", "field"), BAD)
-async def test_bad_input_is_a_typed_error_that_names_the_field(frontends, stub, message, field):
+async def test_invalid_input_is_a_typed_error_naming_the_field(frontends, stub, message, field):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await collect(stub.Generate(message))
 
@@ -216,7 +216,7 @@ async def test_malformed_message_is_reported(frontends, channel, content):
     assert frontends.router.submitted == []
 
 
-async def test_a_message_that_is_too_large_is_told_so(frontends, channel):
+async def test_too_large_message_is_reported(frontends, channel):
     error = await raw(channel, pb.GenerateRequest(text="x" * MAX_REQUEST_BYTES).SerializeToString())
 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -258,7 +258,7 @@ async def test_total_size_of_running_requests_is_bounded(frontends, stub, channe
     await until(lambda: frontends.grpc.door._server.held_bytes == 0)
 
 
-async def test_refusals_carry_when_to_try_again(frontends, stub):
+async def test_rejections_carry_a_retry_hint(frontends, stub):
     frontends.router.refuse = RequestRejected(Reason.QUEUE_FULL, "busy", retry_after_ms=1500)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -306,7 +306,7 @@ SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024
 
 
 @pytest.mark.parametrize("frontends", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)
-async def test_a_caller_that_does_not_read_for_too_long_is_given_up(frontends, caplog):
+async def test_caller_that_reads_nothing_is_cut_off(frontends, caplog):
     frontends.router.answer = [300] * 4000
     asked = pb.GenerateRequest(text="x", sampling=pb.Sampling(max_tokens=3900, ignore_eos=True))
     async with grpc.aio.insecure_channel(frontends.grpc.address, options=SMALL_WINDOW) as channel:
@@ -338,7 +338,7 @@ async def test_a_bug_is_internal_and_the_next_call_is_served(frontends, stub, ca
     assert (await collect(stub.Generate(pb.GenerateRequest(text="x"))))[1] == "the fox"
 
 
-async def test_a_draining_front_takes_nothing_new(frontends, stub):
+async def test_draining_frontend_takes_no_new_requests(frontends, stub):
     frontends.grpc.door.drain()
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -348,7 +348,7 @@ async def test_a_draining_front_takes_nothing_new(frontends, stub):
     assert details_of(raised.value)[0].reason == "draining"
 
 
-async def test_models_and_status_are_told(frontends, stub):
+async def test_models_and_status_are_served(frontends, stub):
     frontends.router.cards = (a_model_card(), a_model_card(name="big", max_model_len=9))
 
     models = await stub.ListModels(pb.ListModelsRequest())
@@ -405,7 +405,7 @@ async def test_reflection_lists_the_services(channel):
     assert "fleet.v1.Cluster" not in names
 
 
-async def test_a_port_in_use_is_refused_with_its_address(frontends):
+async def test_port_in_use_is_rejected_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.grpc.address):
         async with open_grpc_frontend(frontends.grpc.address, frontends.generation, frontends.clock, max_held_bytes=1):
             pass
@@ -418,7 +418,7 @@ async def test_invalid_address_is_rejected_with_an_example(frontends, listen):
             pass
 
 
-async def test_clients_and_operators_have_ports_of_their_own(frontends):
+async def test_clients_and_operators_have_separate_ports(frontends):
     async with (
         grpc.aio.insecure_channel(frontends.grpc.address) as public,
         grpc.aio.insecure_channel(frontends.control) as inner,

@@ -88,7 +88,7 @@ def test_documented_and_invalid_requests_get_documented_answers(addresses, name,
     case.validate_response(answer, checks=[each for each in CHECKS if not (unmet and each is not_a_server_error)])
 
 
-def test_the_document_has_embeddings_where_somebody_makes_them(addresses):
+def test_document_has_embeddings_where_a_server_makes_them(addresses):
     assert OPERATIONS.keys() >= {EMBEDDINGS, "POST /v1/completions"}
     for address, made in zip(addresses, (False, True), strict=True):
         with urllib.request.urlopen(f"http://{address}/openapi.json", timeout=60) as answer:

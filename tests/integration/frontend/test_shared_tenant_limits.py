@@ -167,7 +167,7 @@ def test_restarted_process_knows_what_was_taken(cluster):
     assert let_in <= TOO_MANY + refilled(began)
 
 
-def test_command_says_for_whom_limits_hold(cluster):
+def test_command_says_where_limits_hold(cluster):
     assert (
         "tenants' limits hold for these 3 processes together; each router elsewhere counts for itself"
         in cluster.log.read_text()

@@ -95,7 +95,7 @@ async def test_selection_reserves_at_once_and_release_frees_it():
         assert brain.booked() == {"d1": (0, 0), "d2": (0, 0)}
 
 
-async def test_callers_that_ask_at_once_see_each_others_bookings():
+async def test_concurrent_selections_see_each_others_reservations():
     workers = [decode(f"d{number}") for number in range(8)]
     async with a_brain(*workers) as brain, grpc.aio.insecure_channel(brain.address) as channel:
         other = SelectionSetup(brain.server, brain.service, SelectionStub(channel), brain.address)
@@ -144,7 +144,7 @@ async def test_lease_ends_unless_it_is_renewed():
         assert (await brain.report(kept.lease_id)).lease_ms == 60_000
 
 
-async def test_a_booking_ends_with_its_worker():
+async def test_reservation_ends_with_its_worker():
     async with a_brain(decode("d1"), decode("d2")) as brain:
         selected = await brain.select()
         brain.server.hear(WorkerLeft(worker_id=WorkerId(selected.decode.worker_id)))
@@ -165,7 +165,7 @@ async def test_pair_reservation_ends_when_its_decode_worker_is_lost():
         assert gone.reason is Reason.REQUEST_NOT_FOUND
 
 
-async def test_a_lease_needs_no_explanation_to_be_remembered():
+async def test_lease_is_kept_without_its_explanation():
     async with a_brain(decode("d1"), explained_requests=1) as brain:
         leases = [(await brain.select(tokens=a_prompt(100, first=5000 * number))).lease_id for number in range(4)]
         for lease_id in leases:
@@ -189,14 +189,14 @@ async def test_worker_lost_before_the_answer_is_named_in_the_error(monkeypatch):
         assert brain.service._bookings == {}
 
 
-async def test_leases_do_not_hold_up_the_end_of_a_router():
+async def test_leases_do_not_delay_the_router_end():
     async with a_brain(decode("d1")) as brain:
         await brain.select()
         brain.service.drain()
         assert await brain.server.drain(Nanos(0)) == 0
 
 
-async def test_a_caller_that_stops_waiting_has_booked_nothing():
+async def test_caller_that_stops_waiting_reserves_nothing():
     workers = [decode(name, max_running=1) for name in ("d1", "d2")]
     async with a_brain(*workers, oversubscribe=1.0) as brain:
         await brain.select(pin="d1")
@@ -206,7 +206,7 @@ async def test_a_caller_that_stops_waiting_has_booked_nothing():
         assert brain.booked() == {"d1": (1, 100), "d2": (0, 0)}
 
 
-async def test_leases_of_one_caller_hold_no_more_than_its_share():
+async def test_leases_of_one_caller_stay_within_its_share():
     workers = [decode(name, max_running=4) for name in ("d1", "d2")]
     async with a_brain(*workers, oversubscribe=2.0, limits=SelectionSettings(caller_share=0.5)) as brain:
         leases = [(await brain.select(tokens=a_prompt(9, first=100 * number))).lease_id for number in range(8)]
@@ -220,7 +220,7 @@ async def test_leases_of_one_caller_hold_no_more_than_its_share():
         assert sum(requests for requests, _ in brain.booked().values()) == 8
 
 
-async def test_a_lease_that_ends_by_itself_gives_its_share_back():
+async def test_expired_lease_frees_its_share():
     limits = SelectionSettings(caller_share=0.01)
     async with a_brain(decode("d1"), limits=limits) as brain:
         await brain.select(lease_ms=50)
@@ -231,7 +231,7 @@ async def test_a_lease_that_ends_by_itself_gives_its_share_back():
         assert (await brain.select()).lease_id
 
 
-async def test_longer_leases_and_waits_than_the_ceilings_are_refused():
+async def test_leases_and_waits_beyond_the_limits_are_rejected():
     async with a_brain(decode("d1"), limits=SelectionSettings(max_lease_ms=5000, max_wait_ms=2000)) as brain:
         assert (await brain.select()).lease_ms == 5000
         for field in ("lease_ms", "timeout_ms"):
@@ -253,7 +253,7 @@ async def test_longer_leases_and_waits_than_the_ceilings_are_refused():
         ({"priority": 1000}, "priority"),
     ],
 )
-async def test_wrong_fields_are_named_and_book_nothing(fields, field):
+async def test_invalid_fields_are_named_and_reserve_nothing(fields, field):
     async with a_brain(decode("d1")) as brain:
         refused = await brain.refused(brain.select(**fields))
         assert refused.field == field
@@ -268,7 +268,7 @@ async def test_unlimited_answer_reserves_what_the_prompt_leaves():
         assert brain.booked() == {"p1": (0, 0), "d1": (1, 0)}
 
 
-async def test_more_tokens_than_were_asked_for_count_for_no_more():
+async def test_tokens_beyond_the_request_are_not_counted():
     async with a_brain(decode("d1")) as brain:
         selected = await brain.select(max_tokens=64)
         for _ in range(5):

@@ -87,14 +87,14 @@ async def test_client_with_the_secret_reads_blocks():
         (b"", SECRET, "proves nothing"),
     ],
 )
-async def test_two_ends_of_which_one_has_not_the_secret_do_not_speak(nodes, clients, says):
+async def test_end_without_the_secret_is_rejected(nodes, clients, says):
     async with a_data_plane(nodes) as (plane, address, digest, slot):
         with pytest.raises(StoreUnreachable, match=says):
             await asyncio.to_thread(fetch, address, digest, slot, clients)
         assert plane.refused == (clients == OTHER)
 
 
-async def test_a_stranger_does_not_learn_which_namespaces_are_open():
+async def test_unknown_client_learns_no_open_namespaces():
     async with a_data_plane(SECRET) as (_, address, _, slot):
         with pytest.raises(NamespaceUnknown):
             await asyncio.to_thread(fetch, address, b"?" * 16, slot, SECRET)
@@ -102,7 +102,7 @@ async def test_a_stranger_does_not_learn_which_namespaces_are_open():
             await asyncio.to_thread(fetch, address, b"?" * 16, slot, OTHER)
 
 
-async def test_a_proof_that_was_overheard_opens_no_other_connection():
+async def test_captured_proof_opens_no_other_connection():
     async with a_data_plane(SECRET) as (_, address, digest, slot):
         heard = await asyncio.to_thread(overhear, address, digest, slot)
         reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -131,7 +131,7 @@ async def test_requests_instead_of_a_proof_are_not_served():
         writer.close()
 
 
-def test_a_node_that_cannot_prove_the_secret_gets_no_request():
+def test_node_without_the_secret_gets_no_request():
     after: list[bytes] = []
 
     def pretend() -> None:
@@ -237,7 +237,7 @@ async def test_old_proof_is_rejected_with_a_hint_on_clocks():
         assert "set the clocks" in error.details()
 
 
-async def test_an_answer_that_is_not_proven_is_not_believed():
+async def test_unproven_answer_is_not_believed():
     async with a_control_plane(LoadedCredentials()) as address:
         error = await refusal(address, LoadedCredentials(secret=SECRET))
         assert "not proven" in error.details()
@@ -266,7 +266,7 @@ async def test_certificates_of_the_same_authority_are_enough(tmp_path):
             assert (await stub.Stats(pb.StatsRequest(), timeout=60)).store_id == "asked"
 
 
-async def test_no_certificate_or_one_of_another_authority_gets_nowhere(tmp_path):
+async def test_missing_or_foreign_certificate_is_rejected(tmp_path):
     authority, stranger = Authority(tmp_path, "authority"), Authority(tmp_path, "stranger")
     node = load(Credentials(authority=authority.file, **authority.issue("node")))
     false_node = load(Credentials(authority=authority.file, **stranger.issue("false-node")))
@@ -307,7 +307,7 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
         (("unix:/run/c",), "0.0.0.0:7001", "data_listen"),
     ],
 )
-def test_an_open_address_needs_protection(listen, data_listen, field):
+def test_public_address_needs_credentials(listen, data_listen, field):
     with pytest.raises(StoreNotStarted) as caught:
         LoadedCredentials().require(listen, data_listen)
     assert str(caught.value).startswith(f"{field}: ")
@@ -334,13 +334,13 @@ def test_addresses_of_this_machine_need_no_credentials(address):
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b" " * 40])
-def test_a_secret_that_can_be_guessed_is_refused(tmp_path, content):
+def test_guessable_secret_is_rejected(tmp_path, content):
     (tmp_path / "secret").write_bytes(content)
     with pytest.raises(BadCredentials, match=r"credentials\.secret_file: .* bytes"):
         load(Credentials(secret_file=str(tmp_path / "secret")))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(BadCredentials, match=r"credentials\.authority: .*nowhere cannot be read"):
         load(Credentials(authority=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match=r"credentials\.key"):

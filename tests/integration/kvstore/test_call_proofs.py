@@ -88,7 +88,7 @@ async def refusal(channel: grpc.aio.Channel, method: str, request: bytes, proof:
     return caught.value.details() or ""
 
 
-async def test_captured_proof_is_refused_a_second_time():
+async def test_captured_proof_is_rejected_a_second_time():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         proof = a_proof()
         await send(channel, MATCH, BODY, proof)
@@ -98,7 +98,7 @@ async def test_captured_proof_is_refused_a_second_time():
         assert server.served == 1
 
 
-async def test_captured_proof_is_refused_with_another_body():
+async def test_captured_proof_is_rejected_with_another_body():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         other = pb.MatchRequest(hashes=b"other blocks").SerializeToString()
 
@@ -108,14 +108,14 @@ async def test_captured_proof_is_refused_with_another_body():
         await send(channel, MATCH, BODY, a_proof())  # a rejected call does not use up its number
 
 
-async def test_captured_proof_is_refused_for_another_method():
+async def test_captured_proof_is_rejected_for_another_method():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         for method in (STATS, WATCH):
             assert "another call" in await refusal(channel, method, BODY, a_proof())
         assert server.served == 0
 
 
-async def test_captured_proof_of_a_stream_is_refused_a_second_time():
+async def test_captured_proof_of_a_stream_is_rejected_a_second_time():
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         proof = a_proof(WATCH, b"")
         await send(channel, WATCH, b"", proof)
@@ -134,7 +134,7 @@ async def test_calls_may_overtake_each_other_within_the_window():
 
 
 @pytest.mark.parametrize("ago", [SKEW_SECONDS + 10, -SKEW_SECONDS - 10])
-async def test_clock_that_is_off_is_refused_with_the_hint(ago):
+async def test_clock_that_is_off_is_rejected_with_the_hint(ago):
     async with a_server() as (server, address), grpc.aio.insecure_channel(address) as channel:
         says = await refusal(channel, MATCH, BODY, a_proof(ago=ago))
         assert f"{-ago} s ahead" in says
@@ -142,7 +142,7 @@ async def test_clock_that_is_off_is_refused_with_the_hint(ago):
         assert server.served == 0
 
 
-async def test_proof_of_an_older_version_is_refused_and_says_so():
+async def test_proof_of_an_older_version_is_rejected_and_says_so():
     async with a_server() as (_, address), grpc.aio.insecure_channel(address) as channel:
         older = f"{unix_seconds()}.{bytes(16).hex()}.{bytes(32).hex()}"
         assert "update the caller's software" in await refusal(channel, MATCH, BODY, older)

@@ -191,7 +191,7 @@ async def test_a_slow_watcher_is_cut_and_can_watch_again():
             client.close()
 
 
-async def test_a_watcher_that_looks_whether_the_node_lives_is_not_cut(monkeypatch):
+async def test_watcher_that_pings_the_node_is_not_cut(monkeypatch):
     monkeypatch.setattr(server, "MIN_PING_MS", 800)  # scaled down from a quarter of a minute
     pings = dict(CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 1000}  # gRPC sends pings no more often
     with a_short_folder() as folder:
@@ -252,7 +252,7 @@ async def test_client_with_many_bad_blocks_does_not_block_the_node(monkeypatch):
     assert max(Counter(looks).values()) == CONDEMNED_NAMES
 
 
-def test_leases_end_even_when_nobody_calls():
+def test_leases_end_without_calls():
     with a_node(max_lease_seconds=0.2) as node, a_store_client(node.address, a_namespace()) as client:
         client.write(a_chain(2), a_block)
         match = client.match(a_chain(2), lease_seconds=60)

@@ -70,7 +70,7 @@ def a_metric(node: NodeProcess, name: str) -> float:
         return next(float(line.split()[1]) for line in response.read().decode().splitlines() if line.startswith(name))
 
 
-def test_silent_connections_refuse_no_client_with_the_secret(secret):
+def test_silent_connections_block_no_client_with_the_secret(secret):
     namespace = a_namespace()
     with (
         a_node(
@@ -96,7 +96,7 @@ def test_silent_connections_refuse_no_client_with_the_secret(secret):
             client.close()
 
 
-def test_silent_connections_to_the_metrics_keep_nobody_from_them():
+def test_silent_connections_do_not_block_metrics():
     with (
         a_node(metrics_listen=f"127.0.0.1:{a_free_port()}") as node,
         silent_connections(node.settings.metrics_listen, 200) as silent,

@@ -24,7 +24,7 @@ def path() -> Iterator[Path]:
         yield folder / "m"
 
 
-def test_while_one_node_takes_its_socket_no_other_removes_one(path, monkeypatch):
+def test_socket_is_not_removed_while_a_node_binds(path, monkeypatch):
     monkeypatch.setattr(sockets, "ALONE_SECONDS", 0.05)
     left = sockets.identity(str(path))
     other = os.open(path.parent, os.O_RDONLY)

@@ -223,7 +223,7 @@ def test_explain_gives_terms_that_add_up(cluster):
     assert "decode-0" in shown.stdout
 
 
-def test_a_request_that_nobody_remembers_is_one_line(cluster):
+def test_explain_of_an_unknown_request_is_one_line(cluster):
     done = run_fleet("explain", "nobody", "--address", cluster.grpc)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
@@ -280,7 +280,7 @@ def test_status_shows_pools_workers_and_store(cluster):
     assert "router" in table
 
 
-def test_status_of_nobody_fails_with_one_line():
+def test_status_without_a_router_fails_with_one_line():
     done = run_fleet("status", "--address", "127.0.0.1:1")
 
     assert done.returncode == 1
@@ -387,7 +387,7 @@ def test_stopped_cluster_leaves_nothing_behind(tmp_path, number):
     eventually(lambda: not remaining_of(segments))
 
 
-def test_killed_it_leaves_nothing_either(tmp_path):
+def test_killed_cluster_leaves_nothing(tmp_path):
     with fleet_up(tmp_path) as up:
         pids, folder = up.pids(), up.runtime_folder()
 
@@ -412,7 +412,7 @@ def refusals(said):
     return [line for line in said.splitlines() if not line.startswith("fleet: loading ")]
 
 
-def test_a_port_in_use_is_refused_with_one_line(tmp_path):
+def test_port_in_use_is_rejected_in_one_line(tmp_path):
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -427,7 +427,7 @@ def test_a_port_in_use_is_refused_with_one_line(tmp_path):
     assert done.stdout == ""
 
 
-def test_a_model_folder_that_is_none_is_refused_with_one_line(tmp_path):
+def test_invalid_model_folder_is_rejected_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     (tmp_path / "tokenizer.json").write_text("{}")
 
@@ -449,7 +449,7 @@ def test_error_found_by_a_child_is_one_line_too(tmp_path):
     assert str(tmp_path / "tokenizer.json") in said
 
 
-def test_an_unknown_key_is_refused_with_its_path(tmp_path):
+def test_unknown_key_is_rejected_with_its_path(tmp_path):
     path = tmp_path / "topology.toml"
     path.write_text("[cluster]\nengine = 'simulated'\n[[pools]]\nrole = 'both'\nreplica = 2\n")
 
@@ -459,7 +459,7 @@ def test_an_unknown_key_is_refused_with_its_path(tmp_path):
     assert done.stderr == f"fleet: {path}: pools[0].replica: is not a known key\n"
 
 
-def test_the_check_passes_for_both_ways():
+def test_check_passes_for_both_kv_paths():
     done = run_fleet("up", "--engine", "simulated", "--check")
 
     assert done.returncode == 0, done.stderr

@@ -40,13 +40,13 @@ async def settings(tmp_path):
 
 
 @pytest.mark.parametrize("content", NO_RECORDS.values(), ids=NO_RECORDS)
-async def test_a_file_that_is_no_record_harms_no_other(tmp_path, settings, content):
+async def test_invalid_file_harms_no_other_record(tmp_path, settings, content):
     (tmp_path / f"other{SUFFIX}").write_bytes(content)
 
     assert await who_is_in(settings) == [WORKER]
 
 
-async def test_a_pipe_and_a_link_to_itself_harm_no_file(tmp_path, settings):
+async def test_pipe_and_cyclic_link_harm_no_record(tmp_path, settings):
     os.mkfifo(tmp_path / f"pipe{SUFFIX}")
     (tmp_path / f"link{SUFFIX}").symlink_to(f"link{SUFFIX}")
 

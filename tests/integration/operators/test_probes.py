@@ -153,14 +153,14 @@ async def test_redirected_service_never_sees_the_key(model_dir):
         (RequestRejected(Reason.DEADLINE_PASSED, "too late"), ProbeFailure(504, "deadline_passed: too late")),
     ],
 )
-async def test_a_router_that_has_no_room_is_told_from_one_that_fails(model_dir, refused, found):
+async def test_full_router_differs_from_a_failing_one(model_dir, refused, found):
     async with open_frontends(model_dir) as frontends:
         frontends.router.refuse = refused
 
         assert await probes(frontends.url).ask(a_probe()) == found
 
 
-async def test_a_429_of_somebody_else_shows_nothing(model_dir):
+async def test_foreign_429_proves_nothing(model_dir):
     for content in (b"slow down", b'{"error": {"code": "internal", "message": "x"}}'):
         async with exchange(content, 429) as url:
             assert not (await probes(url).ask(a_probe())).busy
@@ -177,7 +177,7 @@ async def test_a_429_of_somebody_else_shows_nothing(model_dir):
         ([("aggregated", "w1", "computed", 9)], ProbeFailure(200, "another worker answered")),
     ],
 )
-async def test_a_pair_has_answered_when_both_pools_took_part(phases, found):
+async def test_pair_has_answered_when_both_pools_took_part(phases, found):
     heard = []
     async with exchange(a_completion(*phases), heard=heard) as url:
         assert await probes(url).ask(a_probe(pair=True)) == found
@@ -219,7 +219,7 @@ async def test_probe_without_a_listener_says_so():
     assert found == ProbeFailure(0, "no answer: ClientConnectorError")
 
 
-def test_a_service_has_a_name_that_no_public_domain_has():
+def test_service_name_is_no_public_domain():
     assert service_address("dev", "llama-router") == "llama-router.dev.svc:8000"
     assert [router_address(host) for host in ("10.0.0.1", "fd00::1")] == ["10.0.0.1:8000", "[fd00::1]:8000"]
 

@@ -93,7 +93,7 @@ def heard(tmp_path, *said, **fields):
 
 
 @pytest.mark.parametrize("blocks", [float("nan"), float("inf"), 1e300, -1.0])
-def test_bookings_that_are_no_numbers_end_the_connection(tmp_path, blocks):
+def test_invalid_reservation_numbers_end_the_connection(tmp_path, blocks):
     workers = [pb.WorkerBookings(worker_id="w", requests=1, prefill_tokens=1, blocks=blocks)]
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(bookings=pb.ReplicaBookings(workers=workers)))
 
@@ -107,7 +107,7 @@ def test_latest_possible_clock_does_not_silence_a_peer(tmp_path):
     assert "PeerReserved" in heard_of(tmp_path, told)
 
 
-def test_a_clock_that_says_what_none_does_ends_the_connection(tmp_path):
+def test_impossible_clock_ends_the_connection(tmp_path):
     """Guard the clocks of all routers, which would be put forward for ever."""
     binding = pb.SessionBinding(session="s", worker_id="w", stamp=(1 << 64) - 1)
     assert "PeerReserved" not in heard_of(tmp_path, pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=[binding])))
@@ -131,5 +131,5 @@ def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
     assert [each.number for each in prompts] == ([0, 1] if ours else [1])
 
 
-def test_a_message_of_a_later_version_is_passed_over(tmp_path):
+def test_message_of_a_later_version_is_skipped(tmp_path):
     assert heard_of(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"

@@ -150,7 +150,7 @@ def test_lease_report_reaches_the_router_that_gave_the_lease(routers):
     eventually(lambda: {sum(booked.values()) for booked in routers.asked(booked_by_all)} == {0})
 
 
-def test_thresholds_that_one_router_is_told_count_for_all(routers):
+def test_thresholds_set_on_one_router_hold_for_all(routers):
     with Client(routers.grpc) as client:
         client.tune(max_queued=77)
 

@@ -168,7 +168,7 @@ def _meeting_soon(monkeypatch):
     monkeypatch.setattr(replicas, "DIAL_SECONDS", 0.05)
 
 
-async def test_routers_with_nothing_new_tell_each_other_twice_a_second(tmp_path):
+async def test_idle_routers_update_peers_twice_a_second(tmp_path):
     """Check that receiving an update is not itself an update to send."""
     async with PeerRouterSetup(tmp_path, 0, 2).running() as a, PeerRouterSetup(tmp_path, 1, 2).running() as b:
         await until(lambda: met(a, b) and a.server.times and b.server.times)
@@ -329,7 +329,7 @@ async def let_in(tenants, clock, count):
     return number
 
 
-async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
+async def test_silent_router_delays_no_rate_limit(tmp_path):
     """Wait for the silent router once; then the others count without it."""
     address, deaf = f"unix:{tmp_path}/r", f"unix:{tmp_path}/deaf"
     async with open_server("listen", deaf, lambda _: SilentRouter()):
@@ -346,7 +346,7 @@ async def test_router_that_answers_nothing_holds_up_no_limit(tmp_path):
         await asyncio.wait([running])
 
 
-async def test_limit_is_shared_by_a_router_that_comes_later(tmp_path):
+async def test_later_router_shares_the_rate_limit(tmp_path):
     one, other = f"unix:{tmp_path}/one", f"unix:{tmp_path}/other"
     tenants, shared, clock = limited(one, (other,))
     running = [asyncio.create_task(shared.run())]

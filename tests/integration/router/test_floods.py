@@ -95,7 +95,7 @@ def is_served(up):
 
 @pytest.mark.parametrize("sources", [("127.0.0.1",), tuple(f"127.0.0.{number}" for number in range(2, 50))])
 @pytest.mark.parametrize("port", ["http", "grpc", "health"])
-def test_silent_connections_shut_nobody_out(up, files, port, sources):
+def test_silent_connections_lock_nobody_out(up, files, port, sources):
     with silent_connections(up.endpoints[port], sources):
         is_served(up)
     is_served(up)

@@ -144,7 +144,7 @@ async def test_pair_answers_like_one_worker_and_blocks_move(kv_path, source, sam
         assert complete.finish is Finish.LENGTH
 
 
-async def test_a_prompt_seen_before_by_anybody_is_short_for_everybody():
+async def test_known_prompt_is_short_on_every_worker():
     async with a_cluster(Role.PREFILL, Role.DECODE, Role.DECODE) as (cluster, _):
         prompt = fresh_prompt(LONG)
         first, complete = await cluster.ask(prompt)
@@ -197,7 +197,7 @@ async def test_unary_answer_survives_its_workers_death(sampling):
         assert cluster.server.status().counters.workers_lost == 1
 
 
-async def test_a_prefill_worker_that_dies_costs_time_only():
+async def test_lost_prefill_worker_costs_only_time():
     async with a_cluster(Role.PREFILL, Role.DECODE, speedup=0.2) as (cluster, processes):
         arrived = cluster.arrival(fresh_prompt(2000), sampling=Sampling(temperature=0.0, max_tokens=3, ignore_eos=True))
         async with asyncio.TaskGroup() as tasks:

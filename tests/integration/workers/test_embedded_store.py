@@ -216,7 +216,7 @@ async def test_prefill_worker_with_node_hands_off_to_decode_worker(folder):
     assert blocks_from(end.kv, Source.STORE) == BLOCKS
 
 
-async def test_metrics_and_health_are_those_of_any_node(folder):
+async def test_embedded_node_serves_metrics_and_health(folder):
     port, prompt = a_free_port(), a_prompt()
 
     def metrics() -> str:
@@ -258,7 +258,7 @@ async def test_invalid_node_settings_are_rejected_with_their_path(folder, fields
     assert file_names_in(folder) == {"file"}
 
 
-async def test_a_node_that_ends_by_itself_ends_the_worker(folder, monkeypatch):
+async def test_node_failure_ends_the_worker(folder, monkeypatch):
     serve, failing = embedded.serve, threading.Event()
 
     async def breaking(told, on_ready, *, clock):

@@ -202,7 +202,7 @@ async def test_most_valuable_missing_blocks_go_first_within_budget():
             assert keys_in(server, "worth") == hexes([*names_of(hot), *names_of(once)])
 
 
-async def test_blocks_that_only_the_engine_still_has_go_too():
+async def test_blocks_only_in_the_engine_are_evacuated_too():
     server, prompt = shared_redis(), a_prompt()
     with a_node(tiers=[redis_tier(server, "engine")]) as node:
         async with a_warm_worker(node, prompt) as (one, evacuator, (expected,)):
@@ -248,7 +248,7 @@ async def test_unreachable_peer_does_not_stop_an_evacuation():
         assert await tokens_and_tiers(other, prompt) == (expected, {"cpu": BLOCKS})
 
 
-async def test_the_disk_is_what_is_left_to_a_node_that_goes_alone(folder):
+async def test_node_without_peers_evacuates_to_its_disk(folder):
     disk = {"kind": "ssd", "directories": [str(folder)], "capacity_bytes": 8 << 20, "segment_bytes": 1 << 20}
     prompt = a_prompt()
     with a_node(tiers=[disk]) as node:
@@ -292,7 +292,7 @@ async def test_watcher_learns_where_evacuated_blocks_are():
     assert told == set(names_of(prompt))
 
 
-async def test_more_names_than_a_call_takes_are_refused_with_the_field():
+async def test_too_many_names_are_rejected_with_the_field():
     with a_node() as node:
         async with grpc.aio.insecure_channel(node.address) as channel:
             with a_client(node) as client:
@@ -416,7 +416,7 @@ async def test_unanswered_call_is_one_failure_and_evacuation_goes_on(monkeypatch
     assert keys_in(server, "slow") == hexes(names_of(prompt))
 
 
-async def test_a_node_that_is_gone_ends_it_before_its_deadline(caplog):
+async def test_lost_node_ends_evacuation_before_its_deadline(caplog):
     caplog.set_level(logging.INFO)
     prompt = a_prompt()
     with a_node(tiers=[redis_tier(shared_redis(), "dead")]) as node:

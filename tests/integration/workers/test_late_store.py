@@ -84,7 +84,7 @@ async def test_workers_start_beside_a_hung_store_and_join_it_later():
             assert [phase.phase for phase in complete.kv] == [Phase.AGGREGATED], "the stream stays on its worker"
 
 
-async def test_a_worker_alone_fills_the_store_that_it_joined_late():
+async def test_single_worker_fills_the_store_it_joined_late():
     with a_node(capacity_bytes=16 << 20) as node:
         node.kill()
         async with AsyncExitStack() as stack:
@@ -139,7 +139,7 @@ def causes(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("wait_seconds", [0.3, 0])
-def test_expired_certificate_of_a_late_store_is_told(tmp_path, caplog, monkeypatch, wait_seconds):
+def test_expired_certificate_of_a_late_store_is_reported(tmp_path, caplog, monkeypatch, wait_seconds):
     monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
     monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
     authority = Authority(tmp_path, "authority")
@@ -155,7 +155,7 @@ def test_expired_certificate_of_a_late_store_is_told(tmp_path, caplog, monkeypat
     assert len(causes(caplog)) == 1
 
 
-def test_certificate_that_shows_up_later_is_told_too(tmp_path, caplog, monkeypatch):
+def test_late_certificate_error_is_reported(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(link, "JOIN_SECONDS", 0.3)
     monkeypatch.setattr(link, "JOIN_PAUSE_SECONDS", 0.01)
     authority = Authority(tmp_path, "authority")

@@ -61,7 +61,7 @@ async def until_held(client: StoreClient, blocks: int) -> None:
     await until(lambda: client.stats().held_bytes == blocks * NAMESPACE.block_bytes)
 
 
-async def test_a_chain_is_held_until_it_is_released():
+async def test_chain_is_pinned_until_released():
     async with holding() as (holds, client):
         write(client, NAMES)
 
@@ -73,7 +73,7 @@ async def test_a_chain_is_held_until_it_is_released():
         assert (holds.held, holds.refused, holds.dropped) == (1, 0, 0)
 
 
-async def test_a_hold_ends_by_itself():
+async def test_pin_expires():
     async with holding() as (holds, client):
         write(client, NAMES)
 
@@ -119,7 +119,7 @@ async def test_pins_stay_within_the_quota_and_keep_the_chain_start():
         assert client.stats().held_bytes == quota
 
 
-async def test_holds_are_dropped_when_the_node_is_away():
+async def test_pins_are_dropped_while_the_node_is_away():
     with a_node() as node:
         async with open_pin_keeper(node.address, KV, Credentials()) as holds:
             node.kill()
@@ -134,7 +134,7 @@ async def test_ending_worker_drops_pending_pins_silently():
     gc.collect()  # a coroutine that was never awaited would warn here
 
 
-async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch):
+async def test_client_closes_after_the_running_call(monkeypatch):
     done: list[str] = []
     began = threading.Event()
     hold, close = StoreClient.hold, StoreClient.close
@@ -160,7 +160,7 @@ async def test_the_client_is_closed_after_the_call_that_is_under_way(monkeypatch
         assert done == ["held", "closed"]
 
 
-async def test_a_node_with_other_blocks_leaves_no_thread_behind():
+async def test_incompatible_node_leaves_no_thread():
     with a_node() as node, a_store_client(node.address, NAMESPACE):
         other = describe(a_namespace(block_bytes=2 * NAMESPACE.block_bytes, layers=2 * NAMESPACE.layers))
         with pytest.raises(LayoutMismatch):

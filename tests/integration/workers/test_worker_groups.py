@@ -130,7 +130,7 @@ async def test_rank_of_another_group_does_not_retry(group):
                 pass
 
 
-async def test_a_group_that_does_not_form_in_time_says_who_is_missing(group):
+async def test_late_group_names_its_missing_ranks(group):
     with pytest.raises(BaseExceptionGroup) as ended:
         async with a_leader(group, join_timeout_ms=200) as ready:
             await ready
@@ -163,7 +163,7 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
             await ready
 
 
-async def test_strangers_that_say_nothing_keep_no_rank_out(group, monkeypatch):
+async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
     monkeypatch.setattr(worker_groups, "STRANGERS", 2)
     async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
         silent = [await by_hand(group, b"") for _ in range(3)]
@@ -190,14 +190,14 @@ async def test_leader_without_descriptors_accepts_a_little_later(group, monkeypa
     assert not failures
 
 
-async def test_a_leader_that_says_nothing_is_none(group):
+async def test_silent_leader_is_given_up(group):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(EngineDied, match=r"the leader has said nothing for 0.2 s"):
             await follow(group, leader=f"127.0.0.1:{port}", silence_ms=200, join_timeout_ms=3000)
 
 
-async def test_a_rank_that_says_nothing_more_is_the_end_of_the_leader(group):
+async def test_silent_rank_ends_the_leader(group):
     with pytest.raises(BaseExceptionGroup) as ended:  # noqa: PT012 - it ends while a rank is there
         async with a_leader(group, silence_ms=300):
             reader, writer = await by_hand(group, b'{"type":"join","rank":1,"nodes":2,"alike":"same"}\n')

@@ -156,7 +156,7 @@ async def test_stored_blocks_are_known_by_tokens_salt_and_adapter(server, model_
             await world.settled()
 
 
-async def test_lost_events_are_asked_for_again(server, model_dir):
+async def test_lost_events_are_requested_again(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     with a_publisher() as publisher:
         async with a_relay(server, model_dir=model_dir, **publisher.endpoints) as world:
@@ -171,7 +171,7 @@ async def test_lost_events_are_asked_for_again(server, model_dir):
             assert publisher.asked == asked + 1
 
 
-async def test_all_that_was_cleared_is_gone(server, model_dir):
+async def test_cleared_cache_is_forgotten(server, model_dir):
     ids = token_ids(load_codec(model_dir).encode(PROMPT))
     with a_publisher() as publisher:
         await publisher.publish(stored(ids, [1, 2]), lost=True)
@@ -183,7 +183,7 @@ async def test_all_that_was_cleared_is_gone(server, model_dir):
             await until(lambda: world.router.status().index_blocks == 0)
 
 
-async def test_blocks_of_another_size_raise_an_alert_by_name(server, model_dir, caplog):
+async def test_blocks_of_another_size_raise_a_named_alert(server, model_dir, caplog):
     caplog.set_level(logging.INFO)
     with a_publisher() as publisher:
         await publisher.publish({**stored(list(range(32)), [1]), "block_size": 32}, lost=True)
@@ -212,7 +212,7 @@ async def test_server_that_publishes_nothing_raises_a_named_alert(server, model_
 
 
 @pytest.mark.parametrize("events", [True, False], ids=["exact", "approximate"])
-async def test_the_hit_rate_error_of_either_mode_is_measured(server, model_dir, events):
+async def test_hit_rate_error_is_measured_in_both_modes(server, model_dir, events):
     """Let the server report half of the prompt as cached, whatever was published or sent."""
 
     async def half(exchange: ServerExchange) -> None:

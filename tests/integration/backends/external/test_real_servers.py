@@ -99,7 +99,7 @@ async def test_streams_match_whole_answers_and_carry_usage(folder, servers, name
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_client_that_goes_stops_the_server(folder, servers, name):
+async def test_departed_client_stops_the_server(folder, servers, name):
     endless = {**GREEDY, "max_tokens": 1900}
     async with in_front_of(folder, servers[name]) as (world, client):
         loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ async def test_server_error_arrives_with_its_own_message(folder, servers, name, 
         await world.settled()
 
 
-async def test_tools_and_forms_of_answers_are_the_servers_to_obey(folder, servers):
+async def test_tools_and_structured_output_are_left_to_the_server(folder, servers):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}

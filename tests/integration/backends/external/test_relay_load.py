@@ -129,7 +129,7 @@ async def server():
     server.stop()
 
 
-async def test_two_thousand_streams_at_once_get_their_own_tokens_each(server):
+async def test_two_thousand_streams_get_their_own_tokens(server):
     """Begin all streams before the first one ends; each token comes while all other streams run."""
     prompts = [f"stream {number}" for number in range(STREAMS)]
     async with a_relay(

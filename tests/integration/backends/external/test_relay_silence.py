@@ -101,7 +101,7 @@ async def test_requests_on_a_hung_server_restart_elsewhere(servers, path):
         await world.settled()
 
 
-async def test_a_head_without_content_is_no_sign_of_life(servers):
+async def test_head_without_content_is_no_sign_of_life(servers):
     async def begin_only(exchange: ServerExchange) -> None:
         await exchange.begin_events()
         await asyncio.Event().wait()
@@ -156,7 +156,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
         await world.settled()
 
 
-async def test_a_server_that_answers_again_takes_requests_again(servers):
+async def test_recovered_server_takes_requests_again(servers):
     go_on = asyncio.Event()
 
     async def when_told(exchange: ServerExchange) -> None:
@@ -176,7 +176,7 @@ async def test_a_server_that_answers_again_takes_requests_again(servers):
         await world.settled()
 
 
-async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
+async def test_server_that_rejects_trials_is_ejected(servers):
     async def hang_but_for_trials(exchange: ServerExchange) -> None:
         if exchange.seen.json.get("max_tokens") == 1:
             await exchange.respond(401, b'{"error": {"message": "who are you?"}}')
@@ -191,7 +191,7 @@ async def test_a_server_that_refuses_trials_is_out_after_some_clients(servers):
         assert answers.count(None) <= 4
 
 
-async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
+async def test_only_hung_server_ends_requests_and_is_named(server):
     async with (
         a_relay(server, silence_floor_seconds=FLOOR, silence_cut_seconds=1.0) as world,
         raw_http_client(world) as peer,
@@ -207,7 +207,7 @@ async def test_a_hung_server_alone_ends_its_requests_and_names_itself(server):
         assert world.serving() == 1, "no other server exists"
 
 
-async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
+async def test_stream_on_a_hung_server_ends_and_names_it(server):
     hang = asyncio.Event()
 
     async def stop(exchange: ServerExchange) -> None:
@@ -239,7 +239,7 @@ async def test_a_stream_that_stops_on_a_hung_server_ends_and_names_it(server):
 # No false alarm
 
 
-async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
+async def test_long_prompt_and_its_queue_are_no_hang(servers):
     """Use servers that compute one prompt after another, and a long one for twenty times as long."""
     turns = {id(server): asyncio.Lock() for server in servers}
 
@@ -266,7 +266,7 @@ async def test_a_long_prompt_and_what_waits_behind_it_are_no_hang(servers):
         assert world.router.status().counters.retried == 0
 
 
-async def test_servers_that_become_slow_together_all_stay(servers):
+async def test_servers_that_slow_down_together_all_stay(servers):
     slow = asyncio.Event()
 
     async def play(exchange: ServerExchange) -> None:
@@ -287,7 +287,7 @@ async def test_servers_that_become_slow_together_all_stay(servers):
         assert {each.result() for each in asking} == {200}
 
 
-async def test_servers_that_load_at_their_first_requests_all_stay(servers):
+async def test_servers_that_load_on_first_requests_all_stay(servers):
     loaded = asyncio.Event()
 
     async def play(exchange: ServerExchange) -> None:
@@ -330,7 +330,7 @@ async def a_router_process(
         await asyncio.to_thread(process.wait, 60)
 
 
-async def test_a_router_that_was_suspended_blames_no_server(servers, tmp_path):
+async def test_suspended_router_blames_no_server(servers, tmp_path):
     """Check that answers which came during the sleep neither count as silence nor as late."""
 
     async def soon(exchange: ServerExchange) -> None:

@@ -137,7 +137,7 @@ def objects(bucket: str) -> int:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[bytes], bytes], caplog):
+def test_damage_in_transfer_from_s3_deletes_no_object(bucket, damage: Callable[[bytes], bytes], caplog):
     with (
         a_damaging_http_proxy(("127.0.0.1", shared_s3().port), damage) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
@@ -153,7 +153,7 @@ def test_damage_on_the_way_from_s3_deletes_no_object(bucket, damage: Callable[[b
         assert "tier is fenced, since its answers are damaged on their way" in messages
 
 
-def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
+def test_s3_circuit_closes_when_answers_are_sound_again(bucket):
     with (
         a_damaging_http_proxy(("127.0.0.1", shared_s3().port), with_a_flipped_bit) as proxy,
         an_s3_tier(bucket, proxy.port) as tier,
@@ -169,7 +169,7 @@ def test_fence_around_s3_opens_when_answers_are_sound_again(bucket):
         assert objects(bucket) == COUNT
 
 
-def test_object_that_is_damaged_where_it_lies_is_deleted(bucket):
+def test_object_damaged_at_rest_is_deleted(bucket):
     server = shared_s3()
     place = f"fleet/{DIGEST.hex()}/{NAMES[5].hex()}"
     content = server.client.get_object(Bucket=bucket, Key=place)["Body"].read()
@@ -198,7 +198,7 @@ REDIS_DAMAGES = {"the same bit of each piece": with_a_flipped_bit, "a bit of eac
 
 
 @pytest.mark.parametrize("damage", REDIS_DAMAGES.values(), ids=REDIS_DAMAGES)
-def test_damage_on_the_way_from_redis_deletes_no_value(damage):
+def test_damage_in_transfer_from_redis_deletes_no_value(damage):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier:
@@ -221,7 +221,7 @@ def test_damage_on_the_way_from_redis_deletes_no_value(damage):
         assert tier.status().fenced == 0
 
 
-def test_value_that_is_damaged_where_it_lies_is_deleted():
+def test_value_damaged_at_rest_is_deleted():
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with a_redis_tier(prefix, server.port) as tier, server.client() as client:
@@ -238,7 +238,7 @@ def test_value_that_is_damaged_where_it_lies_is_deleted():
         assert (tier.status().corrupt, tier.status().damaged, tier.status().fenced) == (2, 0, 0)
 
 
-def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
+def test_unreadable_block_is_not_taken_for_damage(caplog):
     server = shared_redis()
     prefix = f"wire-{uuid.uuid4().hex}"
     with (
@@ -266,7 +266,7 @@ def test_block_that_cannot_be_read_again_is_no_sign_of_damage(caplog):
         assert (tier.status().damaged, tier.status().fenced) == (0, 0)
 
 
-def test_damage_on_the_way_from_a_peer_drops_none_of_its_blocks(monkeypatch):
+def test_damage_in_transfer_from_a_peer_drops_no_block(monkeypatch):
     namespace = a_namespace()
     keys = [BlockKey(namespace.digest, name) for name in NAMES]
     with a_node(capacity_bytes=4 << 20) as node:

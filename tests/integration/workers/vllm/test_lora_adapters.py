@@ -127,7 +127,7 @@ def test_invalid_adapter_is_rejected_by_name(tmp_path, config):
         engine_arguments(structs.replace(vllm_worker(tmp_path), adapters={ModelName("a"): str(tmp_path)}))
 
 
-def test_the_adapter_used_longest_ago_is_taken_for_dropped():
+def test_least_recently_used_adapter_counts_as_dropped():
     used = LoadedAdapters(2)
     for name in "abac":
         used.use(name)

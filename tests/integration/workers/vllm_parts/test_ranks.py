@@ -293,7 +293,7 @@ def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypat
     assert held(client, a_chain(3)) == 0
 
 
-def test_a_rank_whose_thread_broke_is_not_waited_for(pair, client, monkeypatch, caplog):
+def test_rank_with_a_broken_thread_is_not_waited_for(pair, client, monkeypatch, caplog):
     keeper = pair.movers[1]._keeper
     monkeypatch.setattr(keeper, "_end", lambda saves: 1 / 0)
 
@@ -374,7 +374,7 @@ def test_silent_rank_is_waited_for_once_then_after_a_pause(pair, node, client, m
     assert_loaded(node, client, a_chain(3), a_model(1), 4)
 
 
-def test_a_first_rank_that_is_silent_is_waited_for_once_a_step(pair, client, monkeypatch, caplog):
+def test_silent_first_rank_is_waited_for_once_per_step(pair, client, monkeypatch, caplog):
     monkeypatch.setattr(vllm_ranks, "FOLLOW", Nanos(SECOND // 20))
     saves = [BlockSave("r", a_chain(3), [4, 5, 6]), BlockSave("q", a_chain(2, "q"), [7, 8])]
 
@@ -461,7 +461,7 @@ def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
     assert client.stats().corrupt == 1
 
 
-def test_the_lease_of_a_load_stays_when_a_rank_is_through(pair, client):
+def test_lease_of_a_load_outlives_the_first_finished_rank(pair, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
 

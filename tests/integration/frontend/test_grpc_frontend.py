@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -17,6 +16,7 @@ from fleet.net.settings import GrpcSettings
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from fleet.v1 import inference_pb2 as pb
 from tests.support.builders import a_prompt, token_ids
+from tests.support.frontend.grpc_calls import SMALL_WINDOW, details_of
 from tests.support.frontend.text_model import EOS
 from tests.support.router.fake_router import a_model_card
 from tests.support.waiting import until
@@ -24,7 +24,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.integration
 
 TEXT = "the quick brown fox: Größe 漢字 🎉!"
-DETAILS = "grpc-status-details-bin"
 
 
 @pytest.fixture
@@ -45,18 +44,6 @@ async def collect(call: AsyncIterator[pb.GenerateResponse]) -> tuple[pb.Admitted
     deltas = [event.delta for event in events[1:-1]]
     text = "".join(delta.text for delta in deltas) + events[-1].finished.text
     return events[0].admitted, text, [token for delta in deltas for token in delta.token_ids], events[-1].finished
-
-
-def details_of(
-    error: grpc.aio.AioRpcError,
-) -> tuple[pb.ErrorDetail, error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
-    found = (pb.ErrorDetail(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo())
-    for key, value in error.trailing_metadata():
-        if key == DETAILS:
-            for packed in status_pb2.Status.FromString(value).details:
-                for detail in found:
-                    packed.Unpack(detail)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -299,10 +286,6 @@ async def test_cancelling_a_call_cancels_the_request(frontends, stub):
     call.cancel()
 
     await frontends.router.until(frontends.router.cancelled)
-
-
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Channel options of a client that takes little before it reads."""
 
 
 @pytest.mark.parametrize("frontends", [{"grpc": GrpcSettings(write_timeout_seconds=0.2)}], indirect=True)

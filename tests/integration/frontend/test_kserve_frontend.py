@@ -23,10 +23,10 @@ from fleet.net.settings import GrpcSettings
 from fleet.router.tenants import TenantSettings
 from fleet.v1 import inference_pb2, kserve_pb2_grpc
 from fleet.v1 import kserve_pb2 as pb
-from tests.integration.frontend.test_grpc_frontend import SMALL_WINDOW, details_of
 from tests.support.builders import token_ids
 from tests.support.fleet_processes import fleet_up
 from tests.support.frontend.frontends import open_frontends
+from tests.support.frontend.grpc_calls import SMALL_WINDOW, details_of
 from tests.support.frontend.text_model import EOS
 from tests.support.frontend.triton_client import TritonClient, described_protocol
 from tests.support.router.fake_router import a_model_card

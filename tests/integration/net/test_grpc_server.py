@@ -19,7 +19,7 @@ from fleet.net.grpc import http2 as grpc_http2
 from fleet.net.grpc import http2_call as grpc_http2_call
 from fleet.net.grpc.http2 import Http2Server
 from fleet.net.settings import GrpcSettings
-from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
+from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
 from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration

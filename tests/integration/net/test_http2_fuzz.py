@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleet.net.grpc.http2 import Http2Server
-from tests.integration.net.test_http2_floods import END_HEADERS, HEADERS, PREFACE, SETTINGS, call, frame
+from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, SETTINGS, call, frame
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration

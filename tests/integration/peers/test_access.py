@@ -17,10 +17,10 @@ from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
 from kvstore.security.credentials import Credentials
-from tests.integration.peers.test_peer_messages import RecordingRouter
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import start_service
 from tests.support.kvstore.builders import a_short_folder
+from tests.support.router.recording_router import RecordingRouter
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until
 
@@ -229,14 +229,14 @@ async def test_both_routers_log_why_they_do_not_connect(files, caplog, case):
         await until(lambda: at_listener in said(caplog, "stream refused", "another router was refused"))
         await until(lambda: at_caller in said(caplog, "another router cannot be reached", "lost another router"))
 
-        assert "ReplicaBooked" not in router.events
+        assert "PeerReserved" not in router.events
 
 
 @pytest.mark.parametrize("told", [{"secret_file": "one"}, {"authority": "ours", "certificate": "ours"}])
 async def test_routers_connect_by_secret_or_certificates(files, told):
     address = f"127.0.0.1:{a_free_port()}"
     async with a_router(0, address, (), files(told)) as router, a_caller(address, files(told)):
-        await until(lambda: "ReplicaBooked" in router.events)
+        await until(lambda: "PeerReserved" in router.events)
 
 
 @asynccontextmanager

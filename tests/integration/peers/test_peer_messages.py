@@ -9,41 +9,17 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import WorkerId
 from fleet.peers.messages import LATEST, encode_sessions
 from fleet.peers.routers import PeerRouters
-from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS, PromptAnnouncements
-from fleet.router.messages import PeerPlaced
+from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS
 from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
+from tests.support.router.recording_router import RecordingRouter
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
 HELLO = pb.ReplicaMessage(hello=pb.ReplicaHello(router_id="other"))
-
-
-class RecordingRouter:
-    """A router and its registry that record what they receive."""
-
-    def __init__(self):
-        self.on_change = None
-        self.events = []
-        self.placed = []
-        self.sessions = SessionTable(ttl_seconds=1, capacity=1)
-        self.prompts = PromptAnnouncements()
-
-    def booked(self):
-        return {}
-
-    def hear(self, event):
-        self.events.append(type(event).__name__)
-        if isinstance(event, PeerPlaced):
-            self.placed += event.placed
-
-    def register(self, event):
-        self.events.append(type(event).__name__)
-
-    deregister = register
 
 
 class SendingPeer:

@@ -14,7 +14,7 @@ from fleet.client import Client, FleetError
 from fleet.net.control.address import control_socket
 from fleet.v1.selection_pb2 import ReleaseRequest, ReportRequest, SelectRequest
 from fleet.v1.selection_pb2_grpc import SelectionStub
-from tests.support.fleet_processes import routers_of, start_service
+from tests.support.fleet_processes import routers_of, start_service, workers_seen
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
@@ -83,10 +83,6 @@ def routers(tmp_path_factory, model_dir):
         yield started
     finally:
         started.stop()
-
-
-def workers_seen(client):
-    return {worker.worker_id for pool in client.status().pools for worker in pool.workers}
 
 
 def booked_by_all(client):

@@ -14,7 +14,6 @@ from kvstore.client import node_connection as link
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import LayoutMismatch
 from kvstore.security.credentials import Credentials
-from tests.integration.router.test_router_with_workers import WorkerCluster, settings, sources
 from tests.support.certificates import Authority
 from tests.support.kvstore.builders import (
     a_block,
@@ -28,6 +27,7 @@ from tests.support.kvstore.builders import (
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually, until, until_answered
 from tests.support.workers.engine_driver import fresh_prompt
+from tests.support.workers.worker_cluster import WorkerCluster, sources, worker_settings
 from tests.support.workers.worker_processes import a_worker_process
 
 pytestmark = pytest.mark.integration
@@ -41,7 +41,8 @@ async def a_cluster_beside(node):
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(a_short_folder())
         told = [
-            settings(f"{role}-0", role, node.address, kv_paths=PATHS, speedup=5) for role in (Role.PREFILL, Role.DECODE)
+            worker_settings(f"{role}-0", role, node.address, kv_paths=PATHS, speedup=5)
+            for role in (Role.PREFILL, Role.DECODE)
         ]
         processes = [await stack.enter_async_context(a_worker_process(folder, each)) for each in told]
         cluster = WorkerCluster([process.address for process in processes], node.address)
@@ -90,7 +91,7 @@ async def test_single_worker_fills_the_store_it_joined_late():
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(a_short_folder())
             process = await stack.enter_async_context(
-                a_worker_process(folder, settings("both-0", Role.BOTH, node.address, kv_paths=PATHS))
+                a_worker_process(folder, worker_settings("both-0", Role.BOTH, node.address, kv_paths=PATHS))
             )
             cluster = WorkerCluster([process.address], node.address)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
